@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from tests.support.checkpoints import save
 
 GB = 1e9

@@ -325,7 +325,7 @@ def checkpoint(check: Check) -> None:
     """How long a snapshot stops the steps, beside one copy of as many bytes to the host."""
     from checkpoint import blocked
 
-    from hvdtrain.state.train_state import StateDict
+    from hvdtrain.state.pieces import StateDict
 
     size = (1 << 22) if check.device == "cpu" else (1 << 30)
     tensors = {str(n): torch.ones(size // 64 // 4, device=check.device) for n in range(64)}

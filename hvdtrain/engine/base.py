@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from hvdtrain.state.train_state import Owned
 
 
 class Engine(Protocol):
@@ -31,9 +34,16 @@ class Engine(Protocol):
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
 
-        Returns all gradients, equal on all ranks; the caller may scale them in place. An unused parameter has a zero
-        gradient at every world size.
+        Returns the gradients that this rank's optimizer uses; the caller may scale them in place. An unused parameter
+        has a zero gradient at every world size.
         """
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the L2 norm of the whole gradient from those of `finish`, on the device. Collective: yes.
+
+        It is equal on all ranks.
+        """
+        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -42,6 +52,14 @@ class Engine(Protocol):
     def step(self) -> None:
         """Run the optimizer with the gradients of `finish`."""
         self.optimizer.step()
+
+    def complete(self) -> None:
+        """Wait until the parameters of the model are those of the last step. Collective: yes."""
+        return
+
+    def owned(self) -> Mapping[str, Owned] | None:
+        """Return the part of each parameter that this rank's optimizer updates, by name; None if it updates all."""
+        return None
 
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""

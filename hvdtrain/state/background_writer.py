@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import CheckpointError, HvdtrainError, UnreadableCheckpointError
@@ -17,8 +19,9 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.folders import is_folder_shared
 from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, select_shard
 from hvdtrain.state.snapshot import Snapshot
+from hvdtrain.state.sync import gather_pieces
 from hvdtrain.state.tensor_file import check_dtypes
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
 """Delay of the retry after the first failed save, and the limit up to which it doubles."""
@@ -107,7 +110,12 @@ class CheckpointWriter:
         check_dtypes(state)
         self.wait()
         self._why = why
+        own = sum(place.ranks[0] == self._comm.rank for place in state.places.values())
+        pieces = int(self._comm.allreduce(torch.tensor([own]), name="checkpoint/pieces").wait())
+        if pieces and not self._is_shared:
+            state, pieces = gather_pieces(state, self._comm), 0
         count = count_writers(state, self._comm.size, self._min_bytes) if self._is_shared else 1
+        count = self._comm.size if pieces else count  # each rank writes its own
         try:
             folder = Path(on_rank_0(self._comm, partial(self._begin, step, count), name="checkpoint/folder"))
         except CheckpointError as error:
@@ -117,8 +125,8 @@ class CheckpointWriter:
             return
         if self._comm.rank < count:
             shard = select_shard(state, self._comm.rank, count)
-            others = state.count - shard.count
-            shard = StateDict(shard.tensors, state.values)
+            others = state.replicated().count + pieces - shard.count
+            shard = StateDict(shard.tensors, state.values, shard.places)
             if not wait:
                 self._snapshot.capture(shard, step)
             own_state = (lambda: shard) if wait else (lambda: self._snapshot.state)

@@ -24,7 +24,7 @@ from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
 from hvdtrain.state.shard_files import request_shards
 from hvdtrain.state.tensor_file import FileDigest, damaged, write_text
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 

@@ -23,7 +23,7 @@ from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.files import read_regular
 from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import Assembly, StateDict
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -97,7 +97,7 @@ def detect_unreadable(path: Path) -> Iterator[None]:
 
 
 def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
-    """Read and verify all of a checkpoint. Tensors are on the CPU; those of a file share one buffer.
+    """Read and verify all of a checkpoint. Tensors are whole, on the CPU; those of a file share one buffer.
 
     Errors:
         CheckpointError: a file is missing or changed.
@@ -106,14 +106,21 @@ def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
     manifest = read_manifest(path)
     values: dict[str, Any] | None = None
     tensors: dict[str, dict[str, Any]] = {}
+    divided: dict[str, Assembly] = {}
     for name, file, digest in _files(path, manifest, progress):
         if name == VALUES:
             values = json.loads(read_verified(file, digest, progress).numpy().tobytes())
         elif name.endswith(".safetensors"):
-            tensors.setdefault(file_group(name), {}).update(read_tensors(file, digest, progress))
+            group = file_group(name)
+            found, pieces = read_tensors(file, digest, progress)
+            for piece, (shape, offset) in pieces.items():
+                divided.setdefault(group, Assembly()).add(piece, found.pop(piece), shape, offset)
+            tensors.setdefault(group, {}).update(found)
         progress()
     if not isinstance(values, dict):
         raise ValueError(f"no {VALUES}")
+    for group, assembly in divided.items():
+        tensors[group].update(assembly.tensors())
     return StateDict(tensors, values)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from hvdtrain.errors import CheckpointError
 from hvdtrain.files import fsync, write_text
 from hvdtrain.state.tensor_file import FileDigest, write_tensors
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 if TYPE_CHECKING:
     from hvdtrain.state.checkpoint_store import CheckpointStore
@@ -58,11 +58,14 @@ def count_writers(state: StateDict, ranks: int, min_bytes: int = MIN_BYTES) -> i
 def select_shard(state: StateDict, number: int, count: int) -> StateDict:
     """Return the tensors that writer `number` of `count` writes. Every rank gets the same plan for the same shapes.
 
-    The largest tensors are assigned first, each to the writer with the fewest bytes. A shard has no plain values.
-    Groups without tensors belong to writer 0.
+    The largest tensors are assigned first, each to the writer with the fewest bytes. A piece that only some ranks hold
+    is written by the first of them. A shard has no plain values. Groups without tensors belong to writer 0.
     """
     every = [
-        (-tensor.nbytes, group, name) for group, tensors in state.tensors.items() for name, tensor in tensors.items()
+        (-tensor.nbytes, group, name)
+        for group, tensors in state.tensors.items()
+        for name, tensor in tensors.items()
+        if (group, name) not in state.places
     ]
     loads = [(0, writer) for writer in range(count)]
     own: dict[str, dict[str, Tensor]] = {group: {} for group in state.tensors} if number == 0 else {}
@@ -71,7 +74,10 @@ def select_shard(state: StateDict, number: int, count: int) -> StateDict:
         heapq.heappush(loads, (load - minus_bytes, writer))
         if writer == number:
             own.setdefault(group, {})[name] = state.tensors[group][name]
-    return StateDict(own, {})
+    places = {key: place for key, place in state.places.items() if place.ranks[0] == number}
+    for group, name in places:
+        own.setdefault(group, {})[name] = state.tensors[group][name]
+    return StateDict(own, {}, places)
 
 
 def shard_file_name(group: str, number: int, count: int) -> str:
@@ -99,7 +105,8 @@ def write_shard(
     files = {}
     for group, tensors in state.tensors.items():
         name = shard_file_name(group, number, count)
-        files[name] = write_tensors(folder / name, tensors, progress)
+        places = {tensor: place for (of, tensor), place in state.places.items() if of == group}
+        files[name] = write_tensors(folder / name, tensors, progress, places)
         progress()
     for name in files:  # after all writes, so that the disk is busy with the first while the last is written
         fsync(folder / name)

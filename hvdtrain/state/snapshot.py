@@ -6,11 +6,13 @@ import json
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hvdtrain.state.train_state import StateDict, TrainState
+from hvdtrain.state.pieces import Key, Place, StateDict
+from hvdtrain.state.train_state import TrainState
 
 MAX_COST = 0.01
 """Largest fraction of the time to spend on commits."""
@@ -37,6 +39,7 @@ class Snapshot:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: list[Tensor] = []
         self._groups: list[str] = []
+        self._places: dict[Key, Place] = {}
         self._values = "{}"
         self._copied: torch.cuda.Event | None = None
         self._unpin: Callable[[], object] = lambda: None
@@ -53,7 +56,7 @@ class Snapshot:
         device = next((tensor.device for tensor in sources if tensor.is_cuda), None)
         self.step = -1  # in case the copy fails
         self._values = json.dumps(dict(state.values))  # a deep copy, as in a file
-        self._groups = list(state.tensors)
+        self._groups, self._places = list(state.tensors), dict(state.places)
         if layout != self._layout or (device is not None) != self._pinned:
             self._allocate(layout, device is not None)
         if sources:
@@ -73,7 +76,7 @@ class Snapshot:
         tensors: dict[str, dict[str, Tensor]] = {group: {} for group in self._groups}
         for (group, name, _, _), view in zip(self._layout, self._views, strict=True):
             tensors[group][name] = view
-        return StateDict(tensors, json.loads(self._values))
+        return StateDict(tensors, json.loads(self._values), self._places)
 
     def _allocate(self, layout: _Layout, pinned: bool) -> None:
         self._unpin()
@@ -141,7 +144,7 @@ class Commits:
         began_s = self._clock()
         copied = state.state_dict()
         if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):
-            copied = StateDict({**copied.tensors, "exchange": exchange}, copied.values)
+            copied = replace(copied, tensors={**copied.tensors, "exchange": exchange})
         self._snapshot.capture(copied, state.progress.step)
         self._at_s = self._clock()
         self._cost_s = self._at_s - began_s
@@ -151,4 +154,4 @@ class Commits:
         saved = self._snapshot.state
         # The exchange keeps these tensors without a copy, and the next commit overwrites the buffer.
         exchange = {name: tensor.clone() for name, tensor in saved.tensors.get("exchange", {}).items()}
-        state.load_state_dict(StateDict({**saved.tensors, "exchange": exchange}, saved.values))
+        state.load_state_dict(replace(saved, tensors={**saved.tensors, "exchange": exchange}))

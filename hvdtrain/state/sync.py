@@ -1,52 +1,106 @@
-"""Broadcast the state of one rank to all ranks."""
+"""Broadcast the state of one rank to all ranks, and gather the pieces of all ranks on rank 0."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
-from hvdtrain.state.train_state import StateDict, TrainState
+from hvdtrain.state.pieces import Assembly, StateDict
+from hvdtrain.state.train_state import TrainState
+
+_WINDOW_BYTES = 64 << 20
+"""Bytes of tensors that are broadcast at the same time."""
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] = lambda: None, root: int = 0) -> None:
+def broadcast_state(
+    state: TrainState,
+    comm: Comm,
+    progress: Callable[[], None] = lambda: None,
+    root: int = 0,
+    source: StateDict | None = None,
+) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
-    `progress` is called after each tensor.
+    `progress` is called after each tensor. `source`: what `root` has loaded into its state, with whole tensors
+    (default: its state, without the pieces that only some ranks hold). Each rank keeps what it holds of a tensor.
 
     Errors:
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
     """
     is_root = comm.rank == root
-    own_state = state.state_dict()
-    spec = broadcast_json(comm, _spec(own_state), name="state/spec", root=root)
-    _check_same_model(_spec(own_state), spec, comm, root)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for group, entries in spec["tensors"].items():
-        own = own_state.tensors[group] if is_root else {}
-        tensors[group] = {
-            name: own[name].detach().contiguous() if is_root else torch.empty(shape, dtype=_DTYPES[dtype])
-            for name, (shape, dtype) in entries.items()
-        }
-    # As bytes, because Horovod does not support all dtypes. On the CPU, because it happens only once.
-    handles = [
-        comm.broadcast(tensor.cpu().reshape(-1).view(torch.uint8), name=f"state/{group}/{name}", root=root)
-        for group, entries in tensors.items()
-        for name, tensor in entries.items()
-        if tensor.numel()
-    ]
-    for handle in handles:
+    own_state = state.state_dict().replicated()
+    if source is not None:
+        own_state = StateDict(source.tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
+    own_spec = _spec(own_state)
+    spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
+    _check_same_model(own_spec, spec, comm, root)
+    tensors: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
+    running: deque[tuple[str, str, Tensor, Handle]] = deque()
+
+    def finish() -> None:
+        group, name, tensor, handle = running.popleft()
         handle.wait()
         progress()
+        if not is_root and (kept := state.cut(group, name, tensor)) is not None:
+            tensors[group][name] = kept
+
+    for group, entries in spec["tensors"].items():
+        for name, (shape, dtype) in entries.items():
+            tensor = own_state.tensors[group][name].detach() if is_root else torch.empty(shape, dtype=_DTYPES[dtype])
+            running.append((group, name, *_broadcast(tensor, comm, f"state/{group}/{name}", root)))
+            while len(running) > 1 and sum(tensor.nbytes for _, _, tensor, _ in running) > _WINDOW_BYTES:
+                finish()
+    while running:
+        finish()
     if not is_root:
         state.load_state_dict(StateDict(tensors, spec["values"]))
+
+
+def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor, Handle]:
+    """Start a broadcast; return the tensor on the CPU, where it arrives, and the handle.
+
+    As bytes, because Horovod does not support all dtypes. On the CPU, because it happens only once.
+    """
+    there = tensor.contiguous().cpu()
+    if not there.numel():
+        return there, Finished(there)
+    return there, comm.broadcast(there.reshape(-1).view(torch.uint8), name=name, root=root)
+
+
+def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
+    """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes.
+
+    All pieces pass through the memory of all ranks, one after the other.
+    """
+    own = [
+        [group, name, list(tensor.shape), str(tensor.dtype), place.shape, place.offset]
+        for (group, name), place in state.places.items()
+        if place.ranks[0] == comm.rank
+        for tensor in (state.tensors[group][name],)
+    ]
+    whole: dict[str, Assembly] = {}
+    for rank, pieces in enumerate(allgather_json(comm, own, name="state/pieces")):
+        for group, name, shape, dtype, whole_shape, offset in pieces:
+            mine = comm.rank == rank
+            tensor = state.tensors[group][name].detach() if mine else torch.empty(shape, dtype=_DTYPES[dtype])
+            tensor, handle = _broadcast(tensor, comm, f"state/piece/{group}/{name}", rank)
+            handle.wait()
+            if comm.rank == 0:
+                whole.setdefault(group, Assembly()).add(name, tensor, whole_shape, offset)
+    tensors = {group: dict(entries) for group, entries in state.replicated().tensors.items()}
+    for group, assembly in whole.items():
+        tensors.setdefault(group, {}).update(assembly.tensors())
+    return StateDict(tensors, state.values)
 
 
 def _spec(state: StateDict) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.files import fsync
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import Place, StateDict
 
 CHECKSUM = "xxh3_128"
+
+_PIECES = "pieces"
 
 _BLOCK = 1 << 20
 _BUFFER = 1 << 16
@@ -68,8 +70,12 @@ class FileDigest:
     checksum: str  # hexadecimal
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> FileDigest:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None], places: Mapping[str, Place] | None = None
+) -> FileDigest:
     """Write a new safetensors file from tensors on any device, of any layout; call `progress` for each MiB.
+
+    The header has the shape of the whole tensor and the offset of each piece in `places`.
 
     The kernel has started to write it to disk; the caller must fsync.
 
@@ -79,7 +85,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[
     """
     # The format requires data without gaps; the widest dtypes come first for alignment.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    return _write(path, _parts(_header(names, tensors), (tensors[name] for name in names)), progress)
+    return _write(path, _parts(_header(names, tensors, places or {}), (tensors[name] for name in names)), progress)
 
 
 def write_text(path: Path, text: str) -> FileDigest:
@@ -89,8 +95,15 @@ def write_text(path: Path, text: str) -> FileDigest:
     return digest
 
 
-def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -> dict[str, Tensor]:
-    """Read a safetensors file and verify every byte. The tensors share one buffer. Errors: see `read_verified`."""
+def read_tensors(
+    path: Path, digest: FileDigest, progress: Callable[[], None]
+) -> tuple[dict[str, Tensor], dict[str, tuple[list[int], list[int]]]]:
+    """Read a safetensors file and verify every byte; return its tensors, which share one buffer.
+
+    Also returns, for each tensor that is a piece, the shape of the whole tensor and the offset in it.
+
+    Errors: see `read_verified`.
+    """
     data = read_verified(path, digest, progress)
     if len(data) < 8:
         raise ValueError("shorter than a header")
@@ -98,7 +111,7 @@ def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -
     if length > len(data) - 8:
         raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
     header = json.loads(data[8 : 8 + length].numpy().tobytes())
-    header.pop("__metadata__", None)
+    pieces = json.loads(header.pop("__metadata__", {}).get(_PIECES, "{}"))
     body, end = data[8 + length :], 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
         begin, after = entry["data_offsets"]
@@ -108,7 +121,7 @@ def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -
         end = after
     if end != len(body):
         raise ValueError(f"{end} bytes of tensors in {len(body)}")
-    return {name: _view(body, entry) for name, entry in header.items()}
+    return {name: _view(body, entry) for name, entry in header.items()}, pieces
 
 
 def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:
@@ -160,8 +173,11 @@ def damaged(path: Path, why: str = "", *, expected: str | None = None, found: st
     return CheckpointError(f"{path} is damaged{why}", expected=expected, found=found, next_step=advice)
 
 
-def _header(names: Iterable[str], tensors: Mapping[str, Tensor]) -> bytes:
+def _header(names: Iterable[str], tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> bytes:
     entries: dict[str, Any] = {}
+    pieces = {name: [p.shape, p.offset] for name, p in places.items() if p.shape != tuple(tensors[name].shape)}
+    if pieces:
+        entries["__metadata__"] = {_PIECES: json.dumps(pieces)}  # the format allows only texts
     end = 0
     for name in names:
         tensor = tensors[name]

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
+from hvdtrain.state.pieces import Key, Place, StateDict
+
+_NUMBERS = "optimizer_values"
+_NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
 
 
 @dataclass
@@ -29,8 +33,43 @@ class Progress:
     lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
 
 
+@dataclass(frozen=True)
+class Owned:
+    """The part of a model's parameter that this rank's optimizer updates.
+
+    Attributes:
+        parameter: of the optimizer; None if other ranks update all of it.
+        place: of this part; None for the whole parameter, on every rank.
+        owners: ranks that update a part of it; empty for all ranks.
+    """
+
+    parameter: nn.Parameter | None
+    place: Place | None = None
+    owners: tuple[int, ...] = ()
+
+    def place_of(self, value: Tensor) -> Place | None:
+        """Return the place of a tensor in the optimizer's state of this part."""
+        if self.place is None or self.parameter is None:
+            return None
+        if value.shape == self.parameter.shape:
+            return self.place
+        return Place(tuple(value.shape), (0,) * value.dim(), self.owners)
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Return this part of a tensor in the optimizer's state of the whole parameter."""
+        if self.place is None or self.parameter is None or tuple(value.shape) != self.place.shape:
+            return value
+        return self.place.cut(value, self.parameter.shape)
+
+
 class Exchange(Protocol):
     """State between exchanges of gradients: the bucket plan, and the residuals of compression."""
+
+    def complete(self) -> None:
+        """Wait until the model's parameters are those of the last step. Collective: yes."""
+
+    def owned(self) -> Mapping[str, Owned] | None:
+        """Return the owned part of each parameter in the optimizer, by name; None if ranks own all of all."""
 
     def synchronize_state(self) -> None:
         """Make the state equal on all ranks. Collective: yes."""
@@ -53,6 +92,14 @@ class ExchangeState(Exchange):
 
     def __init__(self, exchange: Exchange) -> None:
         self._state = exchange.state_dict()
+        self._owned = exchange.owned()
+
+    def complete(self) -> None:
+        """Do nothing: no exchange is running."""
+
+    def owned(self) -> Mapping[str, Owned] | None:
+        """Return the owned parts in the round that has ended."""
+        return self._owned
 
     def synchronize_state(self) -> None:
         """Do nothing: there are no other ranks."""
@@ -70,23 +117,6 @@ class ExchangeState(Exchange):
         self._state = dict(tensors), dict(values)
 
 
-@dataclass(frozen=True)
-class StateDict:
-    """A state: tensors by group and name, and plain values that JSON supports.
-
-    The groups: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
-    last one only if it is not empty.
-    """
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    values: Mapping[str, Any]
-
-    @property
-    def count(self) -> int:
-        """Number of tensors in all groups."""
-        return sum(len(tensors) for tensors in self.tensors.values())
-
-
 @dataclass
 class TrainState:
     """The parts of a run that training changes."""
@@ -98,9 +128,11 @@ class TrainState:
     exchange: Exchange | None = None  # synchronized before it is saved
 
     def state_dict(self) -> StateDict:
-        """Return the state without copying tensors."""
+        """Return the pieces that this rank holds, without copying tensors."""
+        if self.exchange is not None:
+            self.exchange.complete()
         model, aliases = _split_aliases(self.model.state_dict())
-        slots, plain, groups = self._optimizer_state()
+        slots, plain, groups, places = self._optimizer_state()
         residuals, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
         values = {
             "progress": vars(self.progress).copy(),
@@ -110,20 +142,23 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "exchange": exchange,
         }
-        tensors = {"model": model, "optimizer": slots, **({"exchange": residuals} if residuals else {})}
-        return StateDict(tensors, values)
+        tensors = {"model": model, **slots, **({"exchange": residuals} if residuals else {})}
+        return StateDict(tensors, values, places)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load a state; tensors are copied.
+        """Load a state of whole tensors, or of the pieces that this rank holds; tensors are copied.
 
         Errors: CheckpointError if it is the state of another model or optimizer. Nothing was changed.
         """
+        if self.exchange is not None:
+            self.exchange.complete()
         model = dict(state.tensors["model"])
         model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
         _check_shapes(self.model.state_dict(), model)
         self._check_optimizer(state)
         self.model.load_state_dict(model)
-        self._load_optimizer(state.tensors["optimizer"], state.values["optimizer"])
+        numbers = {key: value.item() for key, value in state.tensors.get(_NUMBERS, {}).items()}
+        self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
             group.update(start)
         for number, values in state.values["groups"].items():
@@ -134,9 +169,20 @@ class TrainState:
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), state.values["exchange"])
         self.progress = Progress(**state.values["progress"])
 
-    def _names(self) -> dict[str, nn.Parameter]:
+    def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
+        """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
+        if group not in ("optimizer", _NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
+            return whole
+        if own.parameter is None:
+            return None
+        kept = own.cut(whole)
+        return whole if kept is whole else kept.clone()
+
+    def _owned(self) -> Mapping[str, Owned]:
+        if self.exchange is not None and (owned := self.exchange.owned()) is not None:
+            return owned
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return {names[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+        return {names[p]: Owned(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     def __post_init__(self) -> None:
         """Record the values in the optimizer's groups before training."""
@@ -146,23 +192,30 @@ class TrainState:
     def _group_values(group: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in group.items() if k not in ("params", "lr") and isinstance(v, (int, float, str, bool))}
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, dict[str, Any]]]:
-        """Return tensors and plain values by parameter and slot, and the values in groups that training has changed.
+    def _optimizer_state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], dict[str, Any], dict[Key, Place]]:
+        """Return tensors, plain values by parameter and slot, changed values of groups, and places.
 
         Errors: TaskError if the optimizer has state that cannot be saved.
         """
-        slots: dict[str, Tensor] = {}
+        tensors: dict[str, dict[str, Tensor]] = {"optimizer": {}}
         plain: dict[str, Any] = {}
-        for name, parameter in self._names().items():
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
+        places: dict[Key, Place] = {}
+        for name, own in self._owned().items():
+            slots = self.optimizer.state.get(own.parameter, {}) if own.parameter is not None else {}
+            for slot, value in slots.items():
+                group = "optimizer"
+                if own.place is not None and isinstance(value, (int, float)):  # other ranks do not have it
+                    group, value = _NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
                 if isinstance(value, Tensor):
-                    slots[f"{name}/{slot}"] = value
-                elif value is None or isinstance(value, (int, float, str, bool)):
+                    tensors.setdefault(group, {})[f"{name}/{slot}"] = value
+                    if (place := own.place_of(value)) is not None:
+                        places[group, f"{name}/{slot}"] = place
+                elif own.place is None and (value is None or isinstance(value, (int, float, str, bool))):
                     plain[f"{name}/{slot}"] = value
                 else:
                     raise TaskError(
                         f"{type(self.optimizer).__name__} has state that cannot be saved: {slot} of {name}",
-                        expected="tensors, numbers and strings",
+                        expected="tensors, numbers and strings" if own.place is None else "tensors and numbers",
                         found=type(value).__name__,
                         next_step="use an optimizer with flat state",
                     )
@@ -171,11 +224,11 @@ class TrainState:
         for number, (group, start) in enumerate(zip(self.optimizer.param_groups, self._groups_at_start, strict=True)):
             if changed := {k: v for k, v in self._group_values(group).items() if v != start.get(k)}:
                 groups[str(number)] = changed
-        return slots, plain, groups
+        return tensors, plain, groups, places
 
     def _check_optimizer(self, state: StateDict) -> None:
-        keys = [*state.tensors["optimizer"], *state.values["optimizer"]]
-        unknown = {key.rpartition("/")[0] for key in keys} - self._names().keys()
+        keys = [*state.tensors["optimizer"], *state.tensors.get(_NUMBERS, {}), *state.values["optimizer"]]
+        unknown = {key.rpartition("/")[0] for key in keys} - self._owned().keys()
         numbers = {str(number) for number in range(len(self.optimizer.param_groups))}
         unknown |= {f"group {number}" for number in state.values["groups"].keys() - numbers}
         if unknown:
@@ -187,12 +240,14 @@ class TrainState:
 
     def _load_optimizer(self, slots: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         # torch's load_state_dict expects numbers for parameters. It casts and moves state as each optimizer needs.
-        names = {name: (index, parameter) for index, (name, parameter) in enumerate(self._names().items())}
+        indices = {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
+        owned = self._owned()
         entries: dict[int, dict[str, Any]] = {}
         for key, value in [*slots.items(), *plain.items()]:
             name, _, slot = key.rpartition("/")
-            index, parameter = names[name]
-            entries.setdefault(index, {})[slot] = _stored_as(parameter, value) if isinstance(value, Tensor) else value
+            if (parameter := owned[name].parameter) is not None:
+                loaded = _stored_as(parameter, owned[name].cut(value)) if isinstance(value, Tensor) else value
+                entries.setdefault(indices[parameter], {})[slot] = loaded
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
 

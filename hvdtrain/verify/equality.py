@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative tolerance of losses by precision: another world size sums in another order."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.errors import DriftError
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.verify.data import verify_data
 from tests.support.chaos import TASK
 from tests.support.gallery import IMAGE, LANGUAGE, STEPS, TOY, Gallery, Recorded

@@ -21,7 +21,8 @@ from torch import nn
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
-from hvdtrain.state.train_state import Progress, StateDict, TrainState
+from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.checkpoints import save
 from tests.support.toy import Net
 
@@ -234,7 +235,7 @@ from pathlib import Path
 import torch
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.background_writer import CheckpointWriter
 store = CheckpointStore(Path(sys.argv[1]), print)
 tensors = {"model": {"w": torch.zeros(1_000_000)}, "optimizer": {}}
@@ -311,7 +312,7 @@ def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
         "import resource, signal, sys\nfrom pathlib import Path\nimport torch\n"
         "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.checkpoint_store import CheckpointStore\n"
         "from tests.support.checkpoints import save\n"
-        "from hvdtrain.state.train_state import StateDict\n"
+        "from hvdtrain.state.pieces import StateDict\n"
         "store = CheckpointStore(Path(sys.argv[1]), print)\n"
         "state = StateDict({'model': {'w': torch.zeros(100_000)}, 'optimizer': {}}, {})\n"
         "save(store, 1, state)\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -17,7 +17,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
 from hvdtrain.state.shard_files import select_shard, write_shard
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from tests.support.damage import DAMAGES
 
 

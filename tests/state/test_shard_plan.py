@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.state.shard_files import count_writers, file_group, select_shard, shard_file_name
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 
 def _state(sizes: dict[str, list[int]]) -> StateDict:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.tensor_file import _DTYPES
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 
 def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:

@@ -56,19 +56,21 @@ def test_bit_for_bit_by_the_library_and_by_us(tmp_path: Path) -> None:
     tensors = _all()
     facts = _write(tmp_path / "t", tensors)
     assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)
-    assert _same(read_tensors(tmp_path / "t", facts, lambda: None), tensors)
+    assert _same(read_tensors(tmp_path / "t", facts, lambda: None)[0], tensors)
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:
     facts = _write(tmp_path / "t", {})
-    assert safetensors.torch.load_file(tmp_path / "t") == {} == read_tensors(tmp_path / "t", facts, lambda: None)
+    assert safetensors.torch.load_file(tmp_path / "t") == {} == read_tensors(tmp_path / "t", facts, lambda: None)[0]
 
 
 def test_files_written_by_the_library_are_read(tmp_path: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in _all().items()}
     safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     content = (tmp_path / "library").read_bytes()
-    assert _same(read_tensors(tmp_path / "library", FileDigest(len(content), checksum(content)), lambda: None), tensors)
+    assert _same(
+        read_tensors(tmp_path / "library", FileDigest(len(content), checksum(content)), lambda: None)[0], tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,5 +115,5 @@ def test_larger_than_any_block(tmp_path: Path) -> None:
     facts = write_tensors(tmp_path / "t", tensors, lambda: moves.append(1))
     assert len(moves) >= 40
     assert facts.size_bytes == (tmp_path / "t").stat().st_size
-    assert _same(read_tensors(tmp_path / "t", facts, lambda: None), tensors)
+    assert _same(read_tensors(tmp_path / "t", facts, lambda: None)[0], tensors)
     assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.shard_files import ShardedWrite
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 
 
 def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str, Any] | None = None) -> Path:

@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from tests.support.audited import audited
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Task
 from hvdtrain.errors import DriftError
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.snapshot import StateDict
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.loop.shared_buffers import Policy, SharedBuffers

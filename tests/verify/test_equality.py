@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.verify.equality import Outcome, compare
 
 

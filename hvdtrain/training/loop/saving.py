@@ -101,6 +101,7 @@ class Saving:
         """
         with self.stepper.spans("checkpoint"):
             self.ledger.sync()
+            self.stepper.engine.complete()
             self.stepper.buffers.share(check_equal(self._state.model, self._comm, name="drift"))
             self.stepper.engine.synchronize_state()
             # First: if a rank is lost now, nothing on the disk is newer than the commit.

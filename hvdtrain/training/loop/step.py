@@ -186,8 +186,8 @@ class Stepper:
             scaler.unscale_(self.engine.optimizer)
             scaler.update()
             scales.append(scaler.scale(one).double())
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
-        return torch.cat([*scales, norm.detach().double().reshape(1), totals])
+        norm = self.engine.norm(gradients).detach().to(self.device)
+        return torch.cat([*scales, norm.double().reshape(1), totals])
 
     def _result(self, numbers: list[float], nominal: float) -> StepResult:
         """Return the result of a step from its `numbers`, on the host."""

@@ -20,7 +20,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
-from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
 from hvdtrain.training.round import Round
@@ -42,8 +42,9 @@ def resume_state(current: Round) -> int:
     steps = [step for step, _ in offers]
     newest = max(steps)
     if newest == NOTHING:
-        resumed = on_rank_0(comm, partial(_restore, current), name="restored")
-        broadcast_state(state, comm, touch)
+        loaded: list[StateDict] = []
+        resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
+        broadcast_state(state, comm, touch, source=loaded[0] if loaded else None)
     else:
         source = steps.index(newest)
         if offers.count(offers[source]) < comm.size:
@@ -86,8 +87,10 @@ def _report_resumed(worker: WorkerState, comm: Comm, recorder: Recorder) -> None
     recorder.say(f"resuming from step {progress.step} with {comm.size} rank(s){since}")
 
 
-def _restore(current: Round) -> int:
+def _restore(current: Round, loaded: list[StateDict]) -> int:
     """On rank 0: load what `resume` asks for, report changes, write the config; return the step to resume from.
+
+    If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`.
 
     Errors:
         CheckpointError: the checkpoint is missing, damaged, or of another model.
@@ -106,6 +109,8 @@ def _restore(current: Round) -> int:
         saved, snapshot = found
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(snapshot)
+        if current.engine is not None and current.engine.owned() is not None:
+            loaded.append(snapshot)
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )

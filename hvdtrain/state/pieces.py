@@ -1,0 +1,96 @@
+"""A state in pieces: each rank holds whole tensors, or boxes of tensors that are divided among ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Key = tuple[str, str]
+"""The group and the name of a tensor."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a piece that not every rank holds.
+
+    Attributes:
+        shape: of the whole tensor.
+        offset: of the piece's first element, for each dimension.
+        ranks: ranks that hold equal copies of the piece, ascending.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def cut(self, whole: Tensor, size: Iterable[int]) -> Tensor:
+        """Return the view of the piece, of shape `size`, in the whole tensor."""
+        return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """The pieces of a state that one rank holds, and plain values that JSON supports.
+
+    Attributes:
+        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
+            last one only if it is not empty. ``optimizer_values`` holds numbers of a divided optimizer's state, by
+            ``name/slot``, as tensors without dimensions.
+        values: equal on all ranks.
+        places: of the pieces; a tensor without a place is whole, and equal on all ranks.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Any]
+    places: Mapping[Key, Place] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of tensors in all groups."""
+        return sum(len(tensors) for tensors in self.tensors.values())
+
+    def replicated(self) -> StateDict:
+        """Return the state without the pieces that only some ranks hold."""
+        tensors = {
+            group: {name: tensor for name, tensor in entries.items() if (group, name) not in self.places}
+            for group, entries in self.tensors.items()
+        }
+        return StateDict(tensors, self.values)
+
+
+class Assembly:
+    """Whole tensors, put together from pieces on the CPU."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+
+    def add(self, name: str, piece: Tensor, shape: Iterable[int], offset: Iterable[int]) -> None:
+        """Copy a piece of the tensor `name` of shape `shape`.
+
+        Errors:
+            ValueError: it does not fit into the tensor, or does not fit to the other pieces.
+        """
+        place = Place(tuple(shape), tuple(offset), ())
+        if name not in self._whole:
+            self._whole[name] = torch.empty(place.shape, dtype=piece.dtype)
+            self._missing[name] = math.prod(place.shape)
+        whole = self._whole[name]
+        ends = [begin + size for begin, size in zip(place.offset, piece.shape, strict=True)]
+        inside = min(place.offset, default=0) >= 0 and all(e <= s for e, s in zip(ends, place.shape, strict=True))
+        if not inside or (tuple(whole.shape), whole.dtype) != (place.shape, piece.dtype):
+            raise ValueError(f"a piece of {name} at {list(place.offset)} does not fit into shape {list(whole.shape)}")
+        place.cut(whole, piece.shape).copy_(piece)
+        self._missing[name] -= piece.numel()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name. Errors: ValueError if one lacks pieces, or has pieces twice."""
+        for name, missing in self._missing.items():
+            if missing:
+                raise ValueError(f"the pieces of {name} have {-missing:+} elements compared with the whole tensor")
+        return self._whole
