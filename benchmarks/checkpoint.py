@@ -28,8 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.snapshot import Snapshot
 from tests.support.checkpoints import save
 
 GB = 1e9

@@ -17,11 +17,11 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import CheckpointError, HvdtrainError, UnreadableCheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.folders import is_folder_shared
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, select_shard
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.sync import gather_pieces
 from hvdtrain.state.tensor_file import check_dtypes
-from hvdtrain.state.pieces import StateDict
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
 """Delay of the retry after the first failed save, and the limit up to which it doubles."""

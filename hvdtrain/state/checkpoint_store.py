@@ -22,9 +22,9 @@ from hvdtrain.files import fsync
 from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import request_shards
 from hvdtrain.state.tensor_file import FileDigest, damaged, write_text
-from hvdtrain.state.pieces import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 

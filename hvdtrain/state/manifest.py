@@ -21,9 +21,9 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.files import read_regular
+from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
-from hvdtrain.state.pieces import Assembly, StateDict
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.files import fsync, write_text
-from hvdtrain.state.tensor_file import FileDigest, write_tensors
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.tensor_file import FileDigest, write_tensors
 
 if TYPE_CHECKING:
     from hvdtrain.state.checkpoint_store import CheckpointStore

@@ -203,13 +203,13 @@ class TrainState:
         for name, own in self._owned().items():
             slots = self.optimizer.state.get(own.parameter, {}) if own.parameter is not None else {}
             for slot, value in slots.items():
-                group = "optimizer"
+                kind = "optimizer"
                 if own.place is not None and isinstance(value, (int, float)):  # other ranks do not have it
-                    group, value = _NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
+                    kind, value = _NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
                 if isinstance(value, Tensor):
-                    tensors.setdefault(group, {})[f"{name}/{slot}"] = value
+                    tensors.setdefault(kind, {})[f"{name}/{slot}"] = value
                     if (place := own.place_of(value)) is not None:
-                        places[group, f"{name}/{slot}"] = place
+                        places[kind, f"{name}/{slot}"] = place
                 elif own.place is None and (value is None or isinstance(value, (int, float, str, bool))):
                     plain[f"{name}/{slot}"] = value
                 else:

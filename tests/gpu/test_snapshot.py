@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.snapshot import Snapshot
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from torch import Tensor
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
-from hvdtrain.state.shard_files import select_shard, write_shard
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.shard_files import select_shard, write_shard
 from tests.support.damage import DAMAGES
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.state.shard_files import count_writers, file_group, select_shard, shard_file_name
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.shard_files import count_writers, file_group, select_shard, shard_file_name
 
 
 def _state(sizes: dict[str, list[int]]) -> StateDict:

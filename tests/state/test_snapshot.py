@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.tensor_file import _DTYPES
-from hvdtrain.state.pieces import StateDict
 
 
 def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.shard_files import ShardedWrite
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.shard_files import ShardedWrite
 
 
 def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str, Any] | None = None) -> Path:

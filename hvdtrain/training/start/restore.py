@@ -19,8 +19,8 @@ from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
-from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
 from hvdtrain.training.round import Round
