@@ -47,6 +47,8 @@ class ParallelConfig:
             powersgd:RANK, or auto (measure in the first steps, then choose the fastest)
         bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
             or 2 for fp16 and bf16)
+        shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),
+            gradients for the sums of each micro-batch's gradients, too (ZeRO-2)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
@@ -55,6 +57,7 @@ class ParallelConfig:
 
     compression: str = "none"
     bucket_mib: float | None = None
+    shard: Literal["none", "optimizer", "gradients"] = "none"
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.train_state import Owned
 
 
@@ -28,6 +29,10 @@ class Engine(Protocol):
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
 
+    def forward(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass that trains."""
+        return nullcontext()
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
 
@@ -43,7 +48,7 @@ class Engine(Protocol):
 
         It is equal on all ranks.
         """
-        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        return norm(squared_norm(gradients))
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -54,7 +59,7 @@ class Engine(Protocol):
         self.optimizer.step()
 
     def complete(self) -> None:
-        """Wait until the parameters of the model are those of the last step. Collective: yes."""
+        """Wait until the parameters of the model are those of the last step; all ranks have started to send them."""
         return
 
     def owned(self) -> Mapping[str, Owned] | None:

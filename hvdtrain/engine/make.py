@@ -19,6 +19,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.errors import ConfigError, LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo
@@ -62,6 +63,23 @@ def check_compression(text: str) -> None:
         raise ConfigError(error.what, expected=f"{error.expected}, {AUTO}", next_step=error.next_step) from None
 
 
+def check_shard(shard: str, compression: str, ranks: int) -> None:
+    """Check that a job can divide its optimizer. Errors: ConfigError."""
+    if ranks == 1:
+        raise ConfigError(
+            f"--parallel.shard {shard} divides the optimizer among ranks",
+            expected="2 or more ranks",
+            found="1 rank",
+            next_step="--parallel.shard none: it resumes checkpoints of divided runs, too",
+        )
+    if compression != "none":
+        raise ConfigError(
+            f"--parallel.shard {shard} does not support --parallel.compression {compression}",
+            expected="--parallel.compression none",
+            next_step="or --parallel.shard none",
+        )
+
+
 def make_engine(
     optimizer: Optimizer,
     model: nn.Module,
@@ -70,17 +88,24 @@ def make_engine(
     spans: Spans | None = None,
     bucket_mib: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
+    shard: str = "none",
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
-    `spans` records the exchange; `variables` is the environment of this process.
+    `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
+    ranks.
 
     Errors:
+        ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
         LaunchError: model or optimizer differ between ranks; on every rank.
         TaskError: the optimizer has a parameter from outside the model.
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
+    if shard != "none":
+        check_shard(shard, compression, comm.size)
+        bucket_bytes = prepare_exchange(parse("none"), comm, variables, bucket_mib)
+        return ShardedEngine(optimizer, model, parameters, comm, bucket_bytes, spans)
     if comm.size == 1 and compression in ("none", AUTO):
         return LocalEngine(parameters, optimizer)
 

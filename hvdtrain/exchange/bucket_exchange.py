@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,54 +17,28 @@ from hvdtrain.exchange.rows import RowBucket, SparseBucket
 from hvdtrain.spans import EXCHANGE, Spans
 
 
-class BucketExchange:
-    """Exchanges the gradients of a plan's parameters. The plan is equal on all ranks; for the rest see `Reducer`.
+class BucketQueue:
+    """Starts the exchange of each bucket when it is full, and waits for all.
 
-    Attributes:
-        compressors: of the buckets that have one.
-        layouts: of these buckets.
+    Args:
+        buckets: equal on all ranks.
+        weight: applied to each gradient before the exchange.
+        spans: records each exchange, from its start until it was waited for.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        parameters: Mapping[str, nn.Parameter],
-        comm: Comm,
-        compression: Compression,
-        weight: float,
-        factor: float,
-        name: str,
-        spans: Spans,
-        *,
-        as_views: bool,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, buckets: Sequence[Bucket], weight: float, spans: Spans) -> None:
+        self._buckets = buckets
         self._weight = weight
         self._spans = spans
-        make = compression.load()
-
-        def bucket(layout: Layout) -> Bucket:
-            first = layout.shape.parts[0].name
-            if first in plan.sparse:
-                return SparseBucket(layout, factor, comm, as_views=as_views)
-            rows = plan.rows.get(first)
-            if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
-                return RowBucket(layout, factor, comm, exact=compression.exact_rows, as_views=as_views)
-            return DenseBucket(layout, factor, make(layout.shape, comm), as_views=as_views)
-
-        self._buckets = [bucket(layout) for layout in lay_out(plan, parameters, name)]
-        spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(self._buckets)})
-        self._streams = [SideStream(bucket.layout.shape.device) for bucket in self._buckets]
-        self._start_ns = [0] * len(self._buckets)
+        spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(buckets)})
+        self._streams = [SideStream(bucket.layout.shape.device) for bucket in buckets]
+        self._start_ns = [0] * len(buckets)
         self._running: deque[int] = deque()  # buckets, by the start of their current collectives
         self._positions = {
             part.name: (number, index)
-            for number, bucket in enumerate(self._buckets)
+            for number, bucket in enumerate(buckets)
             for index, part in enumerate(bucket.layout.shape.parts)
         }
-        self._dense = [bucket for bucket in self._buckets if isinstance(bucket, DenseBucket)]
-        self.compressors = [bucket.compressor for bucket in self._dense]
-        self.layouts = [bucket.layout for bucket in self._dense]
 
     def begin(self) -> None:
         """Start another step."""
@@ -95,6 +69,11 @@ class BucketExchange:
         while self._running and self._advance(self._running[0]):
             self._queue(self._running.popleft())
 
+    def is_missing(self, name: str) -> bool:
+        """Return whether the gradient of a parameter is not packed yet in this step."""
+        number, index = self._positions[name]
+        return index in self._buckets[number].missing
+
     def finish(self) -> list[Tensor]:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
         for number, bucket in enumerate(self._buckets):
@@ -108,32 +87,9 @@ class BucketExchange:
             stream.join()
         return [gradient for bucket in self._buckets for gradient in bucket.set_gradients()]
 
-    def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Add these residuals, by parameter, to each step's gradients until the next call."""
-        for bucket in self._dense:
-            names = [part.name for part in bucket.layout.shape.parts]
-            bucket.residuals = {index: residuals[name] for index, name in enumerate(names) if name in residuals}
-
-    def revised_plan(self) -> Plan | None:
-        """Return a plan without rows for gradients that had many in the last step; None if there are none.
-
-        Equal on all ranks.
-        """
-        rows = [b for b in self._buckets if isinstance(b, RowBucket)]
-        many = {b.layout.shape.parts[0].name for b in rows if b.count > len(b.layout.parameters[0]) / 2}
-        return self.plan.without_rows(many) if many else None
-
     def parameter_names(self) -> dict[str, list[str]]:
         """Return the names of each bucket's parameters, by the prefix of its collectives' names."""
         return {b.layout.shape.name: [part.name for part in b.layout.shape.parts] for b in self._buckets}
-
-    def start_times_ns(self) -> list[int]:
-        """Return when the exchange of each dense bucket last started."""
-        return [ns for ns, bucket in zip(self._start_ns, self._buckets, strict=True) if isinstance(bucket, DenseBucket)]
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers of all buckets."""
-        return [buffer for b in self._dense for buffer in (b.out, *b.compressor.buffers())]
 
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()
@@ -160,6 +116,68 @@ class BucketExchange:
             for number in moved:
                 self._running.remove(number)
                 self._queue(number)
+
+
+class BucketExchange(BucketQueue):
+    """Exchanges the gradients of a plan's parameters. The plan is equal on all ranks; for the rest see `Reducer`.
+
+    Attributes:
+        compressors: of the buckets that have one.
+        layouts: of these buckets.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        comm: Comm,
+        compression: Compression,
+        weight: float,
+        factor: float,
+        name: str,
+        spans: Spans,
+        *,
+        as_views: bool,
+    ) -> None:
+        self.plan = plan
+        make = compression.load()
+
+        def bucket(layout: Layout) -> Bucket:
+            first = layout.shape.parts[0].name
+            if first in plan.sparse:
+                return SparseBucket(layout, factor, comm, as_views=as_views)
+            rows = plan.rows.get(first)
+            if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
+                return RowBucket(layout, factor, comm, exact=compression.exact_rows, as_views=as_views)
+            return DenseBucket(layout, factor, make(layout.shape, comm), as_views=as_views)
+
+        super().__init__([bucket(layout) for layout in lay_out(plan, parameters, name)], weight, spans)
+        self._dense = [b for b in self._buckets if isinstance(b, DenseBucket)]
+        self.compressors = [bucket.compressor for bucket in self._dense]
+        self.layouts = [bucket.layout for bucket in self._dense]
+
+    def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Add these residuals, by parameter, to each step's gradients until the next call."""
+        for bucket in self._dense:
+            names = [part.name for part in bucket.layout.shape.parts]
+            bucket.residuals = {index: residuals[name] for index, name in enumerate(names) if name in residuals}
+
+    def revised_plan(self) -> Plan | None:
+        """Return a plan without rows for gradients that had many in the last step; None if there are none.
+
+        Equal on all ranks.
+        """
+        rows = [b for b in self._buckets if isinstance(b, RowBucket)]
+        many = {b.layout.shape.parts[0].name for b in rows if b.count > len(b.layout.parameters[0]) / 2}
+        return self.plan.without_rows(many) if many else None
+
+    def start_times_ns(self) -> list[int]:
+        """Return when the exchange of each dense bucket last started."""
+        return [ns for ns, bucket in zip(self._start_ns, self._buckets, strict=True) if isinstance(bucket, DenseBucket)]
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers of all buckets."""
+        return [buffer for b in self._dense for buffer in (b.out, *b.compressor.buffers())]
 
 
 def _facts(layout: Layout) -> dict[str, Any]:

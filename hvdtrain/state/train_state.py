@@ -66,7 +66,7 @@ class Exchange(Protocol):
     """State between exchanges of gradients: the bucket plan, and the residuals of compression."""
 
     def complete(self) -> None:
-        """Wait until the model's parameters are those of the last step. Collective: yes."""
+        """Wait until the model's parameters are those of the last step."""
 
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned part of each parameter in the optimizer, by name; None if ranks own all of all."""

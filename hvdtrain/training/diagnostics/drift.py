@@ -40,6 +40,8 @@ class Drift:
         """Return this rank's hash and its square; zeros if no check is due."""
         if not self.every or self.state.progress.step % self.every:
             return [0, 0]
+        if self.state.exchange is not None:
+            self.state.exchange.complete()
         mine = model_hash(self.state.model)
         return [mine, mine * mine]
 

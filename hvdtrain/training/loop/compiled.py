@@ -8,23 +8,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hvdtrain.engine.blocks import blocks
 from hvdtrain.errors import ConfigError
 
 _VARIANTS = 8
 """How often a block may be compiled: for training, for evaluation, and for batches of other shapes."""
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model: members, with parameters, of its outermost ModuleLists and Sequentials."""
-    found: list[nn.Module] = []
-    waiting: list[nn.Module] = [model]
-    while waiting:
-        module = waiting.pop(0)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            found += [child for child in module if any(True for _ in child.parameters())]
-        else:
-            waiting += module.children()
-    return list(dict.fromkeys(found))
 
 
 def compile_blocks(model: nn.Module) -> int:

@@ -52,6 +52,7 @@ class Saving:
         """Evaluate on held-out samples, if there are any. Collective: yes."""
         stepper = self.stepper
         with stepper.spans("evaluation"):
+            stepper.engine.complete()
             found = evaluate(
                 stepper.task,
                 stepper.model,

@@ -115,7 +115,7 @@ class Stepper:
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
             seed()
-            with self.spans("forward"), self.precision.autocast(), self.around():
+            with self.spans("forward"), self.precision.autocast(), self.around(), self.engine.forward():
                 loss, weight = checked_loss(self.task, self.model, batch)
             with self.spans("backward"):
                 self.engine.backward(self.precision.scaler.scale(loss / nominal))
@@ -179,14 +179,18 @@ class Stepper:
         They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
         """
         scaler = self.precision.scaler
+        if scaler.is_enabled():
+            scaler.unscale_(self.engine.optimizer)
+        norm = self.engine.norm(gradients).detach().to(self.device)
         scales = [self._no_scales]
         if scaler.is_enabled():
             one = torch.ones(1, device=self.device)
             scales = [scaler.scale(one).double()]
-            scaler.unscale_(self.engine.optimizer)
+            if self.engine.owned() is not None:  # another rank may have found the overflow
+                found = scaler._per_optimizer_states[id(self.engine.optimizer)]["found_inf_per_device"]
+                found[self.device] = (~torch.isfinite(norm)).float()
             scaler.update()
             scales.append(scaler.scale(one).double())
-        norm = self.engine.norm(gradients).detach().to(self.device)
         return torch.cat([*scales, norm.double().reshape(1), totals])
 
     def _result(self, numbers: list[float], nominal: float) -> StepResult:

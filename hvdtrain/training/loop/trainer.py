@@ -74,7 +74,9 @@ class Trainer:
             DriftError: parameters are not equal on all ranks.
         """
         with self.saving.writer.opened():
-            return self._run(signals)
+            reason = self._run(signals)
+            self.stepper.engine.complete()
+            return reason
 
     def _run(self, signals: PendingSignals) -> str:
         progress, saving = self._state.progress, self.saving
@@ -184,6 +186,7 @@ class Trainer:
     def _show_histograms(self) -> None:
         every, step = self.current.run.config.observe.histograms_every, self._state.progress.step
         if every and step % every == 0 and self.current.comm.rank == 0:
+            self.stepper.engine.complete()
             self.current.recorder.show(
                 {"event": "histograms", "at_step": step, **self._histograms.summaries(self._state.model)}
             )

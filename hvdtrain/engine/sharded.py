@@ -1,0 +1,370 @@
+"""The engine that divides the optimizer's state, and the sums of gradients, among ranks: ZeRO-1 and ZeRO-2.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. torch's
+ZeroRedundancyOptimizer is not used: each rank sums all gradients with it, and it sends whole parameters one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.exchange.bucket_exchange import BucketQueue
+from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.spans import Spans
+from hvdtrain.state.train_state import Owned
+
+_BY_ELEMENT = {
+    f"torch.optim.{name.lower()}.{name}"
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
+"""Optimizers that update each element by itself. Others may need whole tensors, so these are not divided for them."""
+
+_RANK_BYTES = 1 << 20
+"""Least bytes of a full bucket for each rank, so that each rank owns several chunks of it."""
+
+
+class ShardedEngine(Engine):
+    """Each rank owns rows of the parameters: it sums their gradients, and its optimizer updates only them.
+
+    A bucket's gradients are summed at their owners while backward runs (reduce-scatter). After the update, an allgather
+    for each bucket sends the parameters to all ranks, in the order of the forward pass, while the next one runs. A
+    forward hook of each block, and of each module outside of blocks, waits for the parameters below it.
+
+    While it is open, the optimizer's groups contain the owned rows instead of the model's parameters.
+
+    Args:
+        model: with equal parameters on all ranks.
+        named: the optimizer's parameters, in the model's order.
+        bucket_bytes: size limit of a bucket.
+
+    Errors:
+        ConfigError: the model or the optimizer cannot be divided among the ranks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        named: list[tuple[str, nn.Parameter]],
+        comm: Comm,
+        bucket_bytes: int,
+        spans: Spans | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._model, self._comm, self._spans = model, comm, spans or Spans()
+        self._bucket_bytes = max(bucket_bytes, comm.size * _RANK_BYTES)
+        kind = type(optimizer)
+        self._by_element = f"{kind.__module__}.{kind.__qualname__}" in _BY_ELEMENT
+        self._buckets: list[ShardBucket] = []
+        self._bucket_of: dict[nn.Parameter, ShardBucket] = {}
+        self._hooks: list[Any] = []
+        self._names: dict[nn.Parameter, str] = {}
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._trained: list[bool] = []
+        self._residuals: dict[str, Tensor] = {}
+        self._remaining = 0
+        _refuse_what_cannot_be_divided(model, named)
+        self._add(named)
+        owners = {rank for owned in self.owned().values() for rank in owned.owners}
+        if len(owners) < comm.size:
+            raise ConfigError(
+                "the model has too few parameters to divide its optimizer among the ranks",
+                expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
+                found=f"parameters for {len(owners)} of {comm.size} ranks",
+                next_step="--parallel.shard none",
+            )
+        self._use_owned()
+        self._gathers = _Gathers(model, self._bucket_of)
+
+    def _add(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Make buckets of these parameters; frozen ones are in buckets of their own."""
+        for is_trained in (True, False):
+            part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
+            prefix = f"gradients/{len(self._buckets)}" if self._buckets else "gradients"
+            for layout in lay_out(plan(part, self._bucket_bytes), dict(part), prefix):
+                whole = [not (self._by_element and p.is_contiguous()) for p in layout.parameters]
+                bucket = ShardBucket(layout, self._comm, whole)
+                self._buckets.append(bucket)
+                self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
+        self._names |= {parameter: name for name, parameter in named}
+        self._queue = BucketQueue(self._buckets, 1.0, self._spans)
+        self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
+
+    def _use_owned(self) -> None:
+        """Let the optimizer's groups contain what this rank owns, with the state it has of it."""
+        for group in self.optimizer.param_groups:
+            kept = []
+            for parameter in group["params"]:
+                name = self._names.get(parameter)
+                owned = self._owned.get(name) if name is not None else None
+                if name is None:  # this rank's rows of an earlier parameter
+                    kept.append(parameter)
+                    continue
+                state = self.optimizer.state.pop(parameter, {})
+                if owned is not None and owned.parameter is not None:
+                    kept.append(owned.parameter)
+                    if state:  # made by the optimizer before the first step
+                        self.optimizer.state[owned.parameter] = {
+                            slot: owned.cut(value).clone() if isinstance(value, Tensor) else value
+                            for slot, value in state.items()
+                        }
+            group["params"] = kept
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients. Collective: yes, if parameters were added, frozen or freed since the last step."""
+        self._refresh()
+        self.optimizer.zero_grad()
+        for parameter in self._names:
+            parameter.grad = None
+        self._queue.begin()
+        self._gathers.begin()
+        self._remaining = micro_batches
+
+    def _refresh(self) -> None:
+        known = {owned.parameter for owned in self._owned.values()}
+        added = {p for group in self.optimizer.param_groups for p in group["params"] if p not in known}
+        if added:
+            self.complete()
+            named = [(name, p) for name, p in self._model.named_parameters() if p in added]
+            for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
+                before += [p for p in group["params"] if p in added]
+            self._groups += [list(group["params"]) for group in self.optimizer.param_groups[len(self._groups) :]]
+            self._add(named)
+            self._use_owned()
+            self._gathers.close()
+            self._gathers = _Gathers(self._model, self._bucket_of)
+        trained = [parameter.requires_grad for parameter in self._names]
+        if trained != self._trained:
+            self._trained = trained
+            self._remove_hooks()
+            for parameter, name in self._names.items():
+                if parameter.requires_grad:
+                    on_gradient: Any = partial(self._on_gradient, name)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
+            names = [name for parameter, name in self._names.items() if parameter.requires_grad]
+            digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+            others = allgather_json(self._comm, [digest, len(names)], name="gradients/trained")
+            if any(other != others[0] for other in others):
+                raise LaunchError(
+                    "the ranks train different parameters",
+                    expected=f"the {others[0][1]} of rank 0 on every rank",
+                    found=", ".join(f"{count} on rank {rank}" for rank, (_, count) in enumerate(others)),
+                    next_step="freeze and add parameters in the same steps on every rank",
+                    everywhere=True,
+                )
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass; the first one finds parameters that are used before their module."""
+        return self._gathers.watch()
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if self._remaining == 0:
+            self._add_residual(name, parameter)
+            self._queue.add_gradient(name)
+
+    def _add_residual(self, name: str, parameter: nn.Parameter) -> None:
+        """Add what an earlier exchange with a compression has not delivered."""
+        residual = self._residuals.get(name) if self._comm.rank == 0 else None
+        if residual is not None:
+            residual = residual.to(parameter.device, parameter.dtype)
+            parameter.grad = residual.clone() if parameter.grad is None else parameter.grad.add_(residual)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
+        self._remaining -= 1
+        torch.autograd.backward(loss)
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums of what this rank owns. Collective: yes."""
+        self.complete()  # of parameters that no forward pass has used
+        if self._residuals:
+            for parameter, name in self._names.items():
+                if parameter.requires_grad and self._queue.is_missing(name):
+                    self._add_residual(name, parameter)
+        return self._queue.finish()
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes."""
+        shapes = [shape for bucket in self._buckets for shape in bucket.shapes()]
+        squared = squared_norm(gradients, shapes).reshape(1)
+        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+
+    def step(self) -> None:
+        """Update what this rank owns, and start to send it to all ranks. Collective: yes."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # frees the sums
+        for bucket in reversed(self._buckets):
+            bucket.start_gather()
+
+    def complete(self) -> None:
+        """Wait for the parameters that other ranks have updated."""
+        for bucket in reversed(self._buckets):
+            bucket.finish_gather()
+
+    def owned(self) -> Mapping[str, Owned]:
+        """Return what this rank's optimizer updates."""
+        return self._owned
+
+    def commit(self, *, applied: bool) -> None:
+        """Forget the delivered residuals, if the step was applied."""
+        if applied:
+            self._residuals = {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return residuals that were loaded and not delivered yet."""
+        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
+        ranks = int(values["ranks"])
+        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
+
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters by bucket."""
+        return self._queue.parameter_names()
+
+    def buffers(self) -> list[Tensor]:
+        """Return the memory of the buckets."""
+        return [buffer for bucket in self._buckets for buffer in bucket.buffers()]
+
+    def close(self) -> None:
+        """Remove the hooks, and give the optimizer the model's parameters again, without their state."""
+        self._remove_hooks()
+        self._gathers.close()
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class _Gathers:
+    """Waits for gathered parameters in forward passes: at each block, and at each module outside of blocks.
+
+    A parameter that is used before its module runs, or without it, is waited for at the start of a step. The first
+    step with a forward pass finds these. Up to it, all parameters are waited for at the start.
+    """
+
+    def __init__(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket]) -> None:
+        self._of_unit: dict[nn.Module, list[ShardBucket]] = {}
+        self._units: dict[nn.Parameter, set[nn.Module]] = {}
+        self._early: dict[ShardBucket, None] = {}
+        self._ran: set[nn.Module] = set()
+        self._is_first, self._is_watching = True, False
+        self._undo: list[Callable[[], object]] = []
+        repeated = blocks(model)
+        inside = {module for block in repeated for module in block.modules()}
+        for unit in [*repeated, *(module for module in model.modules() if module not in inside)]:
+            own = unit.parameters(recurse=unit in inside)
+            parameters = [p for p in own if p in bucket_of]
+            if parameters:
+                self._of_unit[unit] = list(dict.fromkeys(bucket_of[p] for p in parameters))
+                for parameter in parameters:
+                    self._units.setdefault(parameter, set()).add(unit)
+                self._hook(unit)
+        self._is_compiled = any(unit._compiled_call_impl is not None for unit in self._of_unit)
+
+    def _hook(self, unit: nn.Module) -> None:
+        inner = unit._compiled_call_impl
+        if inner is None:
+            self._undo.append(unit.register_forward_pre_hook(lambda module, _: self._wait(module)).remove)
+            return
+
+        def call(*arguments: Any, **keywords: Any) -> Any:  # outside of what is compiled
+            self._wait(unit)
+            return inner(*arguments, **keywords)
+
+        unit._compiled_call_impl = call
+        self._undo.append(partial(setattr, unit, "_compiled_call_impl", inner))
+
+    def _wait(self, unit: nn.Module) -> None:
+        self._ran.add(unit)
+        for bucket in self._of_unit[unit]:
+            bucket.finish_gather()
+
+    def begin(self) -> None:
+        """Start a step: wait for the parameters that may be used before their module runs."""
+        if self._is_watching:
+            self._is_first = self._is_watching = False
+            for unit in self._of_unit.keys() - self._ran:
+                self._early |= dict.fromkeys(self._of_unit[unit])
+        for bucket in {b for of_unit in self._of_unit.values() for b in of_unit} if self._is_first else self._early:
+            bucket.finish_gather()
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Return a context that finds parameters that are used before a module of theirs has run."""
+        if not self._is_first:
+            return nullcontext()
+        if not self._is_watching:
+            self._is_watching = True
+            self._ran.clear()  # by an evaluation
+        return nullcontext() if self._is_compiled else _Uses(self._used)
+
+    def _used(self, parameter: nn.Parameter) -> None:
+        units = self._units.get(parameter)
+        if units and not units & self._ran:
+            self._early |= {bucket: None for unit in units for bucket in self._of_unit[unit]}
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for undo in self._undo:
+            undo()
+
+
+class _Uses(TorchFunctionMode):
+    """Calls a function with each parameter that an operation of torch is called with."""
+
+    def __init__(self, on_use: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._on_use = on_use
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # shapes and dtypes are no values
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, nn.Parameter):
+                    self._on_use(value)
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    by_address: dict[int, str] = {}
+    for name, parameter in named:
+        if parameter.numel() and (other := by_address.setdefault(parameter.data_ptr(), name)) != name:
+            raise ConfigError(
+                f"{other} and {name} are two parameters in the same memory",
+                expected="one parameter under two names",
+                next_step="assign the same nn.Parameter to both modules, or --parallel.shard none",
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"{name} makes sparse gradients, which a divided optimizer cannot use",
+                expected="nn.Embedding(sparse=False)",
+                next_step="or --parallel.shard none",
+            )

@@ -1,0 +1,181 @@
+"""A bucket whose gradients are summed at their owners, and whose parameters are gathered from them after the update.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.compression.base import BucketShape, Part, Phases
+from hvdtrain.errors import TaskError
+from hvdtrain.exchange.bucket import Bucket
+from hvdtrain.exchange.buckets import Layout
+from hvdtrain.exchange.shards import Rows, divide
+from hvdtrain.state.pieces import Place
+from hvdtrain.state.train_state import Owned
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Rows of a parameter in the flat bucket, and the parameter of their owner's optimizer."""
+
+    rows: Rows
+    part: Part
+    owned: nn.Parameter | None  # on the owner only
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """Return these rows of a tensor with the parameter's shape."""
+        return parameter[self.rows.begin : self.rows.end] if parameter.dim() else parameter
+
+
+class ShardBucket(Bucket):
+    """Gradients of one dtype and device that a reduce-scatter sums, and their parameters, which an allgather spreads.
+
+    The flat buffer has a segment of equal size for each rank. It exists from the first packed gradient until the sums
+    have arrived; a rank keeps only the sums of its own segment.
+
+    Args:
+        layout: parameters and their order; it is equal on all ranks.
+        comm: the ranks.
+        whole: for each parameter, whether one rank must own all of it.
+    """
+
+    def __init__(self, layout: Layout, comm: Comm, whole: list[bool]) -> None:
+        self._comm = comm
+        shape = layout.shape
+        rows, self._segment = divide(
+            [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole
+        )
+        self._shards = [self._make_shard(layout, r) for r in rows]
+        self._by_index: dict[int, list[_Shard]] = {}
+        for shard in self._shards:
+            self._by_index.setdefault(shard.rows.index, []).append(shard)
+        self._own = [shard for shard in self._shards if shard.rows.rank == comm.rank]
+        # Horovod cannot sum bfloat16 (horovod/horovod#4047).
+        self._sum_dtype = torch.float32 if shape.dtype == torch.bfloat16 else shape.dtype
+        self._work: Tensor | None = None
+        self._summed: Tensor | None = None
+        self._gather: tuple[Tensor, Handle] | None = None
+        length = self._segment * comm.size
+        super().__init__(
+            Layout(layout.parameters, BucketShape(shape.name, shape.parts, length, shape.dtype, shape.device)),
+            1.0,
+            as_views=True,
+        )
+
+    def _make_shard(self, layout: Layout, rows: Rows) -> _Shard:
+        parameter = layout.parameters[rows.index]
+        own = rows.rank == self._comm.rank
+        values = parameter.detach()[rows.begin : rows.end] if parameter.dim() else parameter.detach()
+        # A gradient needs the strides of its parameter, because torch's fused optimizers ignore strides.
+        stride = None if values.is_contiguous() else values.stride()
+        part = Part(layout.shape.parts[rows.index].name, values.shape, rows.start, stride)
+        return _Shard(rows, part, nn.Parameter(values) if own else None)
+
+    def begin(self) -> None:
+        """Start another step with the parameters that are trained now."""
+        super().begin()
+        self.missing = {i for i, parameter in enumerate(self.layout.parameters) if parameter.requires_grad}
+        self._summed = None
+
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        if gradient is not None and gradient.is_sparse:
+            raise TaskError(
+                f"the gradient of {self.layout.shape.parts[index].name} is sparse",
+                expected="dense gradients, because the optimizer is divided among ranks",
+                next_step="make it dense (nn.Embedding(sparse=False)), or train with --parallel.shard none",
+            )
+        if self._work is None:
+            shape = self.layout.shape
+            self._work = torch.empty(shape.length, dtype=self._sum_dtype, device=shape.device)
+        for shard in self._by_index.get(index, ()):
+            view = shard.part.view(self._work)
+            if gradient is None:
+                view.zero_()
+            elif weight != 1.0:
+                torch.mul(shard.view(gradient), weight, out=view)
+            else:
+                view.copy_(shard.view(gradient))
+
+    def _exchange(self) -> Phases:
+        if self._work is None:  # all parameters are frozen
+            return
+        sums = yield self._comm.reducescatter(self._work.view(self._comm.size, -1), name=self.layout.shape.name)
+        self._summed, self._work = sums.view(-1), None
+
+    def _trained(self) -> list[_Shard]:
+        """Return what this rank owns of the parameters that are trained in this step."""
+        return [shard for shard in self._own if self.layout.parameters[shard.rows.index].requires_grad]
+
+    def _sums(self) -> list[Tensor]:
+        if self._summed is None:
+            return []
+        return [self._own_part(shard).view(self._summed).to(self.layout.shape.dtype) for shard in self._trained()]
+
+    def _own_part(self, shard: _Shard) -> Part:
+        """Return the position of an owned shard in the segment of this rank."""
+        return replace(shard.part, start=shard.part.start - self._comm.rank * self._segment)
+
+    def set_gradients(self) -> list[Tensor]:
+        """Make the sums the gradients of the owned parameters; return them."""
+        sums = self._sums()
+        for shard, total in zip(self._trained(), sums, strict=True):
+            assert shard.owned is not None
+            shard.owned.grad = total
+        return sums
+
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the whole parameters of the gradients that `set_gradients` returns."""
+        return [self.layout.parameters[shard.rows.index].shape for shard in self._trained()]
+
+    def owned(self) -> dict[str, Owned]:
+        """Return what this rank owns of each parameter, by name."""
+        found = {}
+        for index, parameter in enumerate(self.layout.parameters):
+            shards = self._by_index.get(index, [])
+            owners = tuple(sorted({shard.rows.rank for shard in shards}))
+            own = next((shard for shard in shards if shard.owned is not None), None)
+            name = self.layout.shape.parts[index].name
+            if own is None:
+                found[name] = Owned(None, None, owners)
+            else:
+                offset = (own.rows.begin, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
+                found[name] = Owned(own.owned, Place(tuple(parameter.shape), offset, (self._comm.rank,)), owners)
+        return found
+
+    def start_gather(self) -> None:
+        """Start to send this rank's parameters to all ranks, if any was trained. Collective: yes."""
+        if not any(parameter.requires_grad for parameter in self.layout.parameters):
+            return
+        shape = self.layout.shape
+        sent = torch.empty(self._segment, dtype=shape.dtype, device=shape.device)
+        for shard in self._own:
+            assert shard.owned is not None
+            self._own_part(shard).view(sent).copy_(shard.owned.detach())
+        self._gather = sent, self._comm.allgather(sent, name=f"{shape.name}/parameters")
+
+    def finish_gather(self) -> None:
+        """Wait for the parameters of the other ranks, if they are under way."""
+        if self._gather is None:
+            return
+        (_, handle), self._gather = self._gather, None
+        received = handle.wait()
+        if received.is_cuda:  # its memory may belong to another stream
+            received.record_stream(torch.cuda.current_stream(received.device))
+        others = [shard for shard in self._shards if shard.owned is None]
+        if others:
+            # In place: autograd then refuses a backward pass for which a parameter was read too early.
+            torch._foreach_copy_(
+                [shard.view(self.layout.parameters[shard.rows.index].detach()) for shard in others],
+                [shard.part.view(received) for shard in others],
+            )
+
+    def buffers(self) -> list[Tensor]:
+        """Return the memory in use."""
+        sent = [] if self._gather is None else [self._gather[0]]
+        return [tensor for tensor in (self._work, self._summed, *sent) if tensor is not None]
