@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,6 +10,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.train_state import Owned
+
+Loss = tuple[Tensor, "Tensor | float"]
+"""The sum of the losses of a micro-batch, and its weight."""
 
 
 class Engine(Protocol):
@@ -29,9 +31,9 @@ class Engine(Protocol):
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
 
-    def forward(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass that trains."""
-        return nullcontext()
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        """Run a forward pass of the step: return what `call` returns. `backward` of its loss follows."""
+        return call()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.engine.base import Engine
+from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
@@ -172,9 +172,10 @@ class ShardedEngine(Engine):
                     everywhere=True,
                 )
 
-    def forward(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass; the first one finds parameters that are used before their module."""
-        return self._gathers.watch()
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        """Run a forward pass; the first one finds parameters that are used before their module."""
+        with self._gathers.watch():
+            return call()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if self._remaining == 0:

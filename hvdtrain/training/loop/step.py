@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ class Stepper:
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
             seed()
-            with self.spans("forward"), self.precision.autocast(), self.around(), self.engine.forward():
-                loss, weight = checked_loss(self.task, self.model, batch)
+            with self.spans("forward"), self.precision.autocast(), self.around():
+                loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
             with self.spans("backward"):
                 self.engine.backward(self.precision.scaler.scale(loss / nominal))
             losses.append(loss.detach())
