@@ -9,6 +9,7 @@
     │   └── JoinedError      a rank has called Horovod's join, so only sums can be exchanged
     ├── DataError            data is missing, empty or unreadable
     ├── LaunchError          the ranks do not match: launcher, MPI or world size
+    ├── LostRankError        a collective of torch.distributed failed, because another rank is lost
     ├── HorovodError         Horovod is missing, or built for another torch or MPI
     ├── BuildError           building Horovod failed
     ├── RunDirectoryError    a run directory cannot be used
@@ -93,6 +94,12 @@ class DataError(HvdtrainError):
 
 class LaunchError(HvdtrainError):
     """The ranks of the job do not match: launcher, MPI or world size."""
+
+
+class LostRankError(HvdtrainError):
+    """A collective of torch.distributed failed, because another rank is lost."""
+
+    consequence = True
 
 
 class HorovodError(HvdtrainError):

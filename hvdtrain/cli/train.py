@@ -59,15 +59,15 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
+    from hvdtrain.engine.table import TABLE, check_engine
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
     checked = [word for word in argv if declared_spelling(word, _PRINT).partition("=")[0] not in _PRINT]
     run = parse_argv(checked, function)
+    parallel = run.config.parallel
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
-        from hvdtrain.engine.make import check_compression
-
-        check_compression(run.config.parallel.compression)
+        check_engine(parallel.engine, parallel.compression, parallel.shard)
         parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
@@ -76,7 +76,8 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, info, output=output)
+    rounds = start_rounds(info, horovod=TABLE[parallel.engine].horovod)
+    return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 
 def summary(result: Result, info: RankInfo) -> str:

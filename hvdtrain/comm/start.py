@@ -6,17 +6,18 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, TORCHRUN, RankInfo
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
 
-def start_rounds(info: RankInfo) -> Rounds:
+def start_rounds(info: RankInfo, *, horovod: bool = True) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
+    `horovod`: whether training needs Horovod; without it torchrun may have started the ranks.
     Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
-    refuse_unused_launcher(info)
+    refuse_unused_launcher(info, horovod=horovod)
     client = connect_to_driver(info.variables)
     if client is not None:
         return DriverRounds(client, info)
@@ -36,8 +37,12 @@ def start_comm(info: RankInfo) -> Comm:
         LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
             the ranks of one job.
     """
-    if info.launcher == "none":
+    if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):
         return SoloComm()
+    if info.launcher == TORCHRUN:
+        from hvdtrain.comm.torch_group import join_torchrun
+
+        return join_torchrun(info)
     from hvdtrain.install import record
     from hvdtrain.runtime import mpi
 

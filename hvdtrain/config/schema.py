@@ -43,6 +43,8 @@ class ParallelConfig:
     """Exchange of gradients between ranks.
 
     Attributes:
+        engine: what exchanges gradients: horovod, or ddp for torch's DistributedDataParallel, which torchrun can start
+            without Horovod
         compression: compression of the exchanged gradients: none, fp16, bf16, int8, int8-stochastic, topk:FRACTION,
             powersgd:RANK, or auto (measure in the first steps, then choose the fastest)
         bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
@@ -55,6 +57,7 @@ class ParallelConfig:
             shared lets several ranks use one GPU, which is slow and meant for tests
     """
 
+    engine: Literal["horovod", "ddp"] = "horovod"
     compression: str = "none"
     bucket_mib: float | None = None
     shard: Literal["none", "optimizer", "gradients"] = "none"

@@ -20,15 +20,13 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.engine.table import AUTO, TABLE, EngineParts
 from hvdtrain.errors import ConfigError, LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo
 from hvdtrain.runtime.rules import NICE
 from hvdtrain.runtime.threads import lower_own_priority
 from hvdtrain.spans import Spans
-
-AUTO = "auto"
-"""Option value: choose the compression that pays, in the first steps."""
 
 
 def prepare_exchange(
@@ -48,19 +46,6 @@ def resolve_compression(text: str, device: torch.device, variables: Mapping[str,
     """Return the compression that an option names, in its best variant for `device` and the job of `variables`."""
     compression = parse(text)
     return compression.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else compression
-
-
-def check_compression(text: str) -> None:
-    """Check that an option names a compression, or is `AUTO`.
-
-    Errors:
-        ConfigError: it does neither.
-    """
-    try:
-        if text != AUTO:
-            parse(text)
-    except ConfigError as error:
-        raise ConfigError(error.what, expected=f"{error.expected}, {AUTO}", next_step=error.next_step) from None
 
 
 def check_shard(shard: str, compression: str, ranks: int) -> None:
@@ -89,11 +74,12 @@ def make_engine(
     bucket_mib: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
     shard: str = "none",
+    engine: str = "horovod",
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
-    ranks.
+    ranks; `engine` is a name in `engine.table`.
 
     Errors:
         ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
@@ -106,20 +92,26 @@ def make_engine(
         check_shard(shard, compression, comm.size)
         bucket_bytes = prepare_exchange(parse("none"), comm, variables, bucket_mib)
         return ShardedEngine(optimizer, model, parameters, comm, bucket_bytes, spans)
-    if comm.size == 1 and compression in ("none", AUTO):
+    if comm.size == 1 and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
+    make = TABLE[engine].load()
+    return make(EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables))
+
+
+def make_exchange(parts: EngineParts) -> ExchangeEngine:
+    """Make the engine that exchanges gradients by `comm`."""
+    comm, variables = parts.comm, parts.variables
 
     def trained() -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        return [(name, parameter) for name, parameter in parts.parameters if parameter.requires_grad]
 
-    first = "none" if compression == AUTO else compression
-    device = next((parameter.device for _, parameter in parameters), torch.device("cpu"))
+    first = "none" if parts.compression == AUTO else parts.compression
+    device = next((parameter.device for _, parameter in parts.parameters), torch.device("cpu"))
     resolve = partial(resolve_compression, device=device, variables=variables)
     chosen = resolve(first)
-    reducer = Reducer(
-        trained, comm, chosen, bucket_bytes=prepare_exchange(chosen, comm, variables, bucket_mib), spans=spans
-    )
-    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO, resolve=resolve)
+    bucket_bytes = prepare_exchange(chosen, comm, variables, parts.bucket_mib)
+    reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)
+    return ExchangeEngine(parts.optimizer, reducer, first, undecided=parts.compression == AUTO, resolve=resolve)
 
 
 def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

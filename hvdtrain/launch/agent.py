@@ -35,12 +35,12 @@ from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
 from hvdtrain.launch.cpu_use import BusyWorkers
-from hvdtrain.launch.interfaces import interface_of
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import packed, unpacked
 from hvdtrain.launch.worker_process import WorkerProcess
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.interfaces import interface_of
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0

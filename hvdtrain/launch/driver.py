@@ -28,12 +28,12 @@ from hvdtrain.launch.commands import (
     StopAgent,
 )
 from hvdtrain.launch.hosts import run_script
-from hvdtrain.launch.interfaces import interface_to
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello_message, rank_environment
 from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.interfaces import interface_to
 from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
-from hvdtrain.launch.interfaces import interface_of, interface_to
 from hvdtrain.launch.node_store import find_node_store, request, start_node_store
 from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
+from hvdtrain.runtime.interfaces import interface_of, interface_to
 
 STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INTERFACE = "HOROVOD_GLOO_IFACE"

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, TORCHRUN, RankInfo, by_srun, launch_options
 
 _STARTED_BY = {
     GLOO_LAUNCHER: "horovodrun --gloo",
     "slurm": "srun",
     "hydra": "mpirun or mpiexec",
     "openmpi": "mpirun",
+    TORCHRUN: "torchrun",
 }
 _LONGEST = 400
 """Characters of a program's command line at most. A longer one, or one with several lines, is not shown."""

@@ -4,14 +4,16 @@ Each launcher sets its own variables for rank and size: a line of `LAUNCHERS`. A
 launchers, as they nest: horovodrun in a Slurm job, mpirun in srun. The first line with a matching sign wins; lines are
 ordered from the innermost launcher to the outermost:
 
-1. ``HOROVOD_RANK``: set by ``horovodrun --gloo`` per rank. (horovodrun over MPI calls mpirun.)
-2. ``OMPI_COMM_WORLD_RANK``: set by Open MPI's daemon, which may itself be a task of srun.
-3. ``MPI_LOCALRANKID``: set by MPICH's and Intel's Hydra, which may have used srun in the same way.
-4. ``SLURM_STEP_NUM_TASKS``: set inside an srun step. ``SLURM_PROCID`` alone is no sign: batch scripts and salloc shells
+1. ``TORCHELASTIC_RUN_ID``: set by torchrun, which mpirun or srun may have started once a host.
+2. ``HOROVOD_RANK``: set by ``horovodrun --gloo`` per rank. (horovodrun over MPI calls mpirun.)
+3. ``OMPI_COMM_WORLD_RANK``: set by Open MPI's daemon, which may itself be a task of srun.
+4. ``MPI_LOCALRANKID``: set by MPICH's and Intel's Hydra, which may have used srun in the same way.
+5. ``SLURM_STEP_NUM_TASKS``: set inside an srun step. ``SLURM_PROCID`` alone is no sign: batch scripts and salloc shells
    have it too, and the programs that they start are not ranks.
-5. ``PMI_RANK`` without any of these: an unknown launcher, and an error instead of N separate jobs of one rank.
+6. ``PMI_RANK`` without any of these: an unknown launcher, and an error instead of N separate jobs of one rank.
 
-Other launchers, such as torchrun, are only detected to be refused: `runtime.other_launchers`.
+Others are only detected to be refused: `runtime.other_launchers`. torchrun's ranks are those of an engine that needs no
+Horovod; for others it is refused there, too.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ JOB = "HVDTRAIN_JOB"
 
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
+TORCHRUN = "torchrun"
+
+ALONE = "HVDTRAIN_ALONE"
+"""Set to 1: train in this process alone, although torchrun or a launcher that we do not support started it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,10 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
 LAUNCHERS = (
+    Launcher(TORCHRUN, ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
     Launcher(GLOO_LAUNCHER, _GLOO, *_GLOO),
     Launcher("openmpi", _OPEN_MPI, *_OPEN_MPI),
     Launcher("hydra", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), *_HYDRA),
@@ -130,7 +139,8 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     Errors: LaunchError if a variable of the launcher is missing, not a number, or out of range.
     """
     host = platform.node() if host is None else host
-    launcher = next((line for line in LAUNCHERS if any(sign in environ for sign in line.signs)), None)
+    lines = LAUNCHERS[1:] if environ.get(ALONE) == "1" else LAUNCHERS
+    launcher = next((line for line in lines if any(sign in environ for sign in line.signs)), None)
     if launcher is None:
         return RankInfo(host=host, variables=environ)
     size = _number(environ, launcher, launcher.size, least=1)

@@ -1,4 +1,4 @@
-"""Horovod over Gloo: the address that it needs, and the network exposure of ``horovodrun --gloo``."""
+"""Gloo: the address that Horovod's needs, the exposure of ``horovodrun --gloo``, the interface of torch's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import socket
 from collections.abc import Mapping
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.runtime.environment import elastic
+from hvdtrain.runtime.environment import change_variables, elastic, environ
+from hvdtrain.runtime.interfaces import interface_to
+
+_TORCH_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def refuse_without_address(variables: Mapping[str, str | None]) -> None:
@@ -50,3 +53,13 @@ def describe_exposure(environ: Mapping[str, str]) -> str:
         f"horovodrun's rendezvous server on {address}, port {port}, listens on all interfaces of that host without"
         f" authentication{risk}, or close that port to other machines (SECURITY.md)"
     )
+
+
+def bind_torch(address: str) -> None:
+    """Have torch's Gloo listen only on the interface towards `address`, unless the user has chosen one.
+
+    Without this it listens at the address of this host's name, which may be that of another network, or 127.0.1.1.
+    """
+    interface = interface_to(address) if address else ""
+    if interface and _TORCH_INTERFACE not in environ():
+        change_variables({_TORCH_INTERFACE: interface})

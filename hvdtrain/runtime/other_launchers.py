@@ -1,14 +1,14 @@
-"""Launchers that hvdtrain does not support: their ranks would each train alone, so it refuses them."""
+"""Launchers that hvdtrain does not support: their ranks would each train alone, so it refuses them.
+
+torchrun is one of them, unless the engine needs no Horovod.
+"""
 
 from __future__ import annotations
 
 import re
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo, elastic
-
-ALONE = "HVDTRAIN_ALONE"
-"""Set to 1: train in this process alone, whatever launcher started it."""
+from hvdtrain.runtime.environment import ALONE, NO_LAUNCHER, TORCHRUN, RankInfo, elastic
 
 _SIZES_OF_OTHERS = {
     "WORLD_SIZE": "torchrun",
@@ -23,7 +23,7 @@ _RANKS_OF_OTHERS = {"PMIX_RANK": "a PMIx launcher", "PALS_RANKID": "Cray's mpiex
 """Variables of launchers that set a rank, but not the number of processes."""
 
 
-def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
+def _unused_launcher(info: RankInfo, *, horovod: bool) -> tuple[str, str] | None:
     """Return the variable that shows an unsupported launcher of several processes, and the launcher's name.
 
     Each process would train alone, or take the rank of another. None without such a variable, or with `ALONE`.
@@ -32,9 +32,9 @@ def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
     if variables.get(ALONE) == "1" or elastic(variables):  # or our agents are tasks of srun
         return None
     if info.size > 1:
-        # torchrun inside a job of another launcher: several processes have the same rank
-        nested = "TORCHELASTIC_RUN_ID" in variables and variables.get("WORLD_SIZE") != str(info.size)
-        return ("WORLD_SIZE", "torchrun") if nested else None
+        return ("WORLD_SIZE", TORCHRUN) if info.launcher == TORCHRUN and horovod else None
+    if info.launcher == TORCHRUN:
+        return None
     sizes = _SIZES_OF_OTHERS
     if info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables:
         sizes = {**sizes, "SLURM_NTASKS": "srun"}  # without a step it is the size of the allocation
@@ -46,20 +46,24 @@ def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
     return next((found for found in ranks if found[0] in variables), None)
 
 
-def refuse_unused_launcher(info: RankInfo) -> None:
-    """Raise LaunchError where a launcher of several processes started this one, but they are not ranks of one job."""
-    if (found := _unused_launcher(info)) is None:
+def refuse_unused_launcher(info: RankInfo, *, horovod: bool = True) -> None:
+    """Raise LaunchError where a launcher of several processes started this one, but they are not ranks of one job.
+
+    `horovod`: whether the ranks communicate by Horovod, so that torchrun's are not those of one job.
+    """
+    if (found := _unused_launcher(info, horovod=horovod)) is None:
         return
     variable, launcher = found
     value = info.variables.get(variable, "")
-    supported = info.launcher != NO_LAUNCHER
+    supported = info.launcher not in (NO_LAUNCHER, TORCHRUN)
     joined = f"{info.size} rank(s) by {info.launcher}" if supported else "no launcher that hvdtrain supports"
     number = value if variable in _SIZES_OF_OTHERS else "N"
+    with_torch = "--parallel.engine ddp, which torchrun can start; or " if info.launcher == TORCHRUN else ""
     raise LaunchError(
         f"{launcher} seems to have started this process, but not as a rank of a Horovod job: each process would train"
         " on its own",
         expected="ranks started by hvdtrain launch, horovodrun, mpirun or srun",
         found=f"{variable}={value}, and {joined}",
-        next_step=f"hvdtrain launch -np {number} -- OPTIONS, without {launcher}; to train in this process alone:"
-        f" {ALONE}=1",
+        next_step=f"{with_torch}hvdtrain launch -np {number} -- OPTIONS, without {launcher}; to train in this process"
+        f" alone: {ALONE}=1",
     )

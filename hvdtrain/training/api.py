@@ -66,13 +66,15 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
+    from hvdtrain.engine.table import TABLE
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads
 
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        return run_training(run, build, start_rounds(info), timeline, info, sinks)
+        rounds = start_rounds(info, horovod=TABLE[run.config.parallel.engine].horovod)
+        return run_training(run, build, rounds, timeline, info, sinks)
     except NoPlace:
         sys.exit(0)
 

@@ -8,7 +8,8 @@ import torch
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.engine import make
-from hvdtrain.engine.make import check_compression, prepare_exchange, resolve_compression
+from hvdtrain.engine.make import prepare_exchange, resolve_compression
+from hvdtrain.engine.table import check_compression
 from hvdtrain.errors import ConfigError
 from tests.support.thread_comm import Hub, ThreadComm
 

@@ -68,7 +68,7 @@ def test_the_variables_of_a_launcher_are_parsed(job, launcher) -> None:
     hosts, rank = job
     node, local = place(hosts, rank)
     numbers = {launcher.rank: rank, launcher.size: sum(hosts), launcher.local_rank: local}
-    variables = {name: str(number) for name, number in numbers.items()}
+    variables = dict.fromkeys(launcher.signs, "set") | {name: str(number) for name, number in numbers.items()}
     variables[launcher.local_size] = compressed(hosts) if launcher.node else str(hosts[node])
     if launcher.node:
         variables[launcher.node] = str(node)
@@ -82,10 +82,11 @@ def test_the_variables_of_a_launcher_are_parsed(job, launcher) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda line: f"{line.name}-{line.signs[0]}")
 @pytest.mark.parametrize("text", [None, "", "two", "-1", "1.5", "99999999999"])
 def test_an_invalid_variable_is_named(launcher, text: str | None) -> None:
-    whole = dict.fromkeys((launcher.rank, launcher.local_rank), "0") | {launcher.size: "1", launcher.local_size: "1"}
+    whole = dict.fromkeys((*launcher.signs, launcher.rank, launcher.local_rank), "0")
+    whole |= {launcher.size: "1", launcher.local_size: "1"}
     whole |= {launcher.node: "0"} if launcher.node else {}
     assert rank_info(whole, "h").launcher == launcher.name
-    for variable in whole:
+    for variable in sorted(whole.keys() - {"TORCHELASTIC_RUN_ID"}):  # which is no number
         broken = {name: value for name, value in whole.items() if name != variable}
         broken |= {} if text is None else {variable: text}
         if not any(sign in broken for sign in launcher.signs):
@@ -121,7 +122,13 @@ def test_an_unknown_pmi_launcher_does_not_make_lonely_ranks() -> None:
 
 
 OWN = {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1", VARIABLE: "3"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,17 @@ def test_ranks_of_a_launcher_that_is_not_understood_do_not_train_alone(variables
     with pytest.raises(LaunchError, match=f"{launcher} seems to have started this process") as caught:
         refuse_unused_launcher(info)
     assert caught.value.next_step is not None and "hvdtrain launch -np" in caught.value.next_step
-    refuse_unused_launcher(dataclasses.replace(info, variables={**variables, ALONE: "1"}))
+    refuse_unused_launcher(rank_info({**variables, ALONE: "1"}, "node"))
+
+
+def test_torchrun_starts_the_ranks_of_an_engine_without_horovod() -> None:
+    info = rank_info(srun(0) | TORCHRUN, "node")
+    assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == ("torchrun", 1, 2, 1, 2)
+    refuse_unused_launcher(info, horovod=False)
+    with pytest.raises(LaunchError) as caught:
+        refuse_unused_launcher(info)
+    assert caught.value.next_step is not None and "--parallel.engine ddp" in caught.value.next_step
+    assert rank_info(TORCHRUN | {ALONE: "1"}, "node") == RankInfo(host="node")
 
 
 @pytest.mark.parametrize("variables", [variables(0) for variables in LAUNCHED] + [{}, salloc_shell(), sbatch_script()])

@@ -23,8 +23,8 @@ import psutil
 from hvdtrain.doctor.hosts.host_report import report_host
 from hvdtrain.doctor.hosts.peers import Attempt, Listener, listen, measure, try_connection
 from hvdtrain.files import read_text_or_empty
-from hvdtrain.launch.interfaces import interface_to, source_to
 from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.interfaces import interface_to, source_to
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 LIFETIME_S = 600.0

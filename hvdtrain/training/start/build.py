@@ -54,6 +54,7 @@ def build_engine(current: Round) -> Engine:
             parallel.bucket_mib,
             variables,
             parallel.shard,
+            parallel.engine,
         )
         worker.use_exchange(engine)
     except BaseException:

@@ -1,0 +1,245 @@
+"""The engine that exchanges gradients by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.torch_group import end_group, is_lost_rank, lost_rank, new_group
+from hvdtrain.compression.table import parse
+from hvdtrain.engine.base import Loss
+from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.errors import ConfigError, TaskError
+
+_BUCKET_MIB = 25.0
+_WARM_UP_PASSES = 2
+"""Passes that torch's PowerSGD exchanges uncompressed: DDP makes its final buckets after the first."""
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class _Anchor(torch.autograd.Function):
+    """Return the loss, and let backward reach every parameter, also those that it does not use, with no gradient.
+
+    So DDP waits for no unused parameter, and does not search the graph for them. A rank without a micro-batch takes
+    part with a loss that depends on no parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], *[None] * ctx.count
+
+
+class _Pass(nn.Module):
+    """A forward pass, as the module that DDP wraps: the task calls its bare model, so names and state stay as they are.
+
+    It has the trained parameters and no buffers: those are shared by others.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.trained = nn.ParameterList(parameters)
+
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        loss, weight = call()
+        return _Anchor.apply(loss, *self.trained), weight  # type: ignore[no-untyped-call]
+
+
+class DdpEngine(LocalEngine):
+    """Exchanges gradients by DDP while the last backward of a step runs; else it is the engine of one rank.
+
+    Passes before the last one exchange nothing, so that each rank may have its own number of passes. A rank without any
+    runs an empty one. DDP is made again when parameters are added or frozen, which all ranks must do in the same step.
+
+    Args:
+        compression: one of those that `engine.table` lists.
+        through_host: whether gradients go through host memory, because ranks share a CUDA device.
+
+    Errors of a step: LostRankError if a rank is lost.
+    """
+
+    def __init__(
+        self,
+        named_parameters: list[tuple[str, nn.Parameter]],
+        optimizer: Optimizer,
+        comm: Comm,
+        compression: str = "none",
+        bucket_mib: float | None = None,
+        *,
+        through_host: bool = False,
+    ) -> None:
+        super().__init__(named_parameters, optimizer)
+        self.compression = compression
+        self._comm, self._bucket_mib = comm, bucket_mib or _BUCKET_MIB
+        chosen = parse(compression)
+        self._dtype = _DTYPES.get(chosen.kind.name)
+        self._rank = int(chosen.number) if chosen.kind.name == "powersgd" else 0  # of PowerSGD's matrices
+        self._through_host = through_host
+        self._group = new_group(comm)
+        self._power: PowerSGDState | None = None
+        self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
+        self._ddp: DistributedDataParallel | None = None
+        self._wrapped: list[nn.Parameter] = []
+        self._passes = self._remaining = 0
+        self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients; each rank has its own number of passes."""
+        super().begin(micro_batches)
+        trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
+        if [id(parameter) for _, parameter in trained] != [id(parameter) for parameter in self._wrapped]:
+            self._wrap(trained)
+        self._passes = self._remaining = micro_batches
+        if self._power is not None:
+            self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
+
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        """Run a forward pass of a step within DDP."""
+        if self._ddp is None:
+            return call()
+        with self._ddp.no_sync() if self._remaining > 1 else nullcontext():
+            loss, weight = self._ddp(call)
+        return loss, weight
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
+        self._remaining -= 1
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            if is_lost_rank(error):
+                raise lost_rank(error, "the exchange of gradients") from error
+            raise
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums. Collective: yes."""
+        if not self._passes and self._wrapped:
+            nothing = torch.zeros((), device=self._wrapped[0].device)
+            self.backward(self.forward(lambda: (nothing, 0.0))[0])
+        for name, buffer, sent, work in self._under_way:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise lost_rank(error, "the exchange of gradients") from error
+            if sent is not buffer:
+                buffer.copy_(sent)
+            self._comm.in_flight.pop(name, None)
+        self._under_way = []
+        return super().finish()
+
+    def commit(self, *, applied: bool) -> None:
+        """Keep what PowerSGD did not send, or restore what it was before the step."""
+        super().commit(applied=applied)
+        if self._power is not None and not applied:
+            self._power.error_dict = self._errors
+            self._power.p_memory_dict.clear()  # they may hold nan; torch draws new ones, equal on all ranks
+            self._power.q_memory_dict.clear()
+        self._errors = {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what PowerSGD did not send."""
+        super().rescale(factor)
+        for error in self._power.error_dict.values() if self._power is not None else ():
+            error.mul_(factor)
+
+    def buffers(self) -> list[Tensor]:
+        """Return what PowerSGD did not send: gradients are views of DDP's buckets."""
+        return [*self._power.error_dict.values()] if self._power is not None else []
+
+    def close(self) -> None:
+        """Free DDP and its group."""
+        self._ddp, self._wrapped = None, []
+        end_group(self._group)
+
+    def _wrap(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        """Make DDP for the parameters that are trained now. Collective: yes."""
+        self._ddp, self._wrapped = None, [parameter for _, parameter in trained]
+        names = [name for name, _ in trained]
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        if len(set(allgather_json(self._comm, digest, name="ddp/parameters"))) > 1:
+            raise TaskError(
+                "ranks train different parameters",
+                expected="parameters that are added or frozen in the same step on all ranks",
+                found=f"{len(names)} trained parameter(s) on this rank",
+            )
+        if not trained:
+            return
+        # All ranks have equal parameters: DDP need not send them.
+        self._ddp = DistributedDataParallel(
+            _Pass(self._wrapped),
+            init_sync=False,
+            process_group=self._group,
+            bucket_cap_mb=self._bucket_mib,
+            gradient_as_bucket_view=True,
+        )
+        if self._rank:
+            self._power = PowerSGDState(self._group, self._rank, start_powerSGD_iter=_WARM_UP_PASSES)
+        exchange = self._exchange if self._power is None else self._exchange_by_powersgd
+        self._ddp.register_comm_hook(None, lambda state, bucket: exchange(bucket))  # it checks annotations as objects
+
+    def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to sum a bucket; `finish` waits, so that backward does not."""
+        buffer = bucket.buffer()
+        sent = buffer if self._dtype is None else buffer.to(self._dtype)
+        sent = sent.to("cpu") if self._through_host else sent
+        name = f"gradients/{bucket.index()}"
+        self._comm.in_flight[name] = time.monotonic()
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        assert work is not None
+        self._under_way.append((name, buffer, sent, work))
+        complete: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        complete.set_result(buffer)
+        return complete
+
+    def _exchange_by_powersgd(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a bucket by torch's PowerSGD, which takes the mean."""
+        assert self._power is not None
+        mean = powerSGD_hook(self._power, bucket)
+        return mean.then(lambda done: done.value().mul_(self._comm.size))
+
+
+def make_ddp(parts: EngineParts) -> DdpEngine:
+    """Make the engine. Collective: yes.
+
+    Errors:
+        TaskError: the model has sparse gradients, which DDP with a hook does not exchange.
+        ConfigError: PowerSGD where ranks share a GPU.
+    """
+    sparse = [name for name, module in parts.model.named_modules() if getattr(module, "sparse", None) is True]
+    if sparse:
+        raise TaskError(
+            f"{sparse[0]} has sparse gradients, which --parallel.engine ddp does not exchange",
+            next_step="--parallel.engine horovod, or sparse=False",
+            everywhere=True,
+        )
+    through_host = bool(getattr(parts.comm, "through_host", False))
+    if through_host and parse(parts.compression).kind.name == "powersgd":
+        raise ConfigError(
+            "--parallel.engine ddp with compression powersgd, but ranks share a GPU",
+            expected="one GPU for each rank",
+            next_step="--parallel.compression none",
+        )
+    return DdpEngine(
+        parts.parameters, parts.optimizer, parts.comm, parts.compression, parts.bucket_mib, through_host=through_host
+    )
