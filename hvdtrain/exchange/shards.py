@@ -60,7 +60,7 @@ def divide(
     before = 0
     for index, shape in enumerate(shapes):
         rows, size = (shape[0] if shape else 1), math.prod(shape)
-        step = rows if whole[index] else chunk_rows(shape)
+        step = max(1, rows) if whole[index] else chunk_rows(shape)
         for begin in range(0, rows if size else 0, step):
             end = min(begin + step, rows)
             middle = before + (begin + end) * (size // rows) // 2

@@ -110,12 +110,15 @@ class CheckpointWriter:
         check_dtypes(state)
         self.wait()
         self._why = why
-        own = sum(place.ranks[0] == self._comm.rank for place in state.places.values())
-        pieces = int(self._comm.allreduce(torch.tensor([own]), name="checkpoint/pieces").wait())
-        if pieces and not self._is_shared:
+        own = [key for key, place in state.places.items() if place.ranks[0] == self._comm.rank]
+        own_bytes = sum(state.tensors[group][name].nbytes for group, name in own)
+        totals = self._comm.allreduce(torch.tensor([len(own), own_bytes]), name="checkpoint/pieces").wait().tolist()
+        pieces, total_bytes = totals[0], totals[1] + state.replicated().nbytes
+        count = count_writers(total_bytes, self._comm.size, self._min_bytes) if self._is_shared else 1
+        if pieces and count == 1:
             state, pieces = gather_pieces(state, self._comm), 0
-        count = count_writers(state, self._comm.size, self._min_bytes) if self._is_shared else 1
-        count = self._comm.size if pieces else count  # each rank writes its own
+        elif pieces:
+            count = self._comm.size  # each rank writes its own pieces
         try:
             folder = Path(on_rank_0(self._comm, partial(self._begin, step, count), name="checkpoint/folder"))
         except CheckpointError as error:

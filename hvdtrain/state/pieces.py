@@ -54,6 +54,11 @@ class StateDict:
         """Number of tensors in all groups."""
         return sum(len(tensors) for tensors in self.tensors.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
     def replicated(self) -> StateDict:
         """Return the state without the pieces that only some ranks hold."""
         tensors = {

@@ -49,10 +49,9 @@ class Abandoned(Exception):
     """The checkpoint is no longer needed."""
 
 
-def count_writers(state: StateDict, ranks: int, min_bytes: int = MIN_BYTES) -> int:
-    """Return how many ranks write. These are the first ranks, from 0 on."""
-    total = sum(tensor.nbytes for tensors in state.tensors.values() for tensor in tensors.values())
-    return max(1, min(ranks, total // max(1, min_bytes)))
+def count_writers(total_bytes: int, ranks: int, min_bytes: int = MIN_BYTES) -> int:
+    """Return how many ranks write `total_bytes`. These are the first ranks, from 0 on."""
+    return max(1, min(ranks, total_bytes // max(1, min_bytes)))
 
 
 def select_shard(state: StateDict, number: int, count: int) -> StateDict:

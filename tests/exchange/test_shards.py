@@ -1,0 +1,54 @@
+"""Rows of parameters are divided among ranks completely, evenly, between the chunks of norms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.shards import chunk_rows, divide
+
+SHAPES = st.lists(st.lists(st.integers(0, 2000), max_size=3).filter(lambda s: math.prod(s) < 1 << 22), max_size=8)
+
+
+@given(SHAPES, st.integers(1, 9), st.sampled_from([2, 4, 8]), st.randoms())
+def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random) -> None:  # type: ignore[no-untyped-def]
+    whole = [random.random() < 0.3 for _ in shapes]
+    rows, segment = divide(shapes, ranks, item_bytes, whole) if sum(map(math.prod, shapes)) else ([], 0)
+    taken = []
+    for index, shape in enumerate(shapes):
+        own = [each for each in rows if each.index == index]
+        ends = [0, *(each.end for each in own)]
+        assert [each.begin for each in own] == ends[:-1]
+        assert ends[-1] == ((shape[0] if shape else 1) if math.prod(shape) else 0)
+        assert len(own) <= 1 or not whole[index]
+        assert all(each.begin % chunk_rows(shape) == 0 for each in own)
+    for each in rows:
+        length = (each.end - each.begin) * math.prod(shapes[each.index][1:])
+        assert each.rank * segment <= each.start and each.start + length <= (each.rank + 1) * segment
+        assert each.start * item_bytes % 64 == 0 and segment * item_bytes % 64 == 0
+        taken.append((each.start, each.start + length))
+    taken.sort()
+    assert all(before[1] <= after[0] for before, after in zip(taken, taken[1:], strict=False))
+
+
+def test_segments_are_even() -> None:
+    _, segment = divide([(384, 384)] * 30 + [(1024, 384)] * 30 + [(8192, 384)], 4, 4, [False] * 61)
+    total = 30 * 384 * 384 + 30 * 1024 * 384 + 8192 * 384
+    assert segment < 1.02 * total / 4
+
+
+def test_a_norm_has_the_same_bits_however_it_is_divided() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(5000, 300)
+    whole = norm(squared_norm([gradient, torch.ones(3)]))
+    step = chunk_rows(gradient.shape)
+    assert 1 < step < 5000
+    first = squared_norm([gradient[: 7 * step]], [gradient.shape])
+    second = squared_norm([gradient[7 * step :], torch.ones(3)], [gradient.shape, (3,)])
+    assert torch.equal(norm(first + second), whole)
+    torch.testing.assert_close(whole, torch.linalg.vector_norm(gradient.double()).float(), rtol=1e-6, atol=0)
+    assert norm(squared_norm([])) == 0

@@ -1,0 +1,186 @@
+"""A divided optimizer trains as a whole one: the same bits on two ranks, and checkpoints that fit any division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain import Task
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.pieces import StateDict
+from tests.support.gallery import LANGUAGE, TOY, Recorded
+from tests.support.thread_job import train_on_threads
+
+SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
+SHARD = "--parallel.shard=optimizer"
+
+
+def _train(folder: Path, *options: str, size: int, build: Callable[[int], Task] | None = None) -> Recorded:
+    folder.mkdir(exist_ok=True)
+    train_on_threads(*options, f"--run_dir={folder / 'run'}", size=size, build=build)
+    return Recorded(folder, 0, "", "")
+
+
+def _equal(one: StateDict, other: StateDict) -> None:
+    """Bit for bit, without the plans of buckets."""
+    assert one.tensors.keys() == other.tensors.keys()
+    for group, tensors in one.tensors.items():
+        assert tensors.keys() == other.tensors[group].keys()
+        assert all(torch.equal(tensors[name], other.tensors[group][name]) for name in tensors)
+    assert {**one.values, "exchange": None} == {**other.values, "exchange": None}
+
+
+def _close(one: StateDict, other: StateDict, tolerance: float) -> None:
+    for group, tensors in one.tensors.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(other.tensors[group][name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+class SignOfMean(Optimizer):
+    """An optimizer that looks at whole tensors, and counts with plain numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["factor"] = float(parameter.grad.mean().sign())
+                    parameter.data.sub_(parameter.grad / (1e-3 + parameter.grad.norm()), alpha=group["lr"])
+
+
+class Stack(nn.Module):
+    """Blocks; a bias that is used before its module runs, a scale that no module owns alone, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 256)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.norm = nn.LayerNorm(256)
+        self.unused = nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.attention = nn.MultiheadAttention(256, 2, batch_first=True)
+        self.images = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.layers[2].bias * self.scale
+        h = h + self.images(h[:, :3, :9].unsqueeze(3).expand(-1, -1, -1, 9)).mean()
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.norm(h) @ self.embedding.weight.t()
+
+
+def _stack(make: Callable[[Any], Optimizer], sparse: bool = False) -> Callable[[int], Task]:
+    def build(rank: int) -> Task:
+        torch.manual_seed(3)
+        model = Stack()
+        model.embedding.sparse = sparse
+        data = torch.randint(0, 300, (64, 6))
+
+        def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+            logits = model(batch[0][:, :-1])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum"), 5
+
+        return Task(model, loss, torch.utils.data.TensorDataset(data), optimizer=make(model.parameters()))
+
+    return build
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "whole tensors": SignOfMean,
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "fp16")])
+def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: Path) -> None:
+    """Two ranks have the bits of two ranks that each have all; four ranks the values of one."""
+    options = [*SHORT[1:], f"--precision={precision}"]
+    build = _stack(OPTIMIZERS[optimizer])
+    whole = _train(tmp_path / "whole", *options, size=2, build=build)
+    two = _train(tmp_path / "two", *options, SHARD, size=2, build=build)
+    assert two.losses() == whole.losses() and whole.losses()[-1] < whole.losses()[0]
+    saved = two.state()
+    numbers = saved.tensors.pop("optimizer_values", {})  # type: ignore[attr-defined]
+    if numbers:
+        plain = {key: value.item() for key, value in numbers.items()}
+        saved = StateDict(saved.tensors, {**saved.values, "optimizer": plain})
+    _equal(saved, whole.state())
+    if precision == "fp32":
+        one = _train(tmp_path / "one", *options, size=1, build=build)
+        four = _train(tmp_path / "four", *options, SHARD, size=4, build=build)
+        assert four.losses() == pytest.approx(one.losses(), rel=2e-6)
+        _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
+
+
+@pytest.mark.parametrize(("size", "options"), [(2, SHORT), (3, LANGUAGE), (5, LANGUAGE)])
+def test_law_1_with_dropout_and_uneven_micro_batches(size: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    """The toy has dropout; the language model has 4 micro-batches a step, so that a rank is idle."""
+    one = _train(tmp_path / "one", *options, size=1).losses()
+    assert _train(tmp_path / "divided", *options, SHARD, size=size).losses() == pytest.approx(one, rel=2e-6)
+
+
+def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    whole = _train(tmp_path / "whole", *LANGUAGE, SHARD, size=2)
+    for stop in (3, 8):
+        parts = _train(tmp_path / "parts", *LANGUAGE, SHARD, f"--train.stop_at={stop}", size=2)
+    assert parts.losses() == whole.losses()
+    _equal(parts.state(), whole.state())
+
+
+def test_law_10_a_checkpoint_fits_any_division(tmp_path: Path) -> None:
+    """1 rank, 3 divided ones, 2 whole ones, 4 divided ones: the curve is that of one rank."""
+    one = _train(tmp_path / "one", *LANGUAGE, size=1)
+    stages = ((1, 2, ()), (3, 4, (SHARD,)), (2, 6, ()), (4, 8, (SHARD,)))
+    for size, stop, options in stages:
+        resized = _train(tmp_path / "resized", *LANGUAGE, *options, f"--train.stop_at={stop}", size=size)
+    assert resized.losses() == pytest.approx(one.losses(), rel=2e-6)
+    _close(one.state(), resized.state(), 1e-4)
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="embedding makes sparse gradients"):
+        _train(tmp_path, *SHORT[1:], SHARD, size=2, build=_stack(OPTIMIZERS["momentum"], sparse=True))
+
+
+def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -> None:
+    def build(rank: int) -> Task:
+        task = _stack(OPTIMIZERS["momentum"])(rank)
+
+        def loss(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
+            return nn.functional.embedding(batch[0], model.embedding.weight, sparse=True).sum(), 1
+
+        return Task(task.model, loss, task.train_data, optimizer=task.optimizer)
+
+    with pytest.raises(TaskError, match="the gradient of embedding.weight is sparse"):
+        _train(tmp_path, *SHORT[1:], SHARD, size=2, build=build)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (1, (), "divides the optimizer among ranks"),
+        (2, ("--parallel.compression=int8",), "does not support --parallel.compression int8"),
+        (8, (), "too few parameters"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(size: int, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    def build(rank: int) -> Task:
+        data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+        return Task(nn.Linear(1, 1), lambda model, batch: (model(batch[0]).sum(), 1), data)
+
+    with pytest.raises(ConfigError, match=message):
+        _train(tmp_path, *SHORT[1:], SHARD, *options, size=size, build=build)

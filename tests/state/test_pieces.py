@@ -1,0 +1,90 @@
+"""Pieces of tensors make whole tensors, in files and between ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.background_writer import CheckpointWriter
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.pieces import Assembly, Place, StateDict
+from hvdtrain.state.sync import gather_pieces
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+MOMENT = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+MODEL = {"w": torch.ones(5, 7)}
+ROWS = {0: (0, 2), 1: (2, 2), 2: (2, 5)}
+
+
+def _state(rank: int) -> StateDict:
+    """Rank 1 owns nothing of the moment; a count is on ranks 0 and 2."""
+    begin, end = ROWS[rank]
+    tensors = {"model": MODEL, "optimizer": {"w/m": MOMENT[begin:end], "w/step": torch.tensor(3.0)}}
+    places = {
+        ("optimizer", "w/m"): Place((5, 7), (begin, 0), (rank,)),
+        ("optimizer", "w/step"): Place((), (), (0, 2)),
+    }
+    if rank == 1:
+        return StateDict({"model": MODEL, "optimizer": {}}, {})
+    return StateDict(tensors, {}, places)
+
+
+def _check(state: StateDict) -> None:
+    assert state.tensors["optimizer"].keys() == {"w/m", "w/step"}
+    assert torch.equal(state.tensors["optimizer"]["w/m"], MOMENT)
+    assert state.tensors["optimizer"]["w/step"] == 3
+    assert torch.equal(state.tensors["model"]["w"], MODEL["w"])
+
+
+def test_rank_0_gathers_whole_tensors() -> None:
+    gathered = on_ranks(3, lambda comm: gather_pieces(_state(comm.rank), comm))
+    _check(gathered[0])
+    assert not gathered[1].tensors["optimizer"] and not gathered[0].places
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1 << 30])
+def test_a_checkpoint_of_pieces_is_read_whole(min_bytes: int, tmp_path: Path) -> None:
+    def save(comm: ThreadComm) -> None:
+        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
+        writer = CheckpointWriter(comm, store, 3, lambda event: None, print, min_bytes=min_bytes)
+        with writer.opened():
+            writer.save(1, _state(comm.rank), {}, wait=True)
+
+    on_ranks(3, save, at_once=True)
+    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
+    _check(load(saved.path))
+    files = [path for path in saved.path.iterdir() if path.name.startswith("optimizer")]
+    assert len(files) == (1 if min_bytes > 1 else 2)
+
+
+def test_a_missing_piece_is_found(tmp_path: Path) -> None:
+    def save(comm: ThreadComm) -> None:
+        state = _state(comm.rank)
+        if comm.rank == 2:
+            state = StateDict({"model": MODEL, "optimizer": {}}, {})
+        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
+        writer = CheckpointWriter(comm, store, 3, lambda event: None, print, min_bytes=1)
+        with writer.opened():
+            writer.save(1, state, {}, wait=True)
+
+    on_ranks(3, save, at_once=True)
+    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
+        load(saved.path)
+    assert "w/m" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "size"),
+    [((5, 7), (4, 0), (2, 7)), ((5, 7), (-1, 0), (2, 7)), ((5, 8), (0, 0), (5, 8))],
+)
+def test_a_piece_that_does_not_fit_is_refused(
+    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> None:
+    assembly = Assembly()
+    assembly.add("w", MOMENT[:2], (5, 7), (0, 0))
+    with pytest.raises(ValueError, match="does not fit"):
+        assembly.add("w", torch.zeros(size), shape, offset)
