@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -32,7 +33,7 @@ def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random
         assert each.start * item_bytes % 64 == 0 and segment * item_bytes % 64 == 0
         taken.append((each.start, each.start + length))
     taken.sort()
-    assert all(before[1] <= after[0] for before, after in zip(taken, taken[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(taken))
 
 
 def test_segments_are_even() -> None:

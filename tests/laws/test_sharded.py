@@ -69,7 +69,8 @@ class Stack(nn.Module):
         self.unused = nn.Linear(7, 7)
         self.scale = nn.Parameter(torch.ones(()))
         self.attention = nn.MultiheadAttention(256, 2, batch_first=True)
-        self.images = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.images = nn.Conv2d(3, 8, 3)
+        self.images.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x) + self.layers[2].bias * self.scale
@@ -165,7 +166,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
 
         return Task(task.model, loss, task.train_data, optimizer=task.optimizer)
 
-    with pytest.raises(TaskError, match="the gradient of embedding.weight is sparse"):
+    with pytest.raises(TaskError, match=r"the gradient of embedding\.weight is sparse"):
         _train(tmp_path, *SHORT[1:], SHARD, size=2, build=build)
 
 
