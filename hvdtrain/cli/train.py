@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import TABLE, check_engine
+    from hvdtrain.engine.table import find_engine, needs_horovod
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
@@ -67,7 +67,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     run = parse_argv(checked, function)
     parallel = run.config.parallel
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
-        check_engine(parallel.engine, parallel.compression, parallel.shard)
+        find_engine(parallel.engine, parallel.compression, parallel.shard)
         parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
@@ -76,7 +76,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(info, horovod=TABLE[parallel.engine].horovod)
+    rounds = start_rounds(info, horovod=needs_horovod(parallel.engine))
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

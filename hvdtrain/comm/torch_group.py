@@ -36,7 +36,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def lost_rank(error: BaseException, what: str) -> LostRankError:
-    """Return the error to raise instead of torch's. `what`: the name of the collective, or what this rank waited for."""
+    """Return the error to raise instead of torch's. `what`: the collective, or what this rank waited for."""
     return LostRankError(
         f"another rank was lost during {what}",
         found=str(error).strip().partition("\n")[0],

@@ -19,9 +19,8 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.sharded import ShardedEngine
-from hvdtrain.engine.table import AUTO, TABLE, EngineParts
-from hvdtrain.errors import ConfigError, LaunchError, TaskError
+from hvdtrain.engine.table import AUTO, EngineParts, find_engine
+from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo
 from hvdtrain.runtime.rules import NICE
@@ -48,23 +47,6 @@ def resolve_compression(text: str, device: torch.device, variables: Mapping[str,
     return compression.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else compression
 
 
-def check_shard(shard: str, compression: str, ranks: int) -> None:
-    """Check that a job can divide its optimizer. Errors: ConfigError."""
-    if ranks == 1:
-        raise ConfigError(
-            f"--parallel.shard {shard} divides the optimizer among ranks",
-            expected="2 or more ranks",
-            found="1 rank",
-            next_step="--parallel.shard none: it resumes checkpoints of divided runs, too",
-        )
-    if compression != "none":
-        raise ConfigError(
-            f"--parallel.shard {shard} does not support --parallel.compression {compression}",
-            expected="--parallel.compression none",
-            next_step="or --parallel.shard none",
-        )
-
-
 def make_engine(
     optimizer: Optimizer,
     model: nn.Module,
@@ -88,14 +70,11 @@ def make_engine(
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
-    if shard != "none":
-        check_shard(shard, compression, comm.size)
-        bucket_bytes = prepare_exchange(parse("none"), comm, variables, bucket_mib)
-        return ShardedEngine(optimizer, model, parameters, comm, bucket_bytes, spans)
-    if comm.size == 1 and (compression in ("none", AUTO) or engine != "horovod"):
+    kind = find_engine(engine, compression, shard)
+    if comm.size == 1 and shard == "none" and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
-    make = TABLE[engine].load()
-    return make(EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables))
+    make = kind.load()
+    return make(EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard))
 
 
 def make_exchange(parts: EngineParts) -> ExchangeEngine:

@@ -19,10 +19,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.make import prepare_exchange
+from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.bucket_exchange import BucketQueue
@@ -55,6 +58,8 @@ class ShardedEngine(Engine):
         model: with equal parameters on all ranks.
         named: the optimizer's parameters, in the model's order.
         bucket_bytes: size limit of a bucket.
+        sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2). This
+            exchanges as often, and a rank never holds all gradients.
 
     Errors:
         ConfigError: the model or the optimizer cannot be divided among the ranks.
@@ -68,6 +73,8 @@ class ShardedEngine(Engine):
         comm: Comm,
         bucket_bytes: int,
         spans: Spans | None = None,
+        *,
+        sums_each_pass: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._model, self._comm, self._spans = model, comm, spans or Spans()
@@ -81,7 +88,10 @@ class ShardedEngine(Engine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained: list[bool] = []
         self._residuals: dict[str, Tensor] = {}
-        self._remaining = 0
+        self._undelivered: dict[str, Tensor] = {}  # of them, in this step
+        self._sums_each_pass = sums_each_pass
+        self._remaining = self._passes = 0
+        self._most: Handle | None = None
         _refuse_what_cannot_be_divided(model, named)
         self._add(named)
         owners = {rank for owned in self.owned().values() for rank in owned.owners}
@@ -135,9 +145,14 @@ class ShardedEngine(Engine):
         self.optimizer.zero_grad()
         for parameter in self._names:
             parameter.grad = None
+        for bucket in self._buckets:
+            bucket.clear()
         self._queue.begin()
         self._gathers.begin()
-        self._remaining = micro_batches
+        self._remaining, self._passes = micro_batches, 0
+        self._undelivered = dict(self._residuals) if self._comm.rank == 0 else {}
+        if self._sums_each_pass:
+            self._most = self._comm.allgather(torch.tensor([micro_batches]), name="gradients/passes")
 
     def _refresh(self) -> None:
         known = {owned.parameter for owned in self._owned.values()}
@@ -178,26 +193,38 @@ class ShardedEngine(Engine):
             return call()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if self._remaining == 0:
+        if self._remaining == 0 or self._sums_each_pass:
             self._add_residual(name, parameter)
             self._queue.add_gradient(name)
 
     def _add_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add what an earlier exchange with a compression has not delivered."""
-        residual = self._residuals.get(name) if self._comm.rank == 0 else None
-        if residual is not None:
+        if (residual := self._undelivered.pop(name, None)) is not None:
             residual = residual.to(parameter.device, parameter.dtype)
             parameter.grad = residual.clone() if parameter.grad is None else parameter.grad.add_(residual)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
+        """Add the gradients of `loss`; in the last pass, or each pass, exchange each bucket as soon as it is full."""
         self._remaining -= 1
+        if self._sums_each_pass and self._passes:
+            self._end_pass()
         torch.autograd.backward(loss)
+        self._passes += 1
+
+    def _end_pass(self) -> None:
+        """Wait for the sums of a pass, and begin the next one, whose sums are added to them. Collective: yes."""
+        self._queue.finish()
+        self._queue.begin()
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of what this rank owns. Collective: yes."""
         self.complete()  # of parameters that no forward pass has used
-        if self._residuals:
+        if self._most is not None:  # ranks with fewer micro-batches take part with zeros
+            for _ in range(self._passes, int(self._most.wait().max())):
+                if self._passes:
+                    self._end_pass()
+                self._passes += 1
+        if self._undelivered:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._queue.is_missing(name):
                     self._add_residual(name, parameter)
@@ -369,3 +396,27 @@ def _refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.P
                 expected="nn.Embedding(sparse=False)",
                 next_step="or --parallel.shard none",
             )
+
+
+def make_sharded(parts: EngineParts) -> ShardedEngine:
+    """Make the engine.
+
+    Errors:
+        ConfigError: there is one rank, or the model or the optimizer cannot be divided.
+    """
+    if parts.comm.size == 1:
+        raise ConfigError(
+            f"--parallel.shard {parts.shard} divides the optimizer among ranks",
+            expected="2 or more ranks",
+            found="1 rank",
+            next_step="--parallel.shard none: it resumes checkpoints of divided runs, too",
+        )
+    return ShardedEngine(
+        parts.optimizer,
+        parts.model,
+        parts.parameters,
+        parts.comm,
+        prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib),
+        parts.spans,
+        sums_each_pass=parts.shard == "gradients",
+    )

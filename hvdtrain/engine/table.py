@@ -30,6 +30,7 @@ class EngineParts:
     Attributes:
         parameters: of the optimizer, with their names in the model, in its order.
         variables: of this process's environment.
+        shard: what is divided among ranks; one of the engine's `shards`.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class EngineParts:
     spans: Spans | None
     bucket_mib: float | None
     variables: Mapping[str, str]
+    shard: str = "none"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class EngineKind:
         name: its name in options.
         make: "module:name" of a function from `EngineParts` to an engine for several ranks.
         compressions: names of the supported compressions, and `AUTO` if it is.
-        shards: what it divides among ranks, as values of `--parallel.shard`.
+        shards: what it divides among ranks, as values of `--parallel.shard`. One name and shard make one engine.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
     """
@@ -68,49 +70,47 @@ class EngineKind:
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
 
 
-TABLE = {
-    kind.name: kind
-    for kind in (
-        EngineKind(
-            "horovod",
-            "hvdtrain.engine.make:make_exchange",
-            (*COMPRESSIONS, AUTO),
-            ("none", "optimizer", "gradients"),
-            elastic=True,
-            horovod=True,
-        ),
-        EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
-    )
-}
+TABLE = (
+    EngineKind("horovod", "hvdtrain.engine.make:make_exchange", (*COMPRESSIONS, AUTO), elastic=True, horovod=True),
+    EngineKind("horovod", "hvdtrain.engine.sharded:make_sharded", ("none",), ("optimizer", "gradients"), horovod=True),
+    EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
+)
 
 
-def check_engine(engine: str, compression: str, shard: str = "none", *, elastic: bool = False) -> None:
-    """Check that an engine supports the compression and the shards that options name, and the job.
+def needs_horovod(engine: str) -> bool:
+    """Return whether an engine needs Horovod."""
+    return any(kind.horovod for kind in TABLE if kind.name == engine)
+
+
+def find_engine(engine: str, compression: str = "none", shard: str = "none", *, elastic: bool = False) -> EngineKind:
+    """Return the engine that options name, and check that it supports the compression and the job.
 
     Errors:
         ConfigError: it does not, or there is no such compression.
     """
-    kind = TABLE[engine]
     check_compression(compression)
     name = compression.partition(":")[0]
-    if name not in kind.compressions:
-        raise ConfigError(
-            f"--parallel.engine {engine} does not support --parallel.compression {compression}",
-            expected=", ".join(kind.compressions),
-            next_step=f"choose one of these, or --parallel.engine {_with(lambda k: name in k.compressions)}",
-        )
-    if shard not in kind.shards:
+    kind = next((kind for kind in TABLE if kind.name == engine and shard in kind.shards), None)
+    options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
+    if kind is None:
         raise ConfigError(
             f"--parallel.engine {engine} does not support --parallel.shard {shard}",
-            expected=", ".join(kind.shards),
-            next_step=f"choose one of these, or --parallel.engine {_with(lambda k: shard in k.shards)}",
+            expected=", ".join(shard for kind in TABLE if kind.name == engine for shard in kind.shards),
+            next_step=f"choose one of these, or {_with(lambda k: shard in k.shards)}",
+        )
+    if name not in kind.compressions:
+        raise ConfigError(
+            f"{options} does not support --parallel.compression {compression}",
+            expected=", ".join(kind.compressions),
+            next_step=f"choose one of these, or {_with(lambda k: name in k.compressions)}",
         )
     if elastic and not kind.elastic:
         raise ConfigError(
-            f"--parallel.engine {engine} does not support an elastic job",
+            f"{options} does not support an elastic job",
             expected="a job with a constant number of ranks",
-            next_step=f"start the job without --elastic, or use --parallel.engine {_with(lambda k: k.elastic)}",
+            next_step=f"start the job without --elastic, or use {_with(lambda k: k.elastic)}",
         )
+    return kind
 
 
 def check_compression(text: str) -> None:
@@ -127,4 +127,10 @@ def check_compression(text: str) -> None:
 
 
 def _with(supports: Callable[[EngineKind], bool]) -> str:
-    return " or ".join(kind.name for kind in TABLE.values() if supports(kind))
+    """Return the options of the engines that support something."""
+    found = [kind for kind in TABLE if supports(kind)]
+    return " or ".join(
+        f"--parallel.engine {kind.name}"
+        + (f" --parallel.shard {kind.shards[0]}" if "none" not in kind.shards else " --parallel.shard none")
+        for kind in found
+    )

@@ -78,9 +78,12 @@ class ShardBucket(Bucket):
         return _Shard(rows, part, nn.Parameter(values) if own else None)
 
     def begin(self) -> None:
-        """Start another step with the parameters that are trained now."""
+        """Start another pass with the parameters that are trained now; its sums are added to those before."""
         super().begin()
         self.missing = {i for i, parameter in enumerate(self.layout.parameters) if parameter.requires_grad}
+
+    def clear(self) -> None:
+        """Free the sums of the last step."""
         self._summed = None
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
@@ -106,7 +109,8 @@ class ShardBucket(Bucket):
         if self._work is None:  # all parameters are frozen
             return
         sums = yield self._comm.reducescatter(self._work.view(self._comm.size, -1), name=self.layout.shape.name)
-        self._summed, self._work = sums.view(-1), None
+        self._work = None
+        self._summed = sums.view(-1) if self._summed is None else self._summed.add_(sums.view(-1))
 
     def _trained(self) -> list[_Shard]:
         """Return what this rank owns of the parameters that are trained in this step."""

@@ -66,14 +66,14 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
-    from hvdtrain.engine.table import TABLE
+    from hvdtrain.engine.table import needs_horovod
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads
 
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        rounds = start_rounds(info, horovod=TABLE[run.config.parallel.engine].horovod)
+        rounds = start_rounds(info, horovod=needs_horovod(run.config.parallel.engine))
         return run_training(run, build, rounds, timeline, info, sinks)
     except NoPlace:
         sys.exit(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.engine.table import check_engine
+from hvdtrain.engine.table import find_engine
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -45,7 +45,7 @@ def run_training(
     """
     parallel = run.config.parallel
     # before anything costs time
-    check_engine(parallel.engine, parallel.compression, parallel.shard, elastic=rounds.elastic)
+    find_engine(parallel.engine, parallel.compression, parallel.shard, elastic=rounds.elastic)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
     worker = make_worker_state(run, make_task(build, run.config, info.variables), device, info)
     why, text = STARTED, ""

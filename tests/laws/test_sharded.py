@@ -127,11 +127,25 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
         _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize(("size", "options"), [(2, SHORT), (3, LANGUAGE), (5, LANGUAGE)])
-def test_law_1_with_dropout_and_uneven_micro_batches(size: int, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_law_1_with_dropout_and_uneven_micro_batches(
+    size: int, options: tuple[str, ...], shard: str, tmp_path: Path
+) -> None:
     """The toy has dropout; the language model has 4 micro-batches a step, so that a rank is idle."""
     one = _train(tmp_path / "one", *options, size=1).losses()
-    assert _train(tmp_path / "divided", *options, SHARD, size=size).losses() == pytest.approx(one, rel=2e-6)
+    divided = _train(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=size).losses()
+    assert divided == pytest.approx(one, rel=2e-6)
+
+
+def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> None:
+    """The ranks have one micro-batch each: then both ways of dividing have the same bits."""
+    options = (*LANGUAGE, "--train.micro_batch=4")
+    optimizer, gradients = (
+        _train(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("optimizer", "gradients")
+    )
+    assert gradients.losses() == optimizer.losses()
+    _equal(gradients.state(), optimizer.state())
 
 
 def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:

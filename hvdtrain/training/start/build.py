@@ -11,7 +11,6 @@ from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
-from hvdtrain.errors import ConfigError
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.state.ledger import Ledger
@@ -35,12 +34,6 @@ def build_engine(current: Round) -> Engine:
     """Make the round's engine, with the exchange state of the last round. Collective: yes."""
     run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     parallel, variables, model = run.config.parallel, worker.info.variables, worker.state.model
-    if current.rounds.elastic and parallel.shard != "none":
-        raise ConfigError(
-            f"--parallel.shard {parallel.shard} is not possible in an elastic job",
-            expected="--parallel.shard none, because a lost rank would take its part of the optimizer's state with it",
-            next_step="or start the job without --elastic; it resumes from its checkpoints with any number of ranks",
-        )
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
