@@ -18,6 +18,7 @@ MAIN, DEVICE, EXCHANGE = 0, 1, 2
 JOURNAL_KEYS = {
     "data": "data_s",
     "copy": "copy_s",
+    "gather": "gather_s",
     "forward": "forward_s",
     "backward": "backward_s",
     "wait": "exposed_comm_s",
@@ -25,6 +26,9 @@ JOURNAL_KEYS = {
     "optimizer": "optimizer_s",
 }
 """Parts of a step in their order, by the names of their spans, with their keys in the journal."""
+
+GATHER = "gather"
+"""The wait for parameters of other ranks. Its spans are nested in those of forward, which do not count it."""
 
 PARTS = (*JOURNAL_KEYS, "aside")
 """The same with aside: evaluations and checkpoints since the previous step."""
@@ -174,6 +178,8 @@ class _Span:
         end = recorder._touched = recorder.now()
         recorder._open.pop()
         self.total_ns += end - self.start_ns
+        if self.name == GATHER and recorder._open:
+            recorder._open[-1].total_ns -= end - self.start_ns
         recorder._events.append((self.name, MAIN, self.start_ns, end, recorder.step))
         if recorder.listeners:
             # After a device error a listener fails too; that must not replace the first error.

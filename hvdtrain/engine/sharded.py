@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shard_bucket import ShardBucket
-from hvdtrain.spans import Spans
+from hvdtrain.spans import GATHER, Spans
 from hvdtrain.state.train_state import Owned
 
 _BY_ELEMENT = {
@@ -103,7 +103,7 @@ class ShardedEngine(Engine):
                 next_step="--parallel.shard none",
             )
         self._use_owned()
-        self._gathers = _Gathers(model, self._bucket_of)
+        self._gathers = _Gathers(model, self._bucket_of, self._spans)
 
     def _add(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Make buckets of these parameters; frozen ones are in buckets of their own."""
@@ -166,7 +166,7 @@ class ShardedEngine(Engine):
             self._add(named)
             self._use_owned()
             self._gathers.close()
-            self._gathers = _Gathers(self._model, self._bucket_of)
+            self._gathers = _Gathers(self._model, self._bucket_of, self._spans)
         trained = [parameter.requires_grad for parameter in self._names]
         if trained != self._trained:
             self._trained = trained
@@ -299,7 +299,8 @@ class _Gathers:
     step with a forward pass finds these. Up to it, all parameters are waited for at the start.
     """
 
-    def __init__(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket]) -> None:
+    def __init__(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket], spans: Spans) -> None:
+        self._spans = spans
         self._of_unit: dict[nn.Module, list[ShardBucket]] = {}
         self._units: dict[nn.Parameter, set[nn.Module]] = {}
         self._early: dict[ShardBucket, None] = {}
@@ -333,8 +334,14 @@ class _Gathers:
 
     def _wait(self, unit: nn.Module) -> None:
         self._ran.add(unit)
-        for bucket in self._of_unit[unit]:
-            bucket.finish_gather()
+        self._finish(self._of_unit[unit])
+
+    def _finish(self, buckets: Iterable[ShardBucket]) -> None:
+        running = [bucket for bucket in buckets if bucket.is_gathering]
+        if running:
+            with self._spans(GATHER):
+                for bucket in running:
+                    bucket.finish_gather()
 
     def begin(self) -> None:
         """Start a step: wait for the parameters that may be used before their module runs."""
@@ -342,8 +349,9 @@ class _Gathers:
             self._is_first = self._is_watching = False
             for unit in self._of_unit.keys() - self._ran:
                 self._early |= dict.fromkeys(self._of_unit[unit])
-        for bucket in {b for of_unit in self._of_unit.values() for b in of_unit} if self._is_first else self._early:
-            bucket.finish_gather()
+        every = (bucket for of_unit in self._of_unit.values() for bucket in of_unit)
+        with self._spans("forward"):
+            self._finish(dict.fromkeys(every) if self._is_first else self._early)
 
     def watch(self) -> AbstractContextManager[object]:
         """Return a context that finds parameters that are used before a module of theirs has run."""

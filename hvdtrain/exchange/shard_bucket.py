@@ -163,6 +163,11 @@ class ShardBucket(Bucket):
             self._own_part(shard).view(sent).copy_(shard.owned.detach())
         self._gather = sent, self._comm.allgather(sent, name=f"{shape.name}/parameters")
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether parameters of other ranks are under way."""
+        return self._gather is not None
+
     def finish_gather(self) -> None:
         """Wait for the parameters of the other ranks, if they are under way."""
         if self._gather is None:

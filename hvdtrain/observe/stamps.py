@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdtrain.observe.host_load import CAUSES
-from hvdtrain.spans import DEVICE, PARTS, RawEvent
+from hvdtrain.spans import DEVICE, GATHER, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
 """Points in time. Sent and received bound clock offsets: no rank receives before all ranks have sent."""
@@ -77,7 +77,9 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
             row = device.setdefault(step, [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS))
         if name in _AT:
             row[_AT[name]] += end_ns - start_ns
-            if name == "backward":
+            if name == GATHER:
+                row[_AT["forward"]] -= end_ns - start_ns
+            elif name == "backward":
                 row[_SENT] = end_ns
             elif name == "wait":
                 row[_READY], row[_RELEASED], row[_RECEIVED] = start_ns, end_ns, end_ns

@@ -23,7 +23,7 @@ REST = "evaluation, checkpoints, rest"
 _BUDGET = {
     "data": ("data_s", "copy_s"),
     "forward and backward": ("forward_s", "backward_s"),
-    "exposed communication": ("exposed_comm_s",),
+    "exposed communication": ("exposed_comm_s", "gather_s"),
     "clipping and optimizer": ("clip_s", "optimizer_s"),
 }
 """Parts of a run's wall time, except `REST`, and the journal's fields of each."""
@@ -125,7 +125,7 @@ class _Budget:
             if self._begin is None:
                 self._begin = line["time"] - line["step_s"]
             for name, fields in _BUDGET.items():
-                self._parts[name] += sum(line[field] for field in fields)
+                self._parts[name] += sum(line.get(field, 0.0) for field in fields)  # an older version had fewer
 
     def parts(self) -> dict[str, float]:
         """Return the seconds by part; empty if no step was done."""

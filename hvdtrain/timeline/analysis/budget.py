@@ -23,12 +23,26 @@ EXCHANGE = "exchange"
 """Exposed communication after the last rank is ready, if no Horovod Timeline shows its phases."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
+PARAMETERS = "parameter gather"
+"""Wait for the parameters that other ranks have updated."""
 _LEAST = 1e-6
 """Share of a step; less is rounding."""
 
 _NAMES = {name: name for name in ("data", "forward", "backward", "optimizer")}
-_NAMES |= {"copy": "data", "clip": "optimizer", "aside": ASIDE}
-ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), EXCHANGE, OTHER_EXCHANGE, "optimizer", ASIDE, REST)
+_NAMES |= {"copy": "data", "clip": "optimizer", "gather": PARAMETERS, "aside": ASIDE}
+ORDER = (
+    "data",
+    PARAMETERS,
+    "forward",
+    "backward",
+    LATE,
+    *reversed(PHASES),
+    EXCHANGE,
+    OTHER_EXCHANGE,
+    "optimizer",
+    ASIDE,
+    REST,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budge
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
-    exposed = [name for name in ORDER if name == LATE or name in shares]
+    exposed = [name for name in ORDER if name in (LATE, PARAMETERS) or name in shares]
     return _budget(what, whole, wall.shape[1], ms, exposed)
 
 

@@ -19,10 +19,11 @@ _LEAST_SHARE = 0.1
 _CLOCK_SHARE = 0.97
 _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
-_PARTS = ("data", "copy", "forward", "backward")
+_PARTS = ("data", "copy", "gather", "forward", "backward")
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
     "copy": "it copies batches for {mine} ms per step, others for {others} ms",
+    "gather": "it waits {mine} ms per step for parameters of other ranks, others {others} ms",
     "forward": "forward takes {mine} ms per step, others {others} ms",
     "backward": "backward takes {mine} ms per step, others {others} ms",
     "optimizer": "clipping and the optimizer take {mine} ms per step, others {others} ms",
@@ -41,9 +42,10 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 
     If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
     """
-    parts = {part: _mean(table, part, column, steady) for part in _PARTS}
+    measured = [part for part in _PARTS if part in table.parts_us]
+    parts = {part: _mean(table, part, column, steady) for part in measured}
     inside = (table.ready_us - table.start_us)[:, column]
-    known = sum(table.parts_us[part][:, column] for part in _PARTS)
+    known = sum(table.parts_us[part][:, column] for part in measured)
     parts["rest"] = _average(inside - known, steady)
     chained = column[follows(table.step)[column]]
     if len(chained):

@@ -33,6 +33,8 @@ _CODE = re.compile(
 _OWN = ("data", "copy", "forward", "backward", "optimizer", "clip", "negotiation", "queue", "transfer", "other", "gc")
 _HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     "wait": "transfer",
+    "gather": "transfer",
+    "parameter gather": "transfer",
     "waiting for late ranks": "late",
     "fusion copies": "copies",
     "evaluation": "aside",

@@ -104,7 +104,7 @@ class Evidence:
 
 def read_parts(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step from its line in the journal, and the whole as "step"; seconds."""
-    return {**{part: record[key] for part, key in JOURNAL_KEYS.items()}, "step": record["step_s"]}
+    return {**{part: record.get(key, 0.0) for part, key in JOURNAL_KEYS.items()}, "step": record["step_s"]}
 
 
 def median_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

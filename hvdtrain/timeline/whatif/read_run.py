@@ -64,6 +64,13 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
 
 def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
     config = _read_config(path)
+    engine, shard = (config["parallel"].get(*default) for default in (("engine", "horovod"), ("shard", "none")))
+    if (engine, shard) != ("horovod", "none"):
+        raise DataError(
+            f"{path} cannot be predicted: it used --parallel.engine {engine} with --parallel.shard {shard}",
+            expected="--parallel.engine horovod with --parallel.shard none",
+            next_step="record some steps with these options, and predict from them",
+        )
     profile = _read_profile(path)
     steps = _read_steps(path, accept)
     if len(steps) < _MIN_STEPS:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.spans import DEVICE, JOURNAL_KEYS, Spans
+from hvdtrain.spans import DEVICE, GATHER, JOURNAL_KEYS, Spans
 
-ON_DEVICE = frozenset(JOURNAL_KEYS) - {"data"}
+ON_DEVICE = frozenset(JOURNAL_KEYS) - {"data", GATHER}
 """Spans with work on the device. Their durations on the host are the times to launch that work."""
 
 
