@@ -59,7 +59,7 @@ class Setting:
 
 
 class Job:
-    """The processes of one contender, ours or one of `peer_loops.PEERS`, which run only in their turns."""
+    """The processes of one contender, ours or a peer (see `peer`), which run only in their turns."""
 
     def __init__(self, name: str, setting: Setting, folder: Path) -> None:
         self.name = name
@@ -205,7 +205,9 @@ def ours(setting: Setting, folder: Path) -> list[str]:
 
 
 def peer(name: str, setting: Setting, journal: Path) -> list[str]:
-    return [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
+    """The command of a peer's rank; `engine_loops:NAME` is one of that script, others are of peer_loops.py."""
+    script, _, loop = name.rpartition(":")
+    return [sys.executable, str(HERE / f"{script or 'peer_loops'}.py"), loop, json.dumps(asdict(setting)), str(journal)]
 
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:

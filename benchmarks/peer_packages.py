@@ -1,0 +1,34 @@
+"""Peers that are packages: accelerate, lightning and deepspeed, in a folder of their own.
+
+They are optional; a peer that is not installed is left out. To install them, next to what .venv has:
+
+    DS_BUILD_OPS=0 .venv/bin/pip install --no-deps --no-build-isolation --target build/peers -r benchmarks/peers.txt
+
+Another folder than build/peers is used if the variable BENCHMARK_PEERS names it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "build" / "peers"
+
+
+def use_packages() -> None:
+    """Make the packages importable in this process, after those of .venv."""
+    folder = os.environ.get("BENCHMARK_PEERS") or str(FOLDER)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def is_installed(peer: str) -> bool:
+    """Return whether the package of a peer, such as deepspeed_zero2, is there; say so if it is not."""
+    use_packages()
+    package = peer.partition("_")[0]
+    if package not in ("accelerate", "lightning", "deepspeed") or find_spec(package) is not None:
+        return True
+    print(f"{peer} is left out: {package} is not installed; see benchmarks/peer_packages.py", file=sys.stderr)
+    return False
