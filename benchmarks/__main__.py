@@ -15,6 +15,9 @@ from common import Figure, main  # noqa: E402
 
 SCRIPTS = (
     "step",
+    "engines",
+    "engines --two_hosts",
+    "memory",
     "lockstep",
     "drop_in",
     "two_hosts",
@@ -35,6 +38,7 @@ SCRIPTS = (
     "exchange",
     "transport",
 )
+"""Each with its options."""
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -43,9 +47,14 @@ def measure(quick: bool) -> list[Figure]:
     for name in SCRIPTS:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "results.json"
-            print(f"benchmarks/{name}.py ...", flush=True)
+            script, *further = name.split()
+            print(f"benchmarks/{script}.py {' '.join(further)} ...", flush=True)
             subprocess.run(
-                [sys.executable, str(HERE / f"{name}.py"), "--json", str(file), *(["--quick"] if quick else [])],
+                [
+                    *(sys.executable, str(HERE / f"{script}.py"), "--json", str(file)),
+                    *(["--quick"] if quick else []),
+                    *further,
+                ],
                 check=True,
                 stdout=subprocess.DEVNULL,
             )

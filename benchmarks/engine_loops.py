@@ -104,7 +104,11 @@ def fsdp2(given: Given) -> None:
     for block in given.model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(given.model, mesh=mesh)
-    given.train(given.model, make_optimizer(given.model, given.options), torch.nn.utils.clip_grad_norm_)
+    optimizer = make_optimizer(given.model, given.options)
+    if given.options.name == "sgd":  # torch's fused one refuses sharded tensors
+        for group in optimizer.param_groups:
+            group["fused"] = False
+    given.train(given.model, optimizer, torch.nn.utils.clip_grad_norm_)
 
 
 def accelerate(given: Given) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from common import Figure, figure, options, ratios, report
 from host_jobs import HostsJob
 from jobs import Job, Setting, take_turns, warmed_up
-from peer_packages import is_installed
+from peer_packages import is_installed, use_packages
 
 from hvdtrain.config.parse import parse_object
 from hvdtrain.config.schema import OptimizerConfig
@@ -173,7 +173,7 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     everyone = BETWEEN_HOSTS if arguments.two_hosts else (*OURS, *PEERS)
     default = [name for name in everyone if name in QUICK] if arguments.quick else everyone
     names = contenders(arguments.only.split(",") if arguments.only else default)
-    starts, rounds = (1, 2) if arguments.quick else (5, 3)
+    starts, rounds = (1, 2) if arguments.quick else (3 if arguments.two_hosts else 5, 3)
     return (between_hosts if arguments.two_hosts else here)(names, starts, rounds)
 
 
@@ -182,4 +182,5 @@ if __name__ == "__main__":
     parser.add_argument("--two_hosts", action="store_true", help="between two hosts at 1 Gbit/s instead of on one")
     parser.add_argument("--only", metavar="NAMES", help="measure only these contenders, separated by commas")
     given = parser.parse_args()
+    use_packages()  # for their versions
     report(measure(given), given.json)

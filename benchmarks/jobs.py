@@ -36,7 +36,7 @@ class Setting:
     """What all contenders train.
 
     Attributes:
-        model: of `models.MODELS`.
+        model: of `models.MODELS`; for ours also SCRIPT:FUNCTION, a task of another script here.
         arguments: for its function.
         micro_batch: samples a forward pass.
         passes: forward passes a step on each rank.
@@ -189,7 +189,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ours(setting: Setting, folder: Path) -> list[str]:
-    task = [] if setting.model == "default" else [f"--task={HERE / 'models.py'}:{setting.model}"]
+    script, _, function = setting.model.rpartition(":")
+    task = [] if setting.model == "default" else [f"--task={HERE / (script or 'models')}.py:{function}"]
     optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items()}
     options = [
         f"--run_dir={folder}",

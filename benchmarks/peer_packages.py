@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "build" / "peers"
+PACKAGES = ("accelerate", "lightning", "deepspeed")
+_DEFAULT = Path(__file__).parents[1] / "build" / "peers"
+
+
+def folder() -> str:
+    return os.environ.get("BENCHMARK_PEERS") or str(_DEFAULT)
 
 
 def use_packages() -> None:
     """Make the packages importable in this process, after those of .venv."""
-    folder = os.environ.get("BENCHMARK_PEERS") or str(FOLDER)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if folder() not in sys.path:
+        sys.path.append(folder())
 
 
 def is_installed(peer: str) -> bool:
     """Return whether the package of a peer, such as deepspeed_zero2, is there; say so if it is not."""
-    use_packages()
     package = peer.partition("_")[0]
-    if package not in ("accelerate", "lightning", "deepspeed") or find_spec(package) is not None:
+    if package not in PACKAGES or PathFinder.find_spec(package, [*sys.path, folder()]) is not None:
         return True
     print(f"{peer} is left out: {package} is not installed; see benchmarks/peer_packages.py", file=sys.stderr)
     return False
