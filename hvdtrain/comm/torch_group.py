@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def lost_rank(error: BaseException, what: str) -> LostRankError:
-    """Return the error to raise instead of torch's. `what`: the collective, or what this rank waited for."""
+    """Return the error to raise instead of torch's. `what`: what this rank waited for."""
     return LostRankError(
         f"another rank was lost during {what}",
         found=str(error).strip().partition("\n")[0],
@@ -67,76 +69,95 @@ def join_torchrun(info: RankInfo) -> TorchComm:
     return TorchComm(info, store)
 
 
+Started = tuple["dist.Work | None", Callable[[], Tensor]]
+"""A running collective, None if it is complete, and what returns its result then."""
+
+
 class _Order:
     """One order of the collectives on all ranks, kept in a store.
 
-    A rank announces the name of a collective. The last one to announce it appends the name to a log. Each rank issues
-    its collectives in the order of the log: every name there has been announced by all, so no rank waits for one that
-    it has not begun. A rank reads the log only when it begins, waits for or asks about a collective.
+    A rank announces the name of a collective. The last one to announce it appends the name to a log. A thread of each
+    rank starts the collectives in the order of the log: every name there has been announced by all, so no rank waits
+    for one that it has not begun. A thread, because other ranks may need it while this one waits for anything else.
     """
 
     def __init__(self, store: dist.Store, size: int) -> None:
         self._store, self._size = store, size
-        self._announced: dict[str, Callable[[], None]] = {}
+        # A waiting client blocks all users of the same object. torch's annotations lack the method.
+        self._reader = store.clone()  # type: ignore[attr-defined]
+        self._announced: dict[str, TorchHandle] = {}
+        self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each entry of the log that this rank announced
         self._next = 0
+        Thread(target=self._run, name="torch-order", daemon=True).start()
 
-    def announce(self, name: str, issue: Callable[[], None]) -> None:
-        """Have `issue` called once it is the collective's turn."""
+    def announce(self, name: str, handle: TorchHandle) -> None:
+        """Have `handle` started when its turn comes."""
         assert name not in self._announced, f"two collectives run at once under the name {name}"
-        self._announced[name] = issue
+        self._announced[name] = handle
         if self._store.add(f"ready/{name}", 1) == self._size:
             self._store.delete_key(f"ready/{name}")  # before others can announce it again
             self._store.set(f"log/{self._store.add('length', 1) - 1}", name)
+        self._tokens.put(None)
 
-    def issue_all_ready(self) -> None:
-        """Issue the collectives that are next in the order."""
-        while self._announced and self._store.check([f"log/{self._next}"]):
-            self._issue_next()
+    def _run(self) -> None:
+        while True:
+            self._tokens.get()
+            try:
+                handle = self._announced.pop(self._read())
+            except RuntimeError as error:  # the store is lost, and all collectives with it
+                for waiting in list(self._announced.values()):
+                    waiting.fail(error)
+                return
+            handle.start()
 
-    def wait_for_turn(self, name: str) -> None:
-        """Issue collectives up to `name`; return at once if it was issued before."""
-        while name in self._announced:
-            self._issue_next()
-
-    def _issue_next(self) -> None:
-        name = self._store.get(f"log/{self._next}").decode()  # waits until it is there
+    def _read(self) -> str:
+        """Return the next name of the log, once it is there."""
+        name: str = self._reader.get(f"log/{self._next}").decode()
         self._next += 1
-        if self._next % _BLOCK == 0 and self._store.add(f"read/{self._next}", 1) == self._size:
+        if self._next % _BLOCK == 0 and self._reader.add(f"read/{self._next}", 1) == self._size:
             for key in [f"read/{self._next}", *(f"log/{n}" for n in range(self._next - _BLOCK, self._next))]:
-                self._store.delete_key(key)
-        self._announced.pop(name)()
-
-
-Started = tuple["dist.Work | None", Callable[[], Tensor]]
-"""A running collective, None if it is complete, and what returns its result then."""
+                self._reader.delete_key(key)
+        return name
 
 
 class TorchHandle:
     """A collective of torch, from its announcement to its result."""
 
-    def __init__(self, name: str, comm: TorchComm, start: Callable[[], Started]) -> None:
-        self._name, self._comm, self._start = name, comm, start
+    def __init__(self, name: str, in_flight: dict[str, float], begin: Callable[[], Started]) -> None:
+        self._name, self._in_flight, self._begin = name, in_flight, begin
+        self._started = Event()
         self._work: dist.Work | None = None
         self._finish: Callable[[], Tensor] | None = None
+        self._error: RuntimeError | None = None
         self._result: Tensor | None = None
-        comm.in_flight[name] = time.monotonic()
+        in_flight[name] = time.monotonic()
 
-    def issue(self) -> None:
+    def start(self) -> None:
         """Start the collective; it is its turn on every rank."""
-        self._work, self._finish = self._start()
+        try:
+            self._work, self._finish = self._begin()
+        except RuntimeError as error:
+            self._error = error
+        self._started.set()
+
+    def fail(self, error: RuntimeError) -> None:
+        """End the collective without starting it."""
+        self._error = error
+        self._started.set()
 
     def done(self) -> bool:
         """Check whether `wait` would return at once."""
-        if self._result is None and self._finish is None:
-            self._comm.order.issue_all_ready()
-        issued = self._finish is not None and (self._work is None or self._work.is_completed())
-        return self._result is not None or issued
+        if self._result is not None or not self._started.is_set():
+            return self._result is not None
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
         """Block until the collective is complete and return its result. Errors: LostRankError."""
         if self._result is None:
+            self._started.wait()
             try:
-                self._comm.order.wait_for_turn(self._name)
+                if self._error is not None:
+                    raise self._error
                 if self._work is not None:
                     self._work.wait()
             except RuntimeError as error:
@@ -145,20 +166,19 @@ class TorchHandle:
                 raise
             assert self._finish is not None
             self._result = self._finish()
-            self._comm.in_flight.pop(self._name, None)
+            self._in_flight.pop(self._name, None)
         return self._result
 
 
 class TorchComm:
-    """All ranks of a job, by torch.distributed. For one thread.
+    """All ranks of a job, by torch.distributed.
 
-    Collectives may begin in any order. They run in one order on all ranks, which costs three to five exchanges with a
-    store on rank 0 (or torchrun's). They make progress only while this rank begins or waits for one, or asks whether
-    one is done: do not wait for other ranks by other means before you have waited for them. Tensors are moved as bytes,
-    so that any dtype is allowed; sums are limited to the backend's dtypes.
+    On CPU tensors, collectives may begin in any order: they run in one order on all ranks, which costs some exchanges
+    with a store on rank 0 (or torchrun's). On GPU tensors they must begin in the same order on all ranks, also relative
+    to those of DDP, so that NCCL cannot deadlock; the trainer's do. Tensors are moved as bytes, so that any dtype is
+    allowed; sums are limited to the backend's dtypes.
 
     Attributes:
-        order: of the collectives.
         through_host: whether tensors go through host memory, because ranks share a CUDA device.
     """
 
@@ -171,38 +191,34 @@ class TorchComm:
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
         self.in_flight: dict[str, float] = {}
-        self.order = _Order(dist.PrefixStore(f"comm/{_comms}", store), self.size)
+        self._order = _Order(dist.PrefixStore(f"comm/{_comms}", store), self.size)
 
     def allreduce(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks, in place. Collective: yes."""
         sent = self._sent(tensor)
-        return self._begin(name, lambda: (_reduce(sent), lambda: _into(tensor, sent)))
+        return self._begin(name, sent, lambda: (_reduce(sent), lambda: _into(tensor, sent)))
 
     def allgather(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Concatenate along dimension 0. Collective: yes."""
         sent = self._sent(tensor)
 
         def start() -> Started:
-            rows = torch.zeros(self.size, dtype=torch.int64)
-            rows[self.rank] = len(sent)
-            dist.all_reduce(rows)
-            most = int(rows.max())
+            rows = self._rows(name, sent)
+            most = max(rows)
             padded = sent if len(sent) == most else torch.cat([sent, sent.new_empty(most - len(sent), *sent.shape[1:])])
             found = sent.new_empty(self.size * most, *sent.shape[1:])
             parts = list(_bytes(found).chunk(self.size))
             work = dist.all_gather(parts, _bytes(padded), async_op=True) if found.numel() else None
-            kept = [slice(rank * most, rank * most + count) for rank, count in enumerate(rows.tolist())]
-            return work, lambda: (found if rows.min() == most else torch.cat([found[s] for s in kept])).to(
-                tensor.device
-            )
+            kept = [found[rank * most : rank * most + count] for rank, count in enumerate(rows)]
+            return work, lambda: (found if min(rows) == most else torch.cat(kept)).to(tensor.device)
 
-        return self._begin(name, start)
+        return self._begin(name, sent, start)
 
     def alltoall(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Exchange equal shares of dimension 0. Collective: yes."""
         sent = self._sent(tensor)
         found = torch.empty_like(sent)
-        return self._begin(name, lambda: (_exchange(found, sent), lambda: found.to(tensor.device)))
+        return self._begin(name, sent, lambda: (_exchange(found, sent), lambda: found.to(tensor.device)))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks and return this rank's share. Collective: yes."""
@@ -217,7 +233,7 @@ class TorchComm:
             work = _exchange(found, sent, [shares[self.rank] * row] * self.size, [share * row for share in shares])
             return work, lambda: found.sum(0, dtype=sent.dtype).to(tensor.device)
 
-        return self._begin(name, start)
+        return self._begin(name, sent, start)
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> TorchHandle:
         """Overwrite with the tensor of `root`, in place. Collective: yes."""
@@ -227,7 +243,7 @@ class TorchComm:
             work = dist.broadcast(_bytes(sent), root, async_op=True) if sent.numel() else None
             return work, lambda: _into(tensor, sent)
 
-        return self._begin(name, start)
+        return self._begin(name, sent, start)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: yes."""
@@ -237,16 +253,28 @@ class TorchComm:
         """Leave torch's default group. Collective: yes."""
         dist.destroy_process_group()
 
-    def _begin(self, name: str, start: Callable[[], Started]) -> TorchHandle:
-        handle = TorchHandle(name, self, start)
+    def _begin(self, name: str, sent: Tensor, begin: Callable[[], Started]) -> TorchHandle:
+        handle = TorchHandle(name, self.in_flight, begin)
+        if sent.is_cuda:
+            handle.start()
+            return handle
         try:
-            self.order.announce(name, handle.issue)
-            self.order.issue_all_ready()
+            self._order.announce(name, handle)
         except RuntimeError as error:
             if is_lost_rank(error):
                 raise lost_rank(error, f"the collective {name}") from error
             raise
         return handle
+
+    def _rows(self, name: str, sent: Tensor) -> list[int]:
+        """Return the length of dimension 0 on each rank."""
+        rows = torch.zeros(self.size, dtype=torch.int64)
+        rows[self.rank] = len(sent)
+        if sent.is_cuda:  # in the thread of the caller
+            self.allreduce(rows, name=f"{name}/rows").wait()
+        else:
+            dist.all_reduce(rows)
+        return rows.tolist()
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the backend takes: `tensor` itself, or a copy."""

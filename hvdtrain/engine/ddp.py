@@ -68,7 +68,8 @@ class DdpEngine(LocalEngine):
     """Exchanges gradients by DDP while the last backward of a step runs; else it is the engine of one rank.
 
     Passes before the last one exchange nothing, so that each rank may have its own number of passes. A rank without any
-    runs an empty one. DDP is made again when parameters are added or frozen, which all ranks must do in the same step.
+    runs an empty one when the step begins. DDP is made again when parameters are added or frozen, which all ranks must
+    do in the same step.
 
     Args:
         compression: one of those that `engine.table` lists.
@@ -99,7 +100,7 @@ class DdpEngine(LocalEngine):
         self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
         self._ddp: DistributedDataParallel | None = None
         self._wrapped: list[nn.Parameter] = []
-        self._passes = self._remaining = 0
+        self._remaining = 0
         self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
 
     def begin(self, micro_batches: int) -> None:
@@ -108,9 +109,12 @@ class DdpEngine(LocalEngine):
         trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
         if [id(parameter) for _, parameter in trained] != [id(parameter) for parameter in self._wrapped]:
             self._wrap(trained)
-        self._passes = self._remaining = micro_batches
+        self._remaining = micro_batches
         if self._power is not None:
             self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
+        if not micro_batches and trained:  # now: all ranks begin the collectives of a step in the same order
+            nothing = torch.zeros((), device=self._wrapped[0].device)
+            self.backward(self.forward(lambda: (nothing, 0.0))[0])
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step within DDP."""
@@ -132,9 +136,6 @@ class DdpEngine(LocalEngine):
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
-        if not self._passes and self._wrapped:
-            nothing = torch.zeros((), device=self._wrapped[0].device)
-            self.backward(self.forward(lambda: (nothing, 0.0))[0])
         for name, buffer, sent, work in self._under_way:
             try:
                 work.wait()

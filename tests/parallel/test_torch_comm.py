@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.torch_group import TorchComm
+from hvdtrain.comm.torch_group import TorchComm, end_group, new_group
 from hvdtrain.comm.torch_store import join_default_group, store_over
 from tests.support.contract import CLAUSES
 
@@ -34,6 +35,16 @@ def test_a_rank_may_wait_for_a_later_collective_before_it_begins_an_earlier_one(
     assert first.wait().item() == by_torch.size
 
 
+def test_a_collective_makes_progress_while_a_rank_waits_for_something_else(by_torch: TorchComm) -> None:
+    group = new_group(by_torch)
+    handle = by_torch.allreduce(torch.ones(1), name="background")
+    if by_torch.rank > 0:
+        handle.wait()
+    dist.barrier(group)
+    assert handle.wait().item() == by_torch.size
+    end_group(group)
+
+
 def test_shares_of_rows_and_strided_tensors(by_torch: TorchComm) -> None:
     rows = torch.arange(3.0 * (by_torch.size + 1)).reshape(-1, 3)
     share = by_torch.reducescatter(rows.to(torch.bfloat16), name="rows").wait()
@@ -47,7 +58,7 @@ def test_the_log_of_collectives_does_not_grow(by_torch: TorchComm, monkeypatch: 
     from hvdtrain.comm import torch_group
 
     monkeypatch.setattr(torch_group, "_BLOCK", 8)
-    store = by_torch.order._store
+    store = by_torch._order._store
     for _ in range(16):
         by_torch.barrier()
     by_torch.barrier()  # every rank has read the block before
