@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,6 +45,9 @@ _BY_ELEMENT = {
 _RANK_BYTES = 1 << 20
 """Least bytes of a full bucket for each rank, so that each rank owns several chunks of it."""
 
+_BUCKETS, _AT_ONCE = 16, 2
+"""Least number of buckets, and how many of them are exchanged at the same time: their memory is not divided."""
+
 
 class ShardedEngine(Engine):
     """Each rank owns rows of the parameters: it sums their gradients, and its optimizer updates only them.
@@ -57,7 +61,7 @@ class ShardedEngine(Engine):
     Args:
         model: with equal parameters on all ranks.
         named: the optimizer's parameters, in the model's order.
-        bucket_bytes: size limit of a bucket.
+        bucket_bytes: size limit of a bucket, unless the model is small or has many ranks.
         sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2). This
             exchanges as often, and a rank never holds all gradients.
 
@@ -78,7 +82,8 @@ class ShardedEngine(Engine):
     ) -> None:
         self.optimizer = optimizer
         self._model, self._comm, self._spans = model, comm, spans or Spans()
-        self._bucket_bytes = max(bucket_bytes, comm.size * _RANK_BYTES)
+        total = sum(parameter.numel() * parameter.dtype.itemsize for _, parameter in named if parameter.requires_grad)
+        self._bucket_bytes = max(min(bucket_bytes, total // _BUCKETS), comm.size * _RANK_BYTES)
         kind = type(optimizer)
         self._by_element = f"{kind.__module__}.{kind.__qualname__}" in _BY_ELEMENT
         self._buckets: list[ShardBucket] = []
@@ -103,7 +108,7 @@ class ShardedEngine(Engine):
                 next_step="--parallel.shard none",
             )
         self._use_owned()
-        self._gathers = _Gathers(model, self._bucket_of, self._spans)
+        self._gathers = self._make_gathers()
 
     def _add(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Make buckets of these parameters; frozen ones are in buckets of their own."""
@@ -116,8 +121,11 @@ class ShardedEngine(Engine):
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
         self._names |= {parameter: name for name, parameter in named}
-        self._queue = BucketQueue(self._buckets, 1.0, self._spans)
+        self._queue = BucketQueue(self._buckets, 1.0, self._spans, _AT_ONCE * self._bucket_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
+
+    def _make_gathers(self) -> _Gathers:
+        return _Gathers(self._model, self._bucket_of, self._spans, _AT_ONCE * self._bucket_bytes)
 
     def _use_owned(self) -> None:
         """Let the optimizer's groups contain what this rank owns, with the state it has of it."""
@@ -166,7 +174,7 @@ class ShardedEngine(Engine):
             self._add(named)
             self._use_owned()
             self._gathers.close()
-            self._gathers = _Gathers(self._model, self._bucket_of, self._spans)
+            self._gathers = self._make_gathers()
         trained = [parameter.requires_grad for parameter in self._names]
         if trained != self._trained:
             self._trained = trained
@@ -240,13 +248,11 @@ class ShardedEngine(Engine):
         """Update what this rank owns, and start to send it to all ranks. Collective: yes."""
         self.optimizer.step()
         self.optimizer.zero_grad()  # frees the sums
-        for bucket in reversed(self._buckets):
-            bucket.start_gather()
+        self._gathers.start(reversed(self._buckets))
 
     def complete(self) -> None:
         """Wait for the parameters that other ranks have updated."""
-        for bucket in reversed(self._buckets):
-            bucket.finish_gather()
+        self._gathers.finish()
 
     def owned(self) -> Mapping[str, Owned]:
         """Return what this rank's optimizer updates."""
@@ -299,8 +305,12 @@ class _Gathers:
     step with a forward pass finds these. Up to it, all parameters are waited for at the start.
     """
 
-    def __init__(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket], spans: Spans) -> None:
-        self._spans = spans
+    def __init__(
+        self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket], spans: Spans, limit_bytes: int
+    ) -> None:
+        self._spans, self._limit_bytes = spans, limit_bytes
+        self._waiting: deque[ShardBucket] = deque()
+        self._running: list[ShardBucket] = []
         self._of_unit: dict[nn.Module, list[ShardBucket]] = {}
         self._units: dict[nn.Parameter, set[nn.Module]] = {}
         self._early: dict[ShardBucket, None] = {}
@@ -322,26 +332,48 @@ class _Gathers:
     def _hook(self, unit: nn.Module) -> None:
         inner = unit._compiled_call_impl
         if inner is None:
-            self._undo.append(unit.register_forward_pre_hook(lambda module, _: self._wait(module)).remove)
+            self._undo.append(unit.register_forward_pre_hook(lambda module, _: self._enter(module)).remove)
             return
 
         def call(*arguments: Any, **keywords: Any) -> Any:  # outside of what is compiled
-            self._wait(unit)
+            self._enter(unit)
             return inner(*arguments, **keywords)
 
         unit._compiled_call_impl = call
         self._undo.append(partial(setattr, unit, "_compiled_call_impl", inner))
 
-    def _wait(self, unit: nn.Module) -> None:
+    def _enter(self, unit: nn.Module) -> None:
         self._ran.add(unit)
-        self._finish(self._of_unit[unit])
+        self._wait(self._of_unit[unit])
 
-    def _finish(self, buckets: Iterable[ShardBucket]) -> None:
-        running = [bucket for bucket in buckets if bucket.is_gathering]
-        if running:
+    def start(self, buckets: Iterable[ShardBucket]) -> None:
+        """Gather these buckets in this order, equal on all ranks. Collective: yes."""
+        self._waiting += buckets
+        self._start_some()
+
+    def _start_some(self) -> None:
+        """Start gathers up to the limit."""
+        while self._waiting:
+            length = sum(bucket.nbytes for bucket in [*self._running, self._waiting[0]])
+            if self._running and length > self._limit_bytes:
+                return
+            self._running.append(bucket := self._waiting.popleft())
+            bucket.start_gather()
+
+    def finish(self, buckets: Iterable[ShardBucket] | None = None) -> None:
+        """Wait for these buckets (default: all)."""
+        for bucket in [*self._running, *self._waiting] if buckets is None else buckets:
+            while bucket in self._running or bucket in self._waiting:
+                first = bucket if bucket in self._running else self._running[0]
+                first.finish_gather()
+                self._running.remove(first)
+                self._start_some()
+
+    def _wait(self, buckets: Iterable[ShardBucket]) -> None:
+        pending = [bucket for bucket in buckets if bucket in self._running or bucket in self._waiting]
+        if pending:
             with self._spans(GATHER):
-                for bucket in running:
-                    bucket.finish_gather()
+                self.finish(pending)
 
     def begin(self) -> None:
         """Start a step: wait for the parameters that may be used before their module runs."""
@@ -351,7 +383,7 @@ class _Gathers:
                 self._early |= dict.fromkeys(self._of_unit[unit])
         every = (bucket for of_unit in self._of_unit.values() for bucket in of_unit)
         with self._spans("forward"):
-            self._finish(dict.fromkeys(every) if self._is_first else self._early)
+            self._wait(dict.fromkeys(every) if self._is_first else self._early)
 
     def watch(self) -> AbstractContextManager[object]:
         """Return a context that finds parameters that are used before a module of theirs has run."""

@@ -24,10 +24,15 @@ class BucketQueue:
         buckets: equal on all ranks.
         weight: applied to each gradient before the exchange.
         spans: records each exchange, from its start until it was waited for.
+        limit_bytes: of the buckets that are exchanged at the same time; 0 for no limit. With a limit, buckets start in
+            their order: ranks that started different ones could wait for each other.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], weight: float, spans: Spans) -> None:
+    def __init__(self, buckets: Sequence[Bucket], weight: float, spans: Spans, limit_bytes: int = 0) -> None:
         self._buckets = buckets
+        self._limit_bytes = limit_bytes
+        self._next = 0  # bucket to start, if there is a limit
+        self._begun: set[int] = set()  # buckets with a gradient, if there is a limit
         self._weight = weight
         self._spans = spans
         spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(buckets)})
@@ -43,6 +48,8 @@ class BucketQueue:
     def begin(self) -> None:
         """Start another step."""
         self._running.clear()
+        self._next = 0
+        self._begun.clear()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -62,9 +69,17 @@ class BucketQueue:
                 next_step="run backward once per step, or as often as backward_passes_per_step says; checkpoint"
                 " activations with use_reentrant=False",
             )
+        if self._limit_bytes and number not in self._begun:
+            self._begun.add(number)
+            self._make_room(number)
         bucket.pack(index, self._weight)
         self._streams[number].record_packed()
-        if not bucket.missing and bucket.eager:
+        if self._limit_bytes:
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._make_room(self._next)
+                self._start(self._next)
+                self._next += 1
+        elif not bucket.missing and bucket.eager:
             self._start(number)
         while self._running and self._advance(self._running[0]):
             self._queue(self._running.popleft())
@@ -78,6 +93,8 @@ class BucketQueue:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
         for number, bucket in enumerate(self._buckets):
             if not bucket.started:
+                if self._limit_bytes:
+                    self._make_room(number)
                 for index in sorted(bucket.missing):  # backward skipped them
                     bucket.pack(index, self._weight)
                 self._streams[number].record_packed()
@@ -90,6 +107,17 @@ class BucketQueue:
     def parameter_names(self) -> dict[str, list[str]]:
         """Return the names of each bucket's parameters, by the prefix of its collectives' names."""
         return {b.layout.shape.name: [part.name for part in b.layout.shape.parts] for b in self._buckets}
+
+    def _make_room(self, number: int) -> None:
+        """Wait for the oldest exchanges until a bucket fits within the limit."""
+        while self._running and sum(map(self._bytes, self._running)) + self._bytes(number) > self._limit_bytes:
+            first = self._running.popleft()
+            self._streams[first].run(self._buckets[first].wait)
+            self._queue(first)
+
+    def _bytes(self, number: int) -> int:
+        shape = self._buckets[number].layout.shape
+        return shape.length * shape.dtype.itemsize
 
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()

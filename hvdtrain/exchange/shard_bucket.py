@@ -164,9 +164,9 @@ class ShardBucket(Bucket):
         self._gather = sent, self._comm.allgather(sent, name=f"{shape.name}/parameters")
 
     @property
-    def is_gathering(self) -> bool:
-        """Whether parameters of other ranks are under way."""
-        return self._gather is not None
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return self.layout.shape.length * self.layout.shape.dtype.itemsize
 
     def finish_gather(self) -> None:
         """Wait for the parameters of the other ranks, if they are under way."""
