@@ -16,8 +16,9 @@ from hvdtrain import Task
 
 
 def rank() -> int:
-    """As mpirun or `horovodrun --gloo` tells it."""
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")))
+    """As mpirun, `horovodrun --gloo` or torchrun tells it."""
+    names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
 def _hang() -> None:

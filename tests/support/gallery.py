@@ -195,6 +195,22 @@ def gloo(folder: Path) -> Recorded:
 
 
 @_recording
+def torchrun(folder: Path) -> Recorded:
+    """Four ranks by torchrun with the engine ddp; what imports Horovod fails."""
+    (folder / "horovod.py").write_text("raise ImportError('there is no Horovod here')")
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return _trained(folder, *TOY, "--parallel.engine=ddp", size=4, launcher="torchrun", environment=environment)
+
+
+@_recording
+def engines(folder: Path) -> Recorded:
+    """Two ranks with the engine ddp, stopped at step 25; then Horovod's, which resumes its checkpoint."""
+    first = _trained(folder, *TOY, "--train.stop_at=25", "--parallel.engine=ddp")
+    second = _trained(folder, *TOY)
+    return Recorded(folder, second.code, second.out, second.err, {"first": first.out})
+
+
+@_recording
 def launched(folder: Path) -> Recorded:
     """Two ranks by ``hvdtrain launch``, which chooses how."""
     done = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *TOY], cwd=folder, environment=_ROOT)

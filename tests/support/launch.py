@@ -51,6 +51,9 @@ def command(size: int, *, launcher: str = "mpirun") -> list[str]:
         return [program("mpirun"), "-np", str(size), "--oversubscribe"]
     if launcher == "horovodrun":
         return [program("horovodrun"), "-np", str(size), "-H", f"localhost:{size}"]
+    if launcher == "torchrun":
+        # --standalone: a free port. --no-python: a Python and its arguments follow.
+        return [program("torchrun"), "--standalone", "--nproc-per-node", str(size), "--no-python"]
     assert launcher == "horovodrun --gloo"
     return [program("horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"]
 

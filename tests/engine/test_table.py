@@ -1,0 +1,51 @@
+"""Which engine options name, and what each refuses before training."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import pytest
+
+from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.engine.table import TABLE, find_engine, needs_horovod
+from hvdtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.make.partition(":")[2])
+def test_each_line_makes_an_engine_and_has_an_option(kind) -> None:  # type: ignore[no-untyped-def]
+    assert callable(kind.load())
+    options = get_type_hints(ParallelConfig)
+    assert kind.name in get_args(options["engine"])
+    assert set(kind.shards) <= set(get_args(options["shard"]))
+    for compression in kind.compressions:
+        for shard in kind.shards:
+            assert find_engine(kind.name, compression, shard) is kind
+
+
+@pytest.mark.parametrize("compression", ["int8", "int8-stochastic", "topk:0.1", "auto"])
+def test_ddp_refuses_compressions_that_torch_lacks(compression: str) -> None:
+    with pytest.raises(ConfigError, match=f"--parallel.engine ddp does not support .*{compression}") as caught:
+        find_engine("ddp", compression)
+    assert caught.value.expected == "none, fp16, bf16, powersgd"
+    assert "--parallel.engine horovod" in str(caught.value.next_step)
+
+
+def test_a_wrong_compression_is_reported_as_such_whatever_the_engine() -> None:
+    with pytest.raises(ConfigError, match="invalid compression 'powersgd:x'"):
+        find_engine("ddp", "powersgd:x")
+
+
+def test_only_an_engine_for_it_trains_in_an_elastic_job() -> None:
+    assert find_engine("horovod", elastic=True).elastic
+    with pytest.raises(ConfigError, match="--parallel.engine ddp does not support an elastic job"):
+        find_engine("ddp", elastic=True)
+
+
+def test_ddp_divides_nothing() -> None:
+    with pytest.raises(ConfigError, match="--parallel.engine ddp does not support --parallel.shard optimizer"):
+        find_engine("ddp", shard="optimizer")
+
+
+def test_which_engines_need_horovod() -> None:
+    assert needs_horovod("horovod")
+    assert not needs_horovod("ddp")
