@@ -37,12 +37,12 @@ def test_a_wrong_compression_is_reported_as_such_whatever_the_engine() -> None:
 
 def test_only_an_engine_for_it_trains_in_an_elastic_job() -> None:
     assert find_engine("horovod", elastic=True).elastic
-    with pytest.raises(ConfigError, match="--parallel.engine ddp does not support an elastic job"):
+    with pytest.raises(ConfigError, match=r"--parallel\.engine ddp does not support an elastic job"):
         find_engine("ddp", elastic=True)
 
 
 def test_ddp_divides_nothing() -> None:
-    with pytest.raises(ConfigError, match="--parallel.engine ddp does not support --parallel.shard optimizer"):
+    with pytest.raises(ConfigError, match=r"ddp does not support --parallel\.shard optimizer"):
         find_engine("ddp", shard="optimizer")
 
 
