@@ -1,15 +1,18 @@
 """How many bytes of optimizer state and gradients does a rank hold, and how much memory has it at most?
 
-2 and 4 ranks of 1 thread, a Llama of 15 million parameters, AdamW, clipping; one job runs at a time. `..._mib` is the
-largest count of a step: all live tensors but parameters, buffers, inputs and activations, so optimizer state,
-gradients and the memory of their exchange, at the worst of all moments that `live_bytes.py` sees in the first steps.
-`zero2_state` is that of `shard gradients` over that of the default. `resident` is the peak resident set of a later
-step, with all libraries. Of the ranks, the one with most counts. DDP's buckets cannot be counted, so `ddp_zero` has
-only its resident set. Peers whose packages are not installed are left out (peer_packages.py).
+2 and 4 ranks of 1 thread, a Llama, AdamW, clipping; one job runs at a time. `..._mib` is the largest count of a step:
+all live tensors but parameters, buffers, inputs and activations, so optimizer state, gradients and the memory of their
+exchange, at the worst of all moments that `live_bytes.py` sees in the first steps. `zero2_state` is that of `shard
+gradients` over that of the default. `resident` is the peak resident set of a later step, with all libraries. Of the
+ranks, the one with most counts. DDP's buckets cannot be counted, so `ddp_zero` has only its resident set. Peers that
+are not installed are left out (peer_packages.py).
+
+--model llama60m has 60 million parameters instead of 15: buckets that are exchanged are a smaller share of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -17,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Figure, figure, main, ratios
+from common import Figure, figure, options, ratios, report
 from engines import CONSTANT, OURS, contenders
 from jobs import Job, Setting
 from peer_packages import use_packages
 
-MODEL = "llama15m"
+MODELS = ("llama15m", "llama60m")
 SIZES = (2, 4)
 CONTENDERS = ("replicated", "zero1", "zero2", "ddp_zero", "deepspeed_zero2")
 QUICK = ("replicated", "zero2")
@@ -30,20 +33,20 @@ COUNTS = ("replicated", "zero1", "zero2", "deepspeed_zero2")
 MIB = 1 << 20
 
 
-def start(name: str, size: int, folder: Path) -> Job:
+def start(name: str, size: int, model: str, folder: Path) -> Job:
     setting = partial(Setting, micro_batch=4, ranks=size, optimizer=CONSTANT)
     if name not in OURS:
-        return Job(f"memory_job:{name}", setting(MODEL), folder)
-    watched = {"folder": str(folder), "model": MODEL}
+        return Job(f"memory_job:{name}", setting(model), folder)
+    watched = {"folder": str(folder), "model": model}
     return Job("ours", setting("memory_job:watched", arguments=watched, ours=OURS[name]), folder)
 
 
-def rank_results(name: str, size: int) -> list[dict[str, Any]]:
+def rank_results(name: str, size: int, model: str) -> list[dict[str, Any]]:
     """Return what each rank of one job has measured."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         files = [folder / f"{rank}.json" for rank in range(size)]
-        job = start(name, size, folder)
+        job = start(name, size, model, folder)
         try:
             job.until(lambda _: all(file.exists() for file in files))
         finally:
@@ -60,17 +63,17 @@ def show(name: str, size: int, ranks: list[dict[str, Any]]) -> None:
         print(f"{name}, {size} ranks, step {step}: MiB {parts}; {peak['moment']}; largest {largest}", file=sys.stderr)
 
 
-def measure_size(size: int, names: list[str], starts: int) -> list[Figure]:
+def measure_size(size: int, model: str, names: list[str], starts: int) -> list[Figure]:
     counted: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, list[float]] = {name: [] for name in names}
     for number in range(starts):
         for name in names:
-            ranks = rank_results(name, size)
+            ranks = rank_results(name, size, model)
             if number == 0 and name in COUNTS:
                 show(name, size, ranks)
             counted[name].append(max(peak["total"] / MIB for rank in ranks for peak in rank["peaks"]))
             resident[name].append(max(rank["resident_mib"] for rank in ranks))
-    over = f"{size}_ranks"
+    over = f"{size}_ranks" + ("" if model == MODELS[0] else f"/{model}")
     found = []
     for name in [n for n in names if n in COUNTS]:
         if name != "replicated" and "replicated" in names:
@@ -85,11 +88,15 @@ def measure_size(size: int, names: list[str], starts: int) -> list[Figure]:
     return found
 
 
-def measure(quick: bool) -> list[Figure]:
-    names = contenders(QUICK if quick else CONTENDERS)
-    return [f for size in SIZES for f in measure_size(size, names, 1 if quick else 3)]
+def measure(arguments: argparse.Namespace) -> list[Figure]:
+    names = contenders(QUICK if arguments.quick else CONTENDERS)
+    starts = 1 if arguments.quick else 3
+    return [f for size in SIZES for f in measure_size(size, arguments.model, names, starts)]
 
 
 if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--model", default=MODELS[0], choices=MODELS)
+    given = parser.parse_args()
     use_packages()  # for their versions
-    main(__doc__, measure)
+    report(measure(given), given.json)
