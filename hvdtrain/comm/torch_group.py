@@ -51,8 +51,7 @@ def new_group(comm: Comm) -> dist.ProcessGroup:
 
     torch's default group is made first, and kept until the process ends: a program may make it only once.
     """
-    if not dist.is_initialized():
-        join_default_group(store_over(comm), comm.rank, comm.size)
+    join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
     group: dist.ProcessGroup = dist.new_group(timeout=FOREVER)
     return group
 

@@ -24,6 +24,7 @@ FOREVER = timedelta(days=30)
 """Limit of one wait for other ranks. The watchdog ends a run without progress sooner."""
 
 _LOOPBACK = "127.0.0.1"
+_LEAVE_OUT = "leave out init_process_group: hvdtrain calls it"
 _QUEUE = 1024
 """Connections that may wait to be accepted; the system may allow fewer."""
 
@@ -70,10 +71,10 @@ def store_over(comm: Comm) -> dist.Store:
     return opened[0] if opened else _connect(str(address), int(port), comm.size, serves=False)
 
 
-def join_default_group(store: dist.Store, rank: int, size: int) -> None:
+def join_default_group(store: dist.Store | None, rank: int, size: int) -> None:
     """Join torch's default group of all ranks; do nothing if the program has done so. Collective: yes.
 
-    Errors: LaunchError if the program's group has other ranks.
+    Errors: LaunchError if the program's group has other ranks, or no Gloo for CPU tensors.
     """
     if not dist.is_initialized():
         # The backend decides by device: `parallel.device cpu` may be chosen where GPUs are.
@@ -85,7 +86,14 @@ def join_default_group(store: dist.Store, rank: int, size: int) -> None:
             "the program's torch.distributed group has other ranks than this job",
             expected=f"rank {rank} of {size}",
             found=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            next_step="leave out init_process_group: hvdtrain calls it",
+            next_step=_LEAVE_OUT,
+        )
+    if "cpu:gloo" not in (backend := dist.get_backend_config()):
+        raise LaunchError(
+            "the program's torch.distributed group cannot send CPU tensors",
+            expected="cpu:gloo,cuda:nccl",
+            found=backend,
+            next_step=_LEAVE_OUT,
         )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_group import TorchComm, end_group, new_group
 from hvdtrain.comm.torch_store import join_default_group, store_over
+from hvdtrain.errors import LaunchError
 from tests.support.contract import CLAUSES
 
 
@@ -67,3 +68,13 @@ def test_the_log_of_collectives_does_not_grow(by_torch: TorchComm, monkeypatch: 
         by_torch.barrier()
     by_torch.barrier()
     assert store.num_keys() <= keys + 16
+
+
+@pytest.mark.parametrize(("name", "value"), [("get_backend_config", "cuda:nccl"), ("get_world_size", 7)])
+def test_a_group_of_the_program_that_does_not_fit_is_refused(
+    name: str, value: object, by_torch: TorchComm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, name, lambda: value)
+    with pytest.raises(LaunchError, match=r"the program's torch\.distributed group") as caught:
+        new_group(by_torch)
+    assert str(value) in str(caught.value.found)
