@@ -247,7 +247,9 @@ class ShardedEngine(Engine):
     def step(self) -> None:
         """Update what this rank owns, and start to send it to all ranks. Collective: yes."""
         self.optimizer.step()
-        self.optimizer.zero_grad()  # frees the sums
+        self.optimizer.zero_grad()
+        for bucket in self._buckets:
+            bucket.clear()
         self._gathers.start(reversed(self._buckets))
 
     def complete(self) -> None:
