@@ -220,7 +220,7 @@ class ShardedEngine(Engine):
         self._passes += 1
 
     def _end_pass(self) -> None:
-        """Wait for the sums of a pass, and begin the next one, whose sums are added to them. Collective: yes."""
+        """Wait for the sums of a pass, and begin the next one. Its sums are added to them. Collective: yes."""
         self._queue.finish()
         self._queue.begin()
 

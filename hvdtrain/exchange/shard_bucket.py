@@ -1,4 +1,4 @@
-"""A bucket whose gradients are summed at their owners, and whose parameters are gathered from them after the update.
+"""A bucket of gradients that are summed at their owners. After the update, their parameters are gathered from there.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
