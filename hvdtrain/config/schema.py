@@ -43,24 +43,25 @@ class ParallelConfig:
     """Exchange of gradients between ranks.
 
     Attributes:
-        engine: what exchanges gradients: horovod, or ddp for torch's DistributedDataParallel, which torchrun can start
-            without Horovod
+        engine: what exchanges gradients: horovod, ddp for torch's DistributedDataParallel, or fsdp for torch's FSDP2,
+            which divides the parameters, too; torchrun can start ddp and fsdp without Horovod
         compression: compression of the exchanged gradients: none, fp16, bf16, int8, int8-stochastic, topk:FRACTION,
             powersgd:RANK, or auto (measure in the first steps, then choose the fastest)
         bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
             or 2 for fp16 and bf16)
         shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),
-            gradients for the sums of each micro-batch's gradients, too (ZeRO-2)
+            gradients for the sums of each micro-batch's gradients, too (ZeRO-2), parameters for the parameters, too
+            (ZeRO-3; only with engine fsdp, which implies it)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
             shared lets several ranks use one GPU, which is slow and meant for tests
     """
 
-    engine: Literal["horovod", "ddp"] = "horovod"
+    engine: Literal["horovod", "ddp", "fsdp"] = "horovod"
     compression: str = "none"
     bucket_mib: float | None = None
-    shard: Literal["none", "optimizer", "gradients"] = "none"
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
 

@@ -34,6 +34,7 @@ class Stream:
         global_batch: samples per step.
         micro_batch: samples per forward pass.
         left_out: ranges [begin, end) of positions to skip, in order.
+        uniform: whether ranks with fewer micro-batches draw `repeated` ones.
     """
 
     dataset: Dataset[Any]
@@ -43,23 +44,34 @@ class Stream:
     rank: int
     size: int
     left_out: Sequence[Sequence[int]] = ()
+    uniform: bool = False
 
     def step(self, position: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank in the step that starts at `position`."""
         parts = positions_without(position, self.global_batch, self.left_out)
         return micro_batches(parts, self.micro_batch, self.rank, self.size)
 
+    def repeated(self, position: int) -> list[MicroBatch]:
+        """Return micro-batches of rank 0, which has the most, that this rank repeats so that it has as many."""
+        if not self.uniform:
+            return []
+        parts = positions_without(position, self.global_batch, self.left_out)
+        return micro_batches(parts, self.micro_batch, 0, self.size)[len(self.step(position)) :]
+
     def position_after(self, position: int) -> int:
         """Return the position after the step that starts at `position`."""
         return positions_without(position, self.global_batch, self.left_out)[-1][1]
 
     def keys(self, position: int, steps: int) -> Iterator[list[int]]:
-        """Yield for each micro-batch of the next `steps` steps its seed, then the indices of its samples."""
+        """Yield for each micro-batch of the next `steps` steps its seed, then the indices of its samples.
+
+        In each step, the repeated ones come last.
+        """
         length = dataset_length(self.dataset)
         for first in range(0, steps, _STEPS_AT_ONCE):
             batches: list[MicroBatch] = []
             for _ in range(first, min(first + _STEPS_AT_ONCE, steps)):
-                batches += self.step(position)
+                batches += [*self.step(position), *self.repeated(position)]
                 position = self.position_after(position)
             if not batches:
                 continue

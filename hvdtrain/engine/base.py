@@ -22,14 +22,20 @@ class Engine(Protocol):
         optimizer: of the model.
         compression: of the exchange; a name in `compression.table`.
         undecided: whether the compression will be chosen later, by the measured cost of steps.
+        uniform_passes: whether a forward pass is collective, so that all ranks must run equally many, also in an
+            evaluation. Ranks with fewer micro-batches repeat one, with weight 0.
     """
 
     optimizer: Optimizer
     compression: str = "none"
     undecided: bool = False
+    uniform_passes: bool = False
 
     def begin(self, micro_batches: int) -> None:
-        """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
+        """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.
+
+        Those of weight 0 are included.
+        """
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of the step: return what `call` returns. `backward` of its loss follows."""

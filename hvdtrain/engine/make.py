@@ -71,7 +71,7 @@ def make_engine(
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
     kind = find_engine(engine, compression, shard)
-    if comm.size == 1 and shard == "none" and (compression in ("none", AUTO) or engine != "horovod"):
+    if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
     make = kind.load()
     return make(EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard))

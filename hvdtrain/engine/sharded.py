@@ -25,6 +25,7 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.divisible import refuse_what_cannot_be_divided, updates_by_element
 from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, LaunchError
@@ -35,12 +36,6 @@ from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import GATHER, Spans
 from hvdtrain.state.train_state import Owned
-
-_BY_ELEMENT = {
-    f"torch.optim.{name.lower()}.{name}"
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
-"""Optimizers that update each element by itself. Others may need whole tensors, so these are not divided for them."""
 
 _RANK_BYTES = 1 << 20
 """Least bytes of a full bucket for each rank, so that each rank owns several chunks of it."""
@@ -84,8 +79,7 @@ class ShardedEngine(Engine):
         self._model, self._comm, self._spans = model, comm, spans or Spans()
         total = sum(parameter.numel() * parameter.dtype.itemsize for _, parameter in named if parameter.requires_grad)
         self._bucket_bytes = max(min(bucket_bytes, total // _BUCKETS), comm.size * _RANK_BYTES)
-        kind = type(optimizer)
-        self._by_element = f"{kind.__module__}.{kind.__qualname__}" in _BY_ELEMENT
+        self._by_element = updates_by_element(optimizer)
         self._buckets: list[ShardBucket] = []
         self._bucket_of: dict[nn.Parameter, ShardBucket] = {}
         self._hooks: list[Any] = []
@@ -97,7 +91,7 @@ class ShardedEngine(Engine):
         self._sums_each_pass = sums_each_pass
         self._remaining = self._passes = 0
         self._most: Handle | None = None
-        _refuse_what_cannot_be_divided(model, named)
+        refuse_what_cannot_be_divided(model, named)
         self._add(named)
         owners = {rank for owned in self.owned().values() for rank in owned.owners}
         if len(owners) < comm.size:
@@ -420,24 +414,6 @@ class _Uses(TorchFunctionMode):
                 if isinstance(value, nn.Parameter):
                     self._on_use(value)
         return func(*args, **(kwargs or {}))
-
-
-def _refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
-    by_address: dict[int, str] = {}
-    for name, parameter in named:
-        if parameter.numel() and (other := by_address.setdefault(parameter.data_ptr(), name)) != name:
-            raise ConfigError(
-                f"{other} and {name} are two parameters in the same memory",
-                expected="one parameter under two names",
-                next_step="assign the same nn.Parameter to both modules, or --parallel.shard none",
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
-            raise ConfigError(
-                f"{name} makes sparse gradients, which a divided optimizer cannot use",
-                expected="nn.Embedding(sparse=False)",
-                next_step="or --parallel.shard none",
-            )
 
 
 def make_sharded(parts: EngineParts) -> ShardedEngine:

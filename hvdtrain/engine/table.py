@@ -52,7 +52,8 @@ class EngineKind:
         name: its name in options.
         make: "module:name" of a function from `EngineParts` to an engine for several ranks.
         compressions: names of the supported compressions, and `AUTO` if it is.
-        shards: what it divides among ranks, as values of `--parallel.shard`. One name and shard make one engine.
+        shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. One name and shard
+            make one engine.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
     """
@@ -74,6 +75,8 @@ TABLE = (
     EngineKind("horovod", "hvdtrain.engine.make:make_exchange", (*COMPRESSIONS, AUTO), elastic=True, horovod=True),
     EngineKind("horovod", "hvdtrain.engine.sharded:make_sharded", ("none",), ("optimizer", "gradients"), horovod=True),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
+    # It always divides the parameters, so that this need not be said.
+    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none",), ("parameters", "none")),
 )
 
 
@@ -129,8 +132,4 @@ def check_compression(text: str) -> None:
 def _with(supports: Callable[[EngineKind], bool]) -> str:
     """Return the options of the engines that support something."""
     found = [kind for kind in TABLE if supports(kind)]
-    return " or ".join(
-        f"--parallel.engine {kind.name}"
-        + (f" --parallel.shard {kind.shards[0]}" if "none" not in kind.shards else " --parallel.shard none")
-        for kind in found
-    )
+    return " or ".join(f"--parallel.engine {kind.name}" + f" --parallel.shard {kind.shards[0]}" for kind in found)

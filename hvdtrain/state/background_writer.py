@@ -110,7 +110,7 @@ class CheckpointWriter:
         check_dtypes(state)
         self.wait()
         self._why = why
-        own = [key for key, place in state.places.items() if place.ranks[0] == self._comm.rank]
+        own = state.pieces_of(self._comm.rank)
         own_bytes = sum(state.tensors[group][name].nbytes for group, name in own)
         totals = self._comm.allreduce(torch.tensor([len(own), own_bytes]), name="checkpoint/pieces").wait().tolist()
         pieces, total_bytes = totals[0], totals[1] + state.replicated().nbytes

@@ -59,6 +59,14 @@ class StateDict:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
 
+    def pieces_of(self, rank: int) -> list[Key]:
+        """Return the pieces that `rank`, which this is, writes: not copies of another rank's, and no empty ones."""
+        return [
+            (group, name)
+            for (group, name), place in self.places.items()
+            if place.ranks[0] == rank and (self.tensors[group][name].numel() or not math.prod(place.shape))
+        ]
+
     def replicated(self) -> StateDict:
         """Return the state without the pieces that only some ranks hold."""
         tensors = {

@@ -73,7 +73,7 @@ def select_shard(state: StateDict, number: int, count: int) -> StateDict:
         heapq.heappush(loads, (load - minus_bytes, writer))
         if writer == number:
             own.setdefault(group, {})[name] = state.tensors[group][name]
-    places = {key: place for key, place in state.places.items() if place.ranks[0] == number}
+    places = {key: state.places[key] for key in state.pieces_of(number)}
     for group, name in places:
         own.setdefault(group, {})[name] = state.tensors[group][name]
     return StateDict(own, {}, places)

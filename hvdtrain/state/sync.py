@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json
@@ -38,10 +38,11 @@ def broadcast_state(
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
     """
     is_root = comm.rank == root
-    own_state = state.state_dict().replicated()
+    held = state.state_dict()
+    own_state = held.replicated()
     if source is not None:
         own_state = StateDict(source.tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
-    own_spec = _spec(own_state)
+    own_spec = {**_spec(own_state), "model": _whole_model(held)}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
     tensors: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
@@ -63,6 +64,8 @@ def broadcast_state(
     while running:
         finish()
     if not is_root:
+        kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
+        tensors["model"] = {**kept_pieces, **tensors["model"]}
         state.load_state_dict(StateDict(tensors, spec["values"]))
 
 
@@ -77,6 +80,28 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
     return there, comm.broadcast(there.reshape(-1).view(torch.uint8), name=name, root=root)
 
 
+def broadcast_parameters(model: nn.Module, comm: Comm, root: int = 0) -> None:
+    """Copy the parameters from rank `root` to every rank, in place. Collective: yes.
+
+    The models have equal parameters in the same order, as `check_same` checks.
+    """
+    running: deque[tuple[nn.Parameter, Tensor, Handle]] = deque()
+
+    def finish() -> None:
+        parameter, there, handle = running.popleft()
+        handle.wait()
+        if comm.rank != root:
+            with torch.no_grad():
+                parameter.copy_(there)
+
+    for name, parameter in model.named_parameters():
+        running.append((parameter, *_broadcast(parameter.detach(), comm, f"parameters/{name}", root)))
+        while len(running) > 1 and sum(there.nbytes for _, there, _ in running) > _WINDOW_BYTES:
+            finish()
+    while running:
+        finish()
+
+
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
     """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes.
 
@@ -84,9 +109,8 @@ def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
     """
     own = [
         [group, name, list(tensor.shape), str(tensor.dtype), place.shape, place.offset]
-        for (group, name), place in state.places.items()
-        if place.ranks[0] == comm.rank
-        for tensor in (state.tensors[group][name],)
+        for group, name in state.pieces_of(comm.rank)
+        for tensor, place in ((state.tensors[group][name], state.places[group, name]),)
     ]
     whole: dict[str, Assembly] = {}
     for rank, pieces in enumerate(allgather_json(comm, own, name="state/pieces")):
@@ -111,8 +135,17 @@ def _spec(state: StateDict) -> dict[str, Any]:
     return {"tensors": tensors, "values": dict(state.values)}
 
 
+def _whole_model(state: StateDict) -> dict[str, Any]:
+    """Return shape and dtype of the model's whole tensors; this rank may hold pieces."""
+    places = {name: place for (group, name), place in state.places.items() if group == "model"}
+    return {
+        name: [list(places[name].shape if name in places else tensor.shape), str(tensor.dtype)]
+        for name, tensor in state.tensors["model"].items()
+    }
+
+
 def _check_same_model(mine: dict[str, Any], wanted: dict[str, Any], comm: Comm, root: int) -> None:
-    ours, theirs = (spec["tensors"]["model"] for spec in (mine, wanted))
+    ours, theirs = mine["model"], wanted["model"]
     names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
     difference = (names[0], ours.get(names[0]), theirs.get(names[0])) if names else None
     for rank, found in enumerate(allgather_json(comm, difference, name="state/same")):

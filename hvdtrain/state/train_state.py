@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
+from hvdtrain.state.divided import is_divided, local, place_of, take_rows
 from hvdtrain.state.pieces import Key, Place, StateDict
 
 _NUMBERS = "optimizer_values"
@@ -131,8 +132,10 @@ class TrainState:
         """Return the pieces that this rank holds, without copying tensors."""
         if self.exchange is not None:
             self.exchange.complete()
-        model, aliases = _split_aliases(self.model.state_dict())
+        kept, aliases = _split_aliases(self.model.state_dict())
+        model = {name: local(tensor) for name, tensor in kept.items()}
         slots, plain, groups, places = self._optimizer_state()
+        places |= {("model", name): place_of(tensor) for name, tensor in kept.items() if is_divided(tensor)}
         residuals, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
         values = {
             "progress": vars(self.progress).copy(),
@@ -154,9 +157,10 @@ class TrainState:
             self.exchange.complete()
         model = dict(state.tensors["model"])
         model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
-        _check_shapes(self.model.state_dict(), model)
+        own = self.model.state_dict()
+        _check_shapes(own, model)
         self._check_optimizer(state)
-        self.model.load_state_dict(model)
+        self.model.load_state_dict(take_rows(model, own))
         numbers = {key: value.item() for key, value in state.tensors.get(_NUMBERS, {}).items()}
         self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
@@ -171,12 +175,25 @@ class TrainState:
 
     def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
+        if group == "model" and is_divided(parameter := self._parameter(name)):
+            return place_of(parameter).cut(whole, local(parameter).shape).clone()
         if group not in ("optimizer", _NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
             return whole
         if own.parameter is None:
             return None
         kept = own.cut(whole)
         return whole if kept is whole else kept.clone()
+
+    def optimized(self) -> Set[str]:
+        """Return the names of the parameters that the optimizers of all ranks update."""
+        return self._owned().keys()
+
+    def _parameter(self, name: str) -> Tensor | None:
+        module, _, last = name.rpartition(".")
+        try:
+            return self.model.get_submodule(module)._parameters.get(last)
+        except AttributeError:  # the model saves under names of its own
+            return None
 
     def _owned(self) -> Mapping[str, Owned]:
         if self.exchange is not None and (owned := self.exchange.owned()) is not None:
@@ -265,7 +282,9 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # This rank may hold no rows of a divided tensor; the memory is there, for their padding.
+        address = local(tensor).untyped_storage().data_ptr() if is_divided(tensor) else tensor.data_ptr()
+        place = (tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
         else:
@@ -276,6 +295,9 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     ours, theirs = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (model, saved))
+    for name, tensor in model.items():
+        if is_divided(tensor) and theirs.get(name) == local(tensor).shape:  # this rank's rows
+            theirs[name] = ours[name]
     if ours == theirs:
         return
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
+from hvdtrain.state.divided import is_divided
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
 
@@ -70,7 +71,8 @@ def model_hash(model: nn.Module) -> int:
 
 def replicated(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that every rank has a copy of: parameters, then persistent buffers."""
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+    parameters = {name: p for name, p in model.named_parameters() if not is_divided(p)}
+    return {**parameters, **persistent_buffers(model)}
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:

@@ -65,7 +65,12 @@ class StepChecks:
         ends = progress.skipped_in_row >= self.current.run.config.train.max_skipped
         # The first overflows are how fp16 finds its scale.
         new = progress.skipped_in_row == 1 and not overflow and self._replays < _REPLAYS
-        if (new or ends) and result.weight > 0:
+        if (new or ends) and result.weight > 0 and self.stepper.engine.uniform_passes:
+            self.current.recorder.warn(
+                f"step {progress.step} was skipped ({reason}); to find the operation, train these steps with"
+                " --parallel.engine horovod: a rank cannot repeat its passes alone with a divided model"
+            )
+        elif (new or ends) and result.weight > 0:
             self._replays += 1
             with self.stepper.spans("replay"):
                 found = replay(self.stepper, self.feed.stream, self._positions(progress)[0], result.scale)

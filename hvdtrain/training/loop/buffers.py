@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and _is_saved((module, name))
     }
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass writes to persistent buffers."""
+    copies = copy_to_host(place for place in all_buffers(model) if _is_saved(place))
+    try:
+        yield
+    finally:
+        for copy in copies:
+            copy.restore()
 
 
 class Rollback:

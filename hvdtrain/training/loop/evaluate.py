@@ -34,17 +34,23 @@ class HeldOut:
     Samples that draw random numbers are the same in each evaluation. Loader processes start with the first evaluation,
     and stay.
 
+    With `uniform`, ranks with fewer micro-batches repeat some of rank 0's, which do not count.
+
     Attributes:
         count: samples of all ranks; 0 if the task has no held-out data.
     """
 
-    def __init__(self, task: Task, comm: Comm, config: Config, *, on_cuda: bool) -> None:
+    def __init__(self, task: Task, comm: Comm, config: Config, *, on_cuda: bool, uniform: bool = False) -> None:
         self.count = 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
-        self._mine = micro_batches([(0, self.count)], config.train.micro_batch, comm.rank, comm.size)
+        mine, first = (
+            micro_batches([(0, self.count)], config.train.micro_batch, rank, comm.size) for rank in (comm.rank, 0)
+        )
+        self._own = len(mine)
+        self._mine = mine + (first[len(mine) :] if uniform else [])
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
@@ -52,9 +58,10 @@ class HeldOut:
         for b in self._mine:
             yield [sample_seed(0, b), *(i * self._length // self.count for i in range(b.start, b.stop))]
 
-    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
-        for place, drawn in zip(self._mine, self._batches, strict=True):
-            yield place, drawn.batch
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Any, bool]]:
+        """Yield micro-batches, and whether they count."""
+        for number, (place, drawn) in enumerate(zip(self._mine, self._batches, strict=True)):
+            yield place, drawn.batch, number < self._own
 
 
 def evaluate(
@@ -78,12 +85,12 @@ def evaluate(
     model.eval()
     # Not inference_mode: training must be able to use what a model caches here (positions, masks).
     with torch.no_grad(), precision.autocast():
-        for place, batch in held_out:
+        for place, batch, counts in held_out:
             seed_forward(0, place.start)
             batch = to_device(batch, device)
             values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
             values |= {f"metric/{name}": pair for name, pair in checked_metrics(task, model, batch).items()}
-            for name, (value, weight) in values.items():
+            for name, (value, weight) in values.items() if counts else ():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] = total[0] + _exact(value)
                 total[1] = total[1] + _exact(weight)

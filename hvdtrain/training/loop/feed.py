@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,12 +38,22 @@ class Feed:
         """Return this rank's micro-batches of the step that begins at `position`."""
         return self.stream.step(position)
 
-    def draw(self, mine: list[MicroBatch], step: int) -> Iterator[tuple[Callable[[], None], Any]]:
-        """Yield each batch with a function that seeds its forward pass. `step` is counted from 1."""
-        for where in mine:
+    def repeated(self, position: int) -> list[MicroBatch]:
+        """Return the micro-batches of other ranks that this rank repeats, with weight 0."""
+        return self.stream.repeated(position)
+
+    def draw(
+        self, mine: list[MicroBatch], step: int, repeated: Sequence[MicroBatch] = ()
+    ) -> Iterator[tuple[Callable[[], None], Any]]:
+        """Yield each batch with a function that seeds its forward pass. `step` is counted from 1.
+
+        Those of `repeated` come last; another rank records their samples.
+        """
+        for number, where in enumerate([*mine, *repeated]):
             with self.current.spans("data"):
                 drawn = next(self._batches)
-            self.ledger.add_samples(where.start, where.stop, drawn.indices)
+            if number < len(mine):
+                self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.stream.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step
 

@@ -44,7 +44,8 @@ class Saving:
         current, stepper = self.current, self.stepper
         self._config, self._comm, self._store = current.run.config, current.comm, current.store
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
-        self.held_out = HeldOut(stepper.task, self._comm, self._config, on_cuda=stepper.device.type == "cuda")
+        on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
+        self.held_out = HeldOut(stepper.task, self._comm, self._config, on_cuda=on_cuda, uniform=uniform)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
         self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
 

@@ -18,7 +18,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.buffers import Rollback
+from hvdtrain.training.loop.buffers import Rollback, restored_buffers
 from hvdtrain.training.loop.forward import Precision, checked_loss, to_device
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 
@@ -87,8 +87,12 @@ class Stepper:
         self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
         self._updated = -1  # number of gradients of the last update that the host decided on
 
-    def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int]) -> StepResult:
+    def run(
+        self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int = 0
+    ) -> StepResult:
         """Train on `count` batches of this rank, each with a function that seeds its forward pass. Collective: yes.
+
+        After them come `extra` ones, which change nothing: they are for an engine with collective forward passes.
 
         Also sums the integers `values` over ranks.
 
@@ -99,23 +103,28 @@ class Stepper:
         previous step.
         """
         try:
-            return self._run(batches, count, values)
+            return self._run(batches, count, values, extra)
         except BaseException:
             if count:
                 self._rollback.end(applied=False)
             raise
 
-    def _run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int]) -> StepResult:
+    def _run(
+        self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int
+    ) -> StepResult:
         nominal = self.global_batch * float(self.task.nominal_weight)
-        self.engine.begin(count)
+        self.engine.begin(count + extra)
         if count:
             self._rollback.begin()
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
-        for seed, batch in batches:
+        for number, (seed, batch) in enumerate(batches):
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
             seed()
+            if number >= count:
+                self._run_extra(batch)
+                continue
             with self.spans("forward"), self.precision.autocast(), self.around():
                 loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
             with self.spans("backward"):
@@ -152,6 +161,14 @@ class Stepper:
             if result.next_scale != result.scale:
                 self.engine.rescale(result.next_scale / result.scale)
         return result
+
+    def _run_extra(self, batch: Any) -> None:
+        """Run a pass for its collectives only."""
+        with restored_buffers(self.model):
+            with self.spans("forward"), self.precision.autocast():
+                loss, _ = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
+            with self.spans("backward"):
+                self.engine.backward(loss * 0.0)
 
     def _confirm(self) -> None:
         """Wait until the device has done all collectives of the step; then sum a number on the CPU over all ranks.

@@ -139,8 +139,9 @@ class Trainer:
         lr_factor = self._lr_factor(progress.step)
         self._set_lr(lr_factor)
         mine = self.feed.micro_batches(progress.position)
-        parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1))
-        result = self.stepper.run(parts, len(mine), values)
+        repeated = self.feed.repeated(progress.position)
+        parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
+        result = self.stepper.run(parts, len(mine), values, len(repeated))
         progress.step += 1
         progress.position = self.feed.stream.position_after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
@@ -185,7 +186,8 @@ class Trainer:
 
     def _show_histograms(self) -> None:
         every, step = self.current.run.config.observe.histograms_every, self._state.progress.step
-        if every and step % every == 0 and self.current.comm.rank == 0:
+        divided = self.stepper.engine.uniform_passes  # rank 0 has no whole tensor
+        if every and step % every == 0 and self.current.comm.rank == 0 and not divided:
             self.stepper.engine.complete()
             self.current.recorder.show(
                 {"event": "histograms", "at_step": step, **self._histograms.summaries(self._state.model)}

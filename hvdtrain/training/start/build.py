@@ -54,7 +54,9 @@ def build_engine(current: Round) -> Engine:
         if ready is not None:
             ready.close()
         raise
-    if ready is not None:
+    if ready is not None and engine.uniform_passes:  # the model has other parameters now
+        ready.close()
+    elif ready is not None:
         path, host = current.layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))
     return engine
@@ -82,7 +84,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         confirms=current.rounds.elastic and device.type == "cuda",
         by_device=device.type == "cuda" and takes_scale(worker.state.optimizer),
     )
-    stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
+    uniform = engine.uniform_passes
+    if uniform and config.observe.histograms_every:
+        recorder.warn("no histograms: no rank has whole parameters (--observe.histograms_every 0 turns this line off)")
+    batch = (train.global_batch, train.micro_batch)
+    stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform)
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger)
     needs_commits = partial(_loses_residuals, current.rounds, engine)
@@ -91,7 +97,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
     if isinstance(engine, ExchangeEngine) and engine.undecided:
-        batch, host = (train.global_batch, train.micro_batch), read_host(worker.info.variables)
+        host = read_host(worker.info.variables)
         trial = CompressionTrial(engine, comm, device, host, batch, event, recorder.say)
     return Trainer(
         current=current,

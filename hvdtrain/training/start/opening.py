@@ -128,8 +128,8 @@ def describe_start(current: Round) -> None:
         return
     if task.optimizer is not None:
         recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
-        optimized = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
-        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and id(p) not in optimized]
+        optimized = worker.state.optimized()
+        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and name not in optimized]
         if left_out:
             recorder.warn(
                 f"the task's optimizer lacks {len(left_out)} of the parameters that require a gradient, so they do not"

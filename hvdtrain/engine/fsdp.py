@@ -1,0 +1,275 @@
+"""The engine that divides parameters, gradients and the optimizer's state among ranks by torch's FSDP2: ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.torch_group import is_lost_rank, lost_rank, new_group
+from hvdtrain.engine.base import Engine, Loss
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.divisible import BY_ELEMENT, refuse_what_cannot_be_divided, updates_by_element
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.state.divided import local, place_of
+from hvdtrain.state.sync import broadcast_parameters
+from hvdtrain.state.train_state import Owned
+
+_ELSEWHERE = "--parallel.engine horovod, with --parallel.shard gradients if memory is short"
+
+
+_groups: list[torch.distributed.ProcessGroup] = []
+"""The group of all engines of this process: torch remembers meshes by their ranks, and a mesh has its group."""
+
+
+class FsdpEngine(Engine):
+    """Each rank holds rows of every parameter, with their gradients and optimizer state.
+
+    The ranks gather the parameters of a block before its forward and its backward pass, and free them after it. In the
+    last pass of a step, the gradients of a block are summed at their owners (reduce-scatter) while backward continues.
+    Earlier passes add up whole gradients on each rank, and exchange nothing.
+
+    The model's parameters are DTensors from now on. The optimizer has the local rows, as plain tensors: so it also may
+    be a fused one, and its state is saved as that of any divided optimizer.
+
+    Args:
+        model: its parameters become those of rank 0.
+        named: the optimizer's parameters, in the model's order.
+    """
+
+    uniform_passes = True
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, named: list[tuple[str, nn.Parameter]], comm: Comm
+    ) -> None:
+        self.optimizer = optimizer
+        self._model, self._comm = model, comm
+        self._remaining = 0
+        self._residuals: dict[str, Tensor] = {}
+        names = {parameter: name for name, parameter in named}
+        broadcast_parameters(model, comm)
+        if not _groups:
+            _groups.append(new_group(comm))
+        self._root, self._modules = _divide(model, _groups[0])
+        # The first name of a tied parameter, as before.
+        self._parameters = {name: p for name, p in model.named_parameters() if name in set(names.values())}
+        self._owned = {name: _own(parameter, comm) for name, parameter in self._parameters.items()}
+        self._trained = self._which_are_trained()
+        _use_owned(optimizer, names, self._owned)
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients; all ranks have the same number of passes."""
+        self.complete()
+        if self._which_are_trained() != self._trained:
+            raise TaskError(
+                "parameters were frozen or freed during training, which --parallel.engine fsdp does not support",
+                expected="the same trained parameters in every step",
+                next_step=_ELSEWHERE,
+            )
+        self._model.zero_grad()
+        self.optimizer.zero_grad()
+        self._remaining = micro_batches
+
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        """Run a forward pass of a step. Collective: yes."""
+        is_last = self._remaining == 1
+        self._root.set_requires_gradient_sync(is_last)
+        self._root.set_is_last_backward(is_last)
+        try:
+            return call()
+        except RuntimeError as error:
+            raise _explained(error) from error
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; in the last pass, sum them at their owners. Collective: yes."""
+        self._remaining -= 1
+        try:
+            torch.autograd.backward(loss)
+        except RuntimeError as error:
+            raise _explained(error) from error
+
+    def finish(self) -> list[Tensor]:
+        """Return the sums of this rank's rows."""
+        gradients = []
+        for name, parameter in self._parameters.items():
+            rows = self._owned[name].parameter
+            if rows is None or not parameter.requires_grad:
+                continue
+            rows.grad = torch.zeros_like(rows) if parameter.grad is None else local(parameter.grad)
+            if (residual := self._residuals.get(name)) is not None:
+                rows.grad += self._owned[name].cut(residual).to(rows)
+            gradients.append(rows.grad)
+        return gradients
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes."""
+        squared = squared_norm(gradients).reshape(1)
+        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+
+    def complete(self) -> None:
+        """Free gathered parameters: a forward pass without a backward pass leaves some."""
+        for module in self._modules:
+            module.reshard()
+
+    def owned(self) -> Mapping[str, Owned]:
+        """Return the rows of this rank."""
+        return self._owned
+
+    def commit(self, *, applied: bool) -> None:
+        """Forget the delivered residuals, if the step was applied."""
+        if applied:
+            self._residuals = {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return residuals that were loaded and not delivered yet."""
+        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
+        ranks = int(values["ranks"])
+        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
+
+    def _which_are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
+
+
+def _divide(model: nn.Module, group: torch.distributed.ProcessGroup) -> tuple[FSDPModule, list[FSDPModule]]:
+    """Divide each block, and what is outside of blocks; return the root and all divided modules."""
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(group, device.type)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    root = fully_shard(model, mesh=mesh)
+    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        # Sums, on any backend. Else it takes the mean over ranks, or multiplies by a factor, which Gloo cannot.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13
+            module.set_reduce_scatter_unused_params(True)
+    return root, modules
+
+
+def _own(parameter: nn.Parameter, comm: Comm) -> Owned:
+    """Return the rows of this rank as a parameter of its optimizer, in the same memory."""
+    rows, place = local(parameter), place_of(parameter)  # type: ignore[arg-type]
+    owners = tuple(range(min(comm.size, -(-len(parameter) // -(-len(parameter) // comm.size)))))
+    mine = nn.Parameter(rows, requires_grad=parameter.requires_grad) if rows.numel() else None
+    return Owned(mine, place, owners)
+
+
+def _use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Mapping[str, Owned]) -> None:
+    """Let the optimizer's groups contain this rank's rows, with the state it has of them."""
+    for group in optimizer.param_groups:
+        kept = []
+        for whole in group["params"]:
+            own = owned[names[whole]]
+            state = optimizer.state.pop(whole, {})
+            if own.parameter is not None:
+                kept.append(own.parameter)
+                if state:  # made by the optimizer before the first step
+                    optimizer.state[own.parameter] = {
+                        slot: own.cut(value).clone() if isinstance(value, Tensor) else value
+                        for slot, value in state.items()
+                    }
+        group["params"] = kept
+
+
+def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
+    """Return the error to raise for one of torch's."""
+    if is_lost_rank(error):
+        return lost_rank(error, "a collective of FSDP")
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return TaskError(
+            "the model uses a parameter while the block that owns it does not run",
+            expected="blocks that are called, and parameters that only their own block uses",
+            found=str(error).partition("\n")[0],
+            next_step=f"see the stack trace for the place; or {_ELSEWHERE}",
+        )
+    return error
+
+
+def make_fsdp(parts: EngineParts) -> FsdpEngine:
+    """Make the engine. Collective: yes.
+
+    Errors:
+        ConfigError: there is one rank, ranks share a GPU, or model or optimizer cannot be divided.
+    """
+    _check_job(parts)
+    refuse_what_cannot_be_divided(parts.model, parts.parameters)
+    _check_model(parts.model)
+    if not updates_by_element(parts.optimizer):
+        raise ConfigError(
+            "--parallel.engine fsdp gives each rank rows of tensors, but the optimizer may need whole tensors",
+            expected=f"an optimizer of torch.optim that updates each element by itself: {', '.join(BY_ELEMENT)}",
+            found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
+            next_step="--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
+        )
+    return FsdpEngine(parts.optimizer, parts.model, parts.parameters, parts.comm)
+
+
+def _check_job(parts: EngineParts) -> None:
+    if parts.comm.size == 1:
+        raise ConfigError(
+            "--parallel.engine fsdp divides the model among ranks",
+            expected="2 or more ranks",
+            found="1 rank",
+            next_step="--parallel.engine horovod --parallel.shard none: it resumes checkpoints of divided runs, too",
+        )
+    if getattr(parts.comm, "through_host", False):
+        raise ConfigError(
+            "--parallel.engine fsdp, but ranks share a GPU",
+            expected="one GPU for each rank",
+            next_step="start fewer ranks, or --parallel.engine horovod",
+        )
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ConfigError(
+            "--parallel.engine fsdp needs a newer torch",
+            expected="a torch with FSDPModule.set_force_sum_reduction_for_comms",
+            found=f"torch {torch.__version__}",
+            next_step="install a newer torch, or --parallel.engine horovod",
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    found = blocks(model)
+    if not found:
+        raise ConfigError(
+            "--parallel.engine fsdp, but the model has no blocks to divide",
+            expected="an nn.ModuleList or nn.Sequential of modules with parameters",
+            found=type(model).__name__,
+            next_step=_ELSEWHERE,
+        )
+    names = {module: name for name, module in model.named_modules()}
+    inside = {module: block for block in found for module in block.modules()}
+    user: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.dim():
+            raise ConfigError(
+                f"--parallel.engine fsdp divides parameters by rows, but {name} has no dimension",
+                expected="shape (1,) or larger",
+                next_step=f"make it nn.Parameter(torch.ones(1)), or {_ELSEWHERE}",
+            )
+        module = inside.get(model.get_submodule(name.rpartition(".")[0]), model)
+        other, other_name = user.setdefault(parameter, (module, name))
+        if other is not module:
+            raise ConfigError(
+                f"{other_name} and {name} are one parameter, in {names[other] or 'the model'} and in"
+                f" {names[module] or 'the model'}",
+                expected="a parameter in one block only, or only outside of blocks: each is gathered by itself",
+                next_step=f"do not share it, or {_ELSEWHERE}",
+            )
