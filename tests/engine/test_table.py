@@ -42,11 +42,7 @@ def test_only_an_engine_for_it_trains_in_an_elastic_job() -> None:
 
 
 def test_ddp_divides_nothing() -> None:
-<<<<<<< HEAD
-    with pytest.raises(ConfigError, match=r"ddp does not support --parallel\.shard optimizer"):
-=======
     with pytest.raises(ConfigError, match=r"--parallel\.engine ddp does not support --parallel\.shard optimizer"):
->>>>>>> ee8152e (Lint)
         find_engine("ddp", shard="optimizer")
 
 
