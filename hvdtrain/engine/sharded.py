@@ -38,10 +38,10 @@ from hvdtrain.spans import GATHER, Spans
 from hvdtrain.state.train_state import Owned
 
 _RANK_BYTES = 1 << 20
-"""Least bytes of a full bucket for each rank, so that each rank owns several chunks of it."""
+"""Least default size of a bucket for each rank, so that each rank owns several chunks of it."""
 
 _BUCKETS, _AT_ONCE = 16, 2
-"""Least number of buckets, and how many of them are exchanged at the same time: their memory is not divided."""
+"""Default number of buckets of a small model, and how many are exchanged at a time: their memory is not divided."""
 
 
 class ShardedEngine(Engine):
@@ -56,7 +56,7 @@ class ShardedEngine(Engine):
     Args:
         model: with equal parameters on all ranks.
         named: the optimizer's parameters, in the model's order.
-        bucket_bytes: size limit of a bucket, unless the model is small or has many ranks.
+        bucket_bytes: size limit of a bucket.
         sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2). This
             exchanges as often, and a rank never holds all gradients.
 
@@ -77,8 +77,7 @@ class ShardedEngine(Engine):
     ) -> None:
         self.optimizer = optimizer
         self._model, self._comm, self._spans = model, comm, spans or Spans()
-        total = sum(parameter.numel() * parameter.dtype.itemsize for _, parameter in named if parameter.requires_grad)
-        self._bucket_bytes = max(min(bucket_bytes, total // _BUCKETS), comm.size * _RANK_BYTES)
+        self._bucket_bytes = bucket_bytes
         self._by_element = updates_by_element(optimizer)
         self._buckets: list[ShardBucket] = []
         self._bucket_of: dict[nn.Parameter, ShardBucket] = {}
@@ -429,12 +428,16 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
             found="1 rank",
             next_step="--parallel.shard none: it resumes checkpoints of divided runs, too",
         )
+    bucket_bytes = prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib)
+    if parts.bucket_mib is None:
+        total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
+        bucket_bytes = max(min(bucket_bytes, total // _BUCKETS), parts.comm.size * _RANK_BYTES)
     return ShardedEngine(
         parts.optimizer,
         parts.model,
         parts.parameters,
         parts.comm,
-        prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib),
+        bucket_bytes,
         parts.spans,
         sums_each_pass=parts.shard == "gradients",
     )

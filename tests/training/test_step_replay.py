@@ -166,10 +166,10 @@ def test_a_norm_that_overflows() -> None:
     base = faulty.faulty(nn.Identity(), [])
 
     def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-        return model.head.bias.sum() * 1e25 + model(x).sum(), len(x)  # type: ignore[union-attr]
+        return model.head.weight.sum() * 1e25 + model(x).sum(), len(x)  # type: ignore[union-attr]
 
     found = _find(Task(base.model, loss, base.train_data))
-    assert (found.origin.kind, found.origin.tensor) == ("overflow", "head.bias")
+    assert (found.origin.kind, found.origin.tensor) == ("overflow", "head.weight")
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:

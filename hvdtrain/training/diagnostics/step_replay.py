@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.engine.base import Engine
+from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.training.diagnostics.backward_trace import BackwardTrace
 from hvdtrain.training.diagnostics.forward_trace import ForwardTrace
 from hvdtrain.training.diagnostics.origin import Origin, not_finite
@@ -161,7 +162,7 @@ def _bad(model: nn.Module) -> dict[str, nn.Parameter]:
 def _too_large(model: nn.Module, scale: float) -> Origin | None:
     """Return the origin of a non-finite norm of finite gradients: squares of 1e20 overflow fp32."""
     gradients = {name: p.grad / scale for name, p in model.named_parameters() if p.grad is not None}
-    if not gradients or not not_finite(nn.utils.get_total_norm(gradients.values())):
+    if not gradients or not not_finite(norm(squared_norm([*gradients.values()]))):
         return None
     name = max(gradients, key=lambda n: float(gradients[n].abs().max()) if gradients[n].numel() else 0.0)
     function = f"the norm of all gradients, mostly that of {name}"

@@ -204,9 +204,9 @@ class Stepper:
         if scaler.is_enabled():
             one = torch.ones(1, device=self.device)
             scales = [scaler.scale(one).double()]
-            if self.engine.owned() is not None:  # another rank may have found the overflow
-                found = scaler._per_optimizer_states[id(self.engine.optimizer)]["found_inf_per_device"]
-                found[self.device] = (~torch.isfinite(norm)).float()
+            # Another rank may have found the overflow, or the norm overflows although no gradient does.
+            found = scaler._per_optimizer_states[id(self.engine.optimizer)]["found_inf_per_device"]
+            found[self.device] = (~torch.isfinite(norm)).float()
             scaler.update()
             scales.append(scaler.scale(one).double())
         return torch.cat([*scales, norm.double().reshape(1), totals])

@@ -129,7 +129,7 @@ def describe_start(current: Round) -> None:
     if task.optimizer is not None:
         recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
         optimized = worker.state.optimized()
-        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and name not in optimized]
+        left_out = [n for n, p in task.model.named_parameters() if p.requires_grad and p.numel() and n not in optimized]
         if left_out:
             recorder.warn(
                 f"the task's optimizer lacks {len(left_out)} of the parameters that require a gradient, so they do not"
