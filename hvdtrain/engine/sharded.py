@@ -88,7 +88,8 @@ class ShardedEngine(Engine):
         self._residuals: dict[str, Tensor] = {}
         self._undelivered: dict[str, Tensor] = {}  # of them, in this step
         self._sums_each_pass = sums_each_pass
-        self._remaining = self._passes = 0
+        self._micro_batches = self._passes = 0
+        self._is_exchanging = False
         self._most: Handle | None = None
         refuse_what_cannot_be_divided(model, named)
         self._add(named)
@@ -150,10 +151,8 @@ class ShardedEngine(Engine):
             bucket.clear()
         self._queue.begin()
         self._gathers.begin()
-        self._remaining, self._passes = micro_batches, 0
+        self._micro_batches, self._passes, self._most = micro_batches, 0, None
         self._undelivered = dict(self._residuals) if self._comm.rank == 0 else {}
-        if self._sums_each_pass:
-            self._most = self._comm.allgather(torch.tensor([micro_batches]), name="gradients/passes")
 
     def _refresh(self) -> None:
         known = {owned.parameter for owned in self._owned.values()}
@@ -194,7 +193,7 @@ class ShardedEngine(Engine):
             return call()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if self._remaining == 0 or self._sums_each_pass:
+        if self._is_exchanging:
             self._add_residual(name, parameter)
             self._queue.add_gradient(name)
 
@@ -206,11 +205,18 @@ class ShardedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, or each pass, exchange each bucket as soon as it is full."""
-        self._remaining -= 1
         if self._sums_each_pass and self._passes:
             self._end_pass()
-        torch.autograd.backward(loss)
+        self._count_passes()
         self._passes += 1
+        self._is_exchanging = self._sums_each_pass or self._passes == self._micro_batches
+        torch.autograd.backward(loss)
+        self._is_exchanging = False
+
+    def _count_passes(self) -> None:
+        """Begin to exchange the numbers of passes, once a step. Collective: yes."""
+        if self._sums_each_pass and self._most is None:
+            self._most = self._comm.allgather(torch.tensor([self._micro_batches]), name="gradients/passes")
 
     def _end_pass(self) -> None:
         """Wait for the sums of a pass, and begin the next one. Its sums are added to them. Collective: yes."""
@@ -220,6 +226,7 @@ class ShardedEngine(Engine):
     def finish(self) -> list[Tensor]:
         """Wait for the sums of what this rank owns. Collective: yes."""
         self.complete()  # of parameters that no forward pass has used
+        self._count_passes()
         if self._most is not None:  # ranks with fewer micro-batches take part with zeros
             for _ in range(self._passes, int(self._most.wait().max())):
                 if self._passes:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.state.pieces import StateDict
 from tests.support.gallery import LANGUAGE, TOY, Recorded
 from tests.support.thread_job import train_on_threads
@@ -225,3 +226,27 @@ def test_what_cannot_be_divided_is_refused(size: int, options: tuple[str, ...], 
 
     with pytest.raises(ConfigError, match=message):
         _train(tmp_path, *SHORT[1:], SHARD, *options, size=size, build=build)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_a_skipped_step_is_replayed_and_leaves_no_trace(shard: str, tmp_path: Path) -> None:
+    """A sample makes the loss nan on one rank. The cause is found without an exchange with the other."""
+
+    def build(rank: int) -> Task:
+        task = _stack(OPTIMIZERS["adamw"])(rank)
+
+        def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+            total, weight = task.loss(model, batch)
+            return total * (float("nan") if (batch[0] == 17).any() else 1.0), weight  # type: ignore[return-value]
+
+        return Task(task.model, loss, task.train_data, optimizer=task.optimizer)
+
+    options = (*SHORT[1:], "--train.max_skipped=99")
+    whole = _train(tmp_path / "whole", *options, size=2, build=build)
+    divided = _train(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=2, build=build)
+    progress = divided.state().values["progress"]
+    expected = whole.state().values["progress"]
+    assert progress["skipped"] == expected["skipped"] and 0 < progress["skipped"] < 12
+    assert progress["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+    found = [line for line in read_journal(divided.run / "journal.jsonl") if line.get("event") == "not_finite"]
+    assert found and not any(line["failures"] for line in found)
