@@ -152,6 +152,48 @@ def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> Non
     _equal(gradients.state(), optimizer.state())
 
 
+class Triple(torch.autograd.Function):
+    """A function of which torch's overrides are not told."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return 3 * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 3 * gradient
+
+
+class Peeking(nn.Module):
+    """Uses the weight of its last block first, and one of a module that it never calls; both by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(300, 300)
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.layers[3].weight
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h @ Triple.apply(self.head.weight)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_parameters_are_there_when_others_than_their_module_use_them(tmp_path: Path) -> None:
+    def build(rank: int) -> Task:
+        torch.manual_seed(5)
+        model = Peeking()
+        data = torch.utils.data.TensorDataset(torch.randn(64, 300))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return Task(
+            model, lambda m, batch: ((m(batch[0]) - 1).square().mean(1).sum(), len(batch[0])), data, optimizer=optimizer
+        )
+
+    whole = _train(tmp_path / "whole", *SHORT[1:], size=2, build=build)
+    divided = _train(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
+    assert divided.losses() == whole.losses()
+
+
 def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
     """The gradient of `left`, which rank 0 owns, overflows under the first loss scale; that of `right` never does."""
 
@@ -166,7 +208,8 @@ def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
 
         model = Two()
         data = torch.utils.data.TensorDataset(torch.ones(64, 1))
-        return Task(model, loss, data, optimizer=torch.optim.SGD(model.parameters(), lr=1e-36))
+        optimizer = torch.optim.SGD([{"params": [model.left], "lr": 1e-36}, {"params": [model.right], "lr": 0.1}])
+        return Task(model, loss, data, optimizer=optimizer)
 
     options = (*SHORT[1:], "--precision=fp16", "--train.clip=0", "--train.max_skipped=99", "--checkpoint.every=0")
     whole = _train(tmp_path / "whole", *options, size=2, build=build).state()

@@ -1,0 +1,54 @@
+"""A queue with a limit starts buckets in order, and exchanges no more at a time than the limit allows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.exchange.bucket_exchange import BucketQueue
+from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.spans import Spans
+from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
+
+
+class Slow:
+    """A collective that ends only when it is waited for."""
+
+    def __init__(self, handle: ThreadHandle) -> None:
+        self.wait = handle.wait
+
+    def done(self) -> bool:
+        return False
+
+
+def test_a_limit_holds_in_any_order_of_gradients() -> None:
+    def body(comm: ThreadComm) -> tuple[int, list[str]]:
+        named = [(f"p{number}", nn.Parameter(torch.zeros(64))) for number in range(8)]
+        layouts = lay_out(plan(named, 64 * 4), dict(named), "gradients")
+        buckets = [ShardBucket(layout, comm, [True]) for layout in layouts]
+        queue = BucketQueue(buckets, 1.0, Spans(), 2 * buckets[0].nbytes)
+        started: list[str] = []
+        most = 0
+        inner = comm.reducescatter
+
+        def scatter(tensor: Tensor, *, name: str) -> Slow:
+            nonlocal most
+            started.append(name)
+            handle = Slow(inner(tensor, name=name))
+            most = max(most, len(comm.in_flight))
+            return handle
+
+        comm.reducescatter = scatter  # type: ignore[method-assign, assignment]
+        queue.begin()
+        order = list(range(8)) if comm.rank == 0 else [1, 0, 3, 2, 5, 7, 6, 4]
+        for bucket in buckets:
+            bucket.layout.parameters[0].grad = torch.ones(64)
+        for number in order:
+            queue.add_gradient(buckets[number].layout.shape.parts[0].name)
+        queue.finish()
+        return most, started
+
+    for most, started in on_ranks(2, body):
+        assert started == [f"gradients/{number}" for number in range(8)]
+        assert most == 2
