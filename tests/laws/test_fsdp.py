@@ -16,15 +16,15 @@ from hvdtrain.engine.table import find_engine
 from hvdtrain.errors import ConfigError
 from tests.laws.test_sharded import SignOfMean
 from tests.support.gallery import Gallery, Recorded, train_by_fsdp
-from tests.support.stack import STACK, VARIANTS
+from tests.support.stack import STACK, STATISTICS, VARIANTS
 from tests.support.thread_job import train_on_threads
 
 FSDP = "--parallel.engine=fsdp"
 
 
-def _whole(folder: Path, *options: str) -> Recorded:
-    """The same training on one rank, with the engine of one rank."""
-    train_on_threads(*STACK, *options, f"--run_dir={folder / 'run'}", size=1)
+def _whole(folder: Path, *options: str, size: int = 1) -> Recorded:
+    """The same training on one rank, or more of which each has the whole model."""
+    train_on_threads(*STACK, *options, f"--run_dir={folder / 'run'}", size=size)
     return Recorded(folder, 0, "", "")
 
 
@@ -49,6 +49,14 @@ def test_law_9_parameters_are_those_of_one_rank(variant: str, ranks: str, galler
     divided = Recorded(gallery["fsdp"].folder / ranks / variant, 0, "", "")
     _check_equal(_whole(tmp_path, *VARIANTS[variant]), divided)
     assert len(divided.events("rolled_back")) == (2 if variant == "back" else 0)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [("two", 2), ("four", 4)])
+def test_repeated_micro_batches_leave_no_trace_in_buffers(
+    ranks: str, size: int, gallery: Gallery, tmp_path: Path
+) -> None:
+    divided = Recorded(gallery["fsdp"].folder / ranks / "statistics", 0, "", "")
+    _check_equal(_whole(tmp_path, *STATISTICS, size=size), divided)
 
 
 def test_each_rank_writes_its_rows(gallery: Gallery) -> None:

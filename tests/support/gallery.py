@@ -28,7 +28,7 @@ from tests.support.audited import audited
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT
 from tests.support.scenario import Scenario
-from tests.support.stack import STACK, VARIANTS
+from tests.support.stack import STACK, STATISTICS, VARIANTS
 from tests.support.thread_job import train_on_threads
 
 STEPS = 60
@@ -326,15 +326,17 @@ def language(folder: Path) -> Recorded:
 def fsdp(folder: Path) -> Recorded:
     """FSDP on two ranks by mpirun, then on four by torchrun: each of `VARIANTS`, and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs of the variants, and ``two/halves`` one that is stopped and resumed.
+    ``two/NAME`` and ``four/NAME`` have the runs of the variants and of ``statistics``, and ``two/halves`` one that is
+    stopped and resumed.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
     """
     resized = f"--run_dir={folder / 'resized' / 'run'}"
     halves = [("halves", ("--train.stop_at=3",)), ("halves", ())]
-    first = [*VARIANTS.items(), *halves, ("", (resized, "--train.stop_at=2"))]
+    both = [*VARIANTS.items(), ("statistics", STATISTICS)]
+    first = [*both, *halves, ("", (resized, "--train.stop_at=2"))]
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")
     train_on_threads(*STACK, resized, "--train.stop_at=3", size=1)
-    last = [*VARIANTS.items(), ("", (resized, "--train.stop_at=5"))]
+    last = [*both, ("", (resized, "--train.stop_at=5"))]
     out += train_by_fsdp(folder / "four", last, 4, "torchrun")
     train_on_threads(*STACK, resized, "--parallel.shard=optimizer", size=2)
     return Recorded(folder, 0, out, "")

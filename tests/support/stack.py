@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain import Task
+from tests.support.failing import rank
 
 STACK = (
     f"--task={Path(__file__)}:stack",
@@ -24,13 +25,15 @@ STACK = (
 BACK = ("--bad=true", "--elastic.roll_back=non_finite", "--train.max_skipped=1")
 VARIANTS = {
     "even": (),
-    "uneven": ("--train.global_batch=10", "--checkpoints=true"),
-    "idle": ("--train.global_batch=2", "--statistics=true"),
+    "uneven": ("--train.global_batch=10", "--checkpoints=true", "--unequal=true"),
+    "idle": ("--train.global_batch=2", "--statistics=true", "--train.clip=0"),
     "back": (*BACK, "--method=momentum"),
     "adagrad": ("--method=adagrad",),
     "scaled": ("--method=adamw", "--precision=fp16"),
 }
 """Options of trainings, in which ranks have equally many micro-batches, one fewer, or none."""
+STATISTICS = ("--train.global_batch=10", "--statistics=true")
+"""Options of one with running statistics, which depend on the number of ranks."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -79,7 +82,12 @@ class Stack(nn.Module):
 
 
 def stack(
-    method: str = "sgd", checkpoints: bool = False, statistics: bool = False, bad: bool = False, dropout: float = 0.1
+    method: str = "sgd",
+    checkpoints: bool = False,
+    statistics: bool = False,
+    bad: bool = False,
+    dropout: float = 0.1,
+    unequal: bool = False,
 ) -> Task:
     """Predict the next token of random ones.
 
@@ -89,11 +97,15 @@ def stack(
         statistics: whether the model has running statistics, for batches of 6 tokens
         bad: whether the loss of one training sample is not a number
         dropout: share of each block that is dropped
+        unequal: whether ranks begin with other parameters than rank 0, by mistake
     """
     torch.manual_seed(3)
     model = Stack(checkpoints, statistics, dropout)
     data = torch.randint(0, 29, (40, 7))
     data[5, 0] = 29
+    if unequal and rank():
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)
 
     def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
         logits = model(batch[0][:, :-1])
