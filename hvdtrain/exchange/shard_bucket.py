@@ -55,13 +55,15 @@ class ShardBucket(Bucket):
         self._by_index: dict[int, list[_Shard]] = {}
         for shard in self._shards:
             self._by_index.setdefault(shard.rows.index, []).append(shard)
+        length = self._segment * comm.size
+        # A large tensor that is divided evenly is sent without a copy.
+        self._is_one_tensor = len(layout.parameters) == 1 and layout.parameters[0].numel() == length and not any(whole)
         self._own = [shard for shard in self._shards if shard.rows.rank == comm.rank]
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).
         self._sum_dtype = torch.float32 if shape.dtype == torch.bfloat16 else shape.dtype
         self._work: Tensor | None = None
         self._summed: Tensor | None = None
         self._gather: tuple[Tensor, Handle] | None = None
-        length = self._segment * comm.size
         super().__init__(
             Layout(layout.parameters, BucketShape(shape.name, shape.parts, length, shape.dtype, shape.device)),
             1.0,
@@ -93,6 +95,9 @@ class ShardBucket(Bucket):
                 expected="dense gradients, because the optimizer is divided among ranks",
                 next_step="make it dense (nn.Embedding(sparse=False)), or train with --parallel.shard none",
             )
+        if gradient is not None and self._is_one_tensor and weight == 1.0 and gradient.dtype == self._sum_dtype:
+            self._work = gradient.contiguous().view(-1)
+            return
         if self._work is None:
             shape = self.layout.shape
             self._work = torch.empty(shape.length, dtype=self._sum_dtype, device=shape.device)

@@ -15,11 +15,14 @@ _MOST_CHUNKS = 128
 
 
 def chunk_rows(shape: Sequence[int]) -> int:
-    """Return the rows (of dimension 0) of a chunk: tensors are divided, and their norms added up, by chunks."""
+    """Return the rows (of dimension 0) of a chunk: tensors are divided, and their norms added up, by chunks.
+
+    It is a power of two, so that common shapes are divided evenly.
+    """
     if not shape:
         return 1
     elements = max(_CHUNK, math.prod(shape) // _MOST_CHUNKS)
-    return max(1, elements // max(1, math.prod(shape[1:])))
+    return 1 << max(1, elements // max(1, math.prod(shape[1:]))).bit_length() - 1
 
 
 @dataclass(frozen=True)

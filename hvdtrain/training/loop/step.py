@@ -144,14 +144,16 @@ class Stepper:
         with self.spans("clip"):
             numbers = self._numbers(gradients, totals)
             copy = HostCopy(numbers)  # before the update of the parameters, so that it does not wait for it
-            updates_first = self.by_device and len(gradients) == self._updated
+            count_of_gradients = len(gradients)
+            updates_first = self.by_device and count_of_gradients == self._updated
             result = None if updates_first else self._result(copy.tolist(), nominal)
             if result is not None and not self.by_device:
                 self._scale(gradients, result, nominal)
+            del gradients  # an engine may free them before it gathers parameters
         with self.spans("optimizer"):
             if result is None or result.applied:
                 self._update(numbers, nominal)
-                self._updated = len(gradients)
+                self._updated = count_of_gradients
             if result is None:
                 result = self._result(copy.tolist(), nominal)
             self.engine.commit(applied=result.applied)
