@@ -1,11 +1,14 @@
-"""What an engine that divides parameters among ranks can divide."""
+"""What engines share that divide parameters among ranks: what can be divided, and the optimizer of the owned part."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.state.train_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself. Others may need whole tensors."""
@@ -39,3 +42,22 @@ def refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Pa
                 expected="nn.Embedding(sparse=False)",
                 next_step="or --parallel.engine horovod --parallel.shard none",
             )
+
+
+def use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Mapping[str, Owned]) -> None:
+    """Let the optimizer's groups contain what this rank owns of the parameters in `names`, with its state of that."""
+    for group in optimizer.param_groups:
+        kept = []
+        for parameter in group["params"]:
+            if parameter not in names:  # owned already
+                kept.append(parameter)
+                continue
+            own, state = owned.get(names[parameter]), optimizer.state.pop(parameter, {})
+            if own is not None and own.parameter is not None:
+                kept.append(own.parameter)
+                if state:  # made by the optimizer before the first step
+                    optimizer.state[own.parameter] = {
+                        slot: own.cut(value).clone() if isinstance(value, Tensor) else value
+                        for slot, value in state.items()
+                    }
+        group["params"] = kept

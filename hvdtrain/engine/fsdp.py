@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_group import is_lost_rank, lost_rank, new_group
 from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.divisible import BY_ELEMENT, refuse_what_cannot_be_divided, updates_by_element
+from hvdtrain.engine.divisible import BY_ELEMENT, refuse_what_cannot_be_divided, updates_by_element, use_owned
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
@@ -64,7 +64,7 @@ class FsdpEngine(Engine):
         self._parameters = {name: p for name, p in model.named_parameters() if name in set(names.values())}
         self._owned = {name: _own(parameter, comm) for name, parameter in self._parameters.items()}
         self._trained = self._which_are_trained()
-        _use_owned(optimizer, names, self._owned)
+        use_owned(optimizer, names, self._owned)
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
@@ -170,23 +170,6 @@ def _own(parameter: nn.Parameter, comm: Comm) -> Owned:
     owners = tuple(range(min(comm.size, -(-len(parameter) // -(-len(parameter) // comm.size)))))
     mine = nn.Parameter(rows, requires_grad=parameter.requires_grad) if rows.numel() else None
     return Owned(mine, place, owners)
-
-
-def _use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Mapping[str, Owned]) -> None:
-    """Let the optimizer's groups contain this rank's rows, with the state it has of them."""
-    for group in optimizer.param_groups:
-        kept = []
-        for whole in group["params"]:
-            own = owned[names[whole]]
-            state = optimizer.state.pop(whole, {})
-            if own.parameter is not None:
-                kept.append(own.parameter)
-                if state:  # made by the optimizer before the first step
-                    optimizer.state[own.parameter] = {
-                        slot: own.cut(value).clone() if isinstance(value, Tensor) else value
-                        for slot, value in state.items()
-                    }
-        group["params"] = kept
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:

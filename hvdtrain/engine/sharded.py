@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine, Loss
-from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.divisible import refuse_what_cannot_be_divided, updates_by_element
+from hvdtrain.engine.divisible import refuse_what_cannot_be_divided, updates_by_element, use_owned
+from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, LaunchError
@@ -34,7 +30,7 @@ from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shard_bucket import ShardBucket
-from hvdtrain.spans import GATHER, Spans
+from hvdtrain.spans import Spans
 from hvdtrain.state.train_state import Owned
 
 _RANK_BYTES = 1 << 20
@@ -57,8 +53,8 @@ class ShardedEngine(Engine):
         model: with equal parameters on all ranks.
         named: the optimizer's parameters, in the model's order.
         bucket_bytes: size limit of a bucket.
-        sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2). This
-            exchanges as often, and a rank never holds all gradients.
+        sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2): one
+            exchange for each, and a rank never holds all gradients.
 
     Errors:
         ConfigError: the model or the optimizer cannot be divided among the ranks.
@@ -101,7 +97,7 @@ class ShardedEngine(Engine):
                 found=f"parameters for {len(owners)} of {comm.size} ranks",
                 next_step="--parallel.shard none",
             )
-        self._use_owned()
+        use_owned(optimizer, self._names, self._owned)
         self._gathers = self._make_gathers()
 
     def _add(self, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -118,28 +114,8 @@ class ShardedEngine(Engine):
         self._queue = BucketQueue(self._buckets, 1.0, self._spans, _AT_ONCE * self._bucket_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
-    def _make_gathers(self) -> _Gathers:
-        return _Gathers(self._model, self._bucket_of, self._spans, _AT_ONCE * self._bucket_bytes)
-
-    def _use_owned(self) -> None:
-        """Let the optimizer's groups contain what this rank owns, with the state it has of it."""
-        for group in self.optimizer.param_groups:
-            kept = []
-            for parameter in group["params"]:
-                name = self._names.get(parameter)
-                owned = self._owned.get(name) if name is not None else None
-                if name is None:  # this rank's rows of an earlier parameter
-                    kept.append(parameter)
-                    continue
-                state = self.optimizer.state.pop(parameter, {})
-                if owned is not None and owned.parameter is not None:
-                    kept.append(owned.parameter)
-                    if state:  # made by the optimizer before the first step
-                        self.optimizer.state[owned.parameter] = {
-                            slot: owned.cut(value).clone() if isinstance(value, Tensor) else value
-                            for slot, value in state.items()
-                        }
-            group["params"] = kept
+    def _make_gathers(self) -> Gathers:
+        return Gathers(self._model, self._bucket_of, self._spans, _AT_ONCE * self._bucket_bytes)
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients. Collective: yes, if parameters were added, frozen or freed since the last step."""
@@ -164,7 +140,7 @@ class ShardedEngine(Engine):
                 before += [p for p in group["params"] if p in added]
             self._groups += [list(group["params"]) for group in self.optimizer.param_groups[len(self._groups) :]]
             self._add(named)
-            self._use_owned()
+            use_owned(self.optimizer, self._names, self._owned)
             self._gathers.close()
             self._gathers = self._make_gathers()
         trained = [parameter.requires_grad for parameter in self._names]
@@ -298,128 +274,6 @@ class ShardedEngine(Engine):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-class _Gathers:
-    """Waits for gathered parameters in forward passes: at each block, and at each module outside of blocks.
-
-    A parameter that is used before its module runs, or without it, is waited for at the start of a step. The first
-    step with a forward pass finds these. Up to it, all parameters are waited for at the start.
-    """
-
-    def __init__(
-        self, model: nn.Module, bucket_of: Mapping[nn.Parameter, ShardBucket], spans: Spans, limit_bytes: int
-    ) -> None:
-        self._spans, self._limit_bytes = spans, limit_bytes
-        self._waiting: deque[ShardBucket] = deque()
-        self._running: list[ShardBucket] = []
-        self._of_unit: dict[nn.Module, list[ShardBucket]] = {}
-        self._units: dict[nn.Parameter, set[nn.Module]] = {}
-        self._early: dict[ShardBucket, None] = {}
-        self._ran: set[nn.Module] = set()
-        self._is_first, self._is_watching = True, False
-        self._undo: list[Callable[[], object]] = []
-        repeated = blocks(model)
-        inside = {module for block in repeated for module in block.modules()}
-        for unit in [*repeated, *(module for module in model.modules() if module not in inside)]:
-            own = unit.parameters(recurse=unit in inside)
-            parameters = [p for p in own if p in bucket_of]
-            if parameters:
-                self._of_unit[unit] = list(dict.fromkeys(bucket_of[p] for p in parameters))
-                for parameter in parameters:
-                    self._units.setdefault(parameter, set()).add(unit)
-                self._hook(unit)
-        self._is_compiled = any(unit._compiled_call_impl is not None for unit in self._of_unit)
-
-    def _hook(self, unit: nn.Module) -> None:
-        inner = unit._compiled_call_impl
-        if inner is None:
-            self._undo.append(unit.register_forward_pre_hook(lambda module, _: self._enter(module)).remove)
-            return
-
-        def call(*arguments: Any, **keywords: Any) -> Any:  # outside of what is compiled
-            self._enter(unit)
-            return inner(*arguments, **keywords)
-
-        unit._compiled_call_impl = call
-        self._undo.append(partial(setattr, unit, "_compiled_call_impl", inner))
-
-    def _enter(self, unit: nn.Module) -> None:
-        self._ran.add(unit)
-        self._wait(self._of_unit[unit])
-
-    def start(self, buckets: Iterable[ShardBucket]) -> None:
-        """Gather these buckets in this order, equal on all ranks. Collective: yes."""
-        self._waiting += buckets
-        self._start_some()
-
-    def _start_some(self) -> None:
-        """Start gathers up to the limit."""
-        while self._waiting:
-            length = sum(bucket.nbytes for bucket in [*self._running, self._waiting[0]])
-            if self._running and length > self._limit_bytes:
-                return
-            self._running.append(bucket := self._waiting.popleft())
-            bucket.start_gather()
-
-    def finish(self, buckets: Iterable[ShardBucket] | None = None) -> None:
-        """Wait for these buckets (default: all)."""
-        for bucket in [*self._running, *self._waiting] if buckets is None else buckets:
-            while bucket in self._running or bucket in self._waiting:
-                first = bucket if bucket in self._running else self._running[0]
-                first.finish_gather()
-                self._running.remove(first)
-                self._start_some()
-
-    def _wait(self, buckets: Iterable[ShardBucket]) -> None:
-        pending = [bucket for bucket in buckets if bucket in self._running or bucket in self._waiting]
-        if pending:
-            with self._spans(GATHER):
-                self.finish(pending)
-
-    def begin(self) -> None:
-        """Start a step: wait for the parameters that may be used before their module runs."""
-        if self._is_watching:
-            self._is_first = self._is_watching = False
-            for unit in self._of_unit.keys() - self._ran:
-                self._early |= dict.fromkeys(self._of_unit[unit])
-        every = (bucket for of_unit in self._of_unit.values() for bucket in of_unit)
-        with self._spans("forward"):
-            self._wait(dict.fromkeys(every) if self._is_first else self._early)
-
-    def watch(self) -> AbstractContextManager[object]:
-        """Return a context that finds parameters that are used before a module of theirs has run."""
-        if not self._is_first:
-            return nullcontext()
-        if not self._is_watching:
-            self._is_watching = True
-            self._ran.clear()  # by an evaluation
-        return nullcontext() if self._is_compiled else _Uses(self._used)
-
-    def _used(self, parameter: nn.Parameter) -> None:
-        units = self._units.get(parameter)
-        if units and not units & self._ran:
-            self._early |= {bucket: None for unit in units for bucket in self._of_unit[unit]}
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for undo in self._undo:
-            undo()
-
-
-class _Uses(TorchFunctionMode):
-    """Calls a function with each parameter that an operation of torch is called with."""
-
-    def __init__(self, on_use: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self._on_use = on_use
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # shapes and dtypes are no values
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, nn.Parameter):
-                    self._on_use(value)
-        return func(*args, **(kwargs or {}))
 
 
 def make_sharded(parts: EngineParts) -> ShardedEngine:
