@@ -91,8 +91,14 @@ def share(check: Check) -> None:
     """Compare the losses of two ranks that share the device with those of one."""
     steps = f"--train.steps={4 if check.quick else 12}"
     one = check.job("one", steps)
-    for name, launch in {"MPI": (), "Gloo": (*_LAUNCH, "--")}.items():
-        found = check.job(f"two-{name}", steps, size=2, device=check.shared, launch=launch)
+    ways: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+        "MPI": ((), ()),
+        "Gloo": ((*_LAUNCH, "--"), ()),
+        "ZeRO": ((), ["--parallel.shard=gradients"]),
+        "DDP": ((), ["--parallel.engine=ddp"]),
+    }
+    for name, (launch, options) in ways.items():
+        found = check.job(f"two-{name}", steps, *options, size=2, device=check.shared, launch=launch)
         worst = _worst(found, one)
         check.emit(
             f"losses, 2 ranks by {name} and 1", worst, "largest relative difference", "<= 1e-4", ok=worst <= 1e-4
