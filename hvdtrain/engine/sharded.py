@@ -269,6 +269,9 @@ class ShardedEngine(Engine):
         self._gathers.close()
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
+        for owned in self._owned.values():
+            if owned.parameter is not None:
+                self.optimizer.state.pop(owned.parameter, None)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -236,6 +236,20 @@ def test_law_10_a_checkpoint_fits_any_division(tmp_path: Path) -> None:
     _close(one.state(), resized.state(), 1e-4)
 
 
+def test_a_task_may_be_trained_again(tmp_path: Path) -> None:
+    """Its optimizer has the model's parameters again, and no state of the first training."""
+    tasks: dict[int, Task] = {}
+
+    def build(rank: int) -> Task:
+        return tasks.setdefault(rank, _stack(OPTIMIZERS["momentum"])(rank))
+
+    first = _train(tmp_path / "first", *SHORT[1:], SHARD, size=2, build=build)
+    optimizer: Any = tasks[0].optimizer
+    assert [*optimizer.param_groups[0]["params"]] == [*tasks[0].model.parameters()] and not optimizer.state
+    again = _train(tmp_path / "again", *SHORT[1:], SHARD, size=2, build=build)
+    assert again.losses()[-1] < first.losses()[-1] < first.losses()[0]
+
+
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="embedding makes sparse gradients"):
         _train(tmp_path, *SHORT[1:], SHARD, size=2, build=_stack(OPTIMIZERS["momentum"], sparse=True))
