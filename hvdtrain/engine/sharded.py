@@ -226,7 +226,8 @@ class ShardedEngine(Engine):
         self.optimizer.zero_grad()
         for bucket in self._buckets:
             bucket.clear()
-        self._gathers.start(reversed(self._buckets))
+        # Now: parameters may be frozen before the last gather starts.
+        self._gathers.start([bucket for bucket in reversed(self._buckets) if bucket.is_trained])
 
     def complete(self) -> None:
         """Wait for the parameters that other ranks have updated."""

@@ -158,15 +158,18 @@ class ShardBucket(Bucket):
         return found
 
     def start_gather(self) -> None:
-        """Start to send this rank's parameters to all ranks, if any was trained. Collective: yes."""
-        if not any(parameter.requires_grad for parameter in self.layout.parameters):
-            return
+        """Start to send this rank's parameters to all ranks. Collective: yes."""
         shape = self.layout.shape
         sent = torch.empty(self._segment, dtype=shape.dtype, device=shape.device)
         for shard in self._own:
             assert shard.owned is not None
             self._own_part(shard).view(sent).copy_(shard.owned.detach())
         self._gather = sent, self._comm.allgather(sent, name=f"{shape.name}/parameters")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter of the bucket is trained now."""
+        return any(parameter.requires_grad for parameter in self.layout.parameters)
 
     @property
     def nbytes(self) -> int:

@@ -307,3 +307,24 @@ def test_a_skipped_step_is_replayed_and_leaves_no_trace(shard: str, tmp_path: Pa
     assert progress["losses"] == pytest.approx(expected["losses"], rel=2e-6)
     found = [line for line in read_journal(divided.run / "journal.jsonl") if line.get("event") == "not_finite"]
     assert found and not any(line["failures"] for line in found)
+
+
+def test_parameters_may_be_frozen_and_freed(tmp_path: Path) -> None:
+    """A block is frozen at first and trained from step 3 on; another is frozen from step 6 on."""
+
+    def build(rank: int) -> Task:
+        task = _stack(OPTIMIZERS["momentum"])(rank)
+        model: Any = task.model
+        model.layers[0].requires_grad_(False)
+
+        def schedule(step: int) -> float:  # called before each step
+            model.layers[0].requires_grad_(step >= 3)
+            model.layers[1].requires_grad_(step < 6)
+            return 1.0
+
+        return Task(model, task.loss, task.train_data, optimizer=task.optimizer, schedule=schedule)
+
+    whole = _train(tmp_path / "whole", *SHORT[1:], size=2, build=build)
+    divided = _train(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
+    assert divided.losses() == whole.losses()
+    _equal(divided.state(), whole.state())
