@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError
+from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.train_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -61,3 +66,49 @@ def use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Ma
                         for slot, value in state.items()
                     }
         group["params"] = kept
+
+
+class DividedEngine(Engine):
+    """The engine of a rank that updates a part of the parameters, and delivers residuals of earlier compressed steps.
+
+    A subclass sets `_owned`, and adds `_residuals`, sums over all ranks by parameter, to the gradients of a step.
+    """
+
+    _owned: Mapping[str, Owned]
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, comm: Comm) -> None:
+        self.optimizer = optimizer
+        self._model, self._comm = model, comm
+        self._residuals: dict[str, Tensor] = {}
+
+    def owned(self) -> Mapping[str, Owned]:
+        """Return what this rank's optimizer updates."""
+        return self._owned
+
+    def _whole_shapes(self) -> Iterable[Sequence[int]] | None:
+        """Return the `shapes` of `squared_norm` for the gradients of `finish`."""
+        return None
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes."""
+        squared = squared_norm(gradients, self._whole_shapes()).reshape(1)
+        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+
+    def commit(self, *, applied: bool) -> None:
+        """Forget the delivered residuals, if the step was applied."""
+        if applied:
+            self._residuals = {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return residuals that were loaded and not delivered yet."""
+        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
+        ranks = int(values["ranks"])
+        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}

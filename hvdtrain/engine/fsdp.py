@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,17 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_group import is_lost_rank, lost_rank, new_group
-from hvdtrain.engine.base import Engine, Loss
+from hvdtrain.engine.base import Loss
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.divisible import BY_ELEMENT, refuse_what_cannot_be_divided, updates_by_element, use_owned
+from hvdtrain.engine.divisible import (
+    BY_ELEMENT,
+    DividedEngine,
+    refuse_what_cannot_be_divided,
+    updates_by_element,
+    use_owned,
+)
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
-from hvdtrain.exchange.active_buckets import is_residual, residual_key
-from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.divided import local, place_of
 from hvdtrain.state.sync import broadcast_parameters
 from hvdtrain.state.train_state import Owned
@@ -31,7 +34,7 @@ _groups: list[torch.distributed.ProcessGroup] = []
 """The group of all engines of this process: torch remembers meshes by their ranks, and a mesh has its group."""
 
 
-class FsdpEngine(Engine):
+class FsdpEngine(DividedEngine):
     """Each rank holds rows of every parameter, with their gradients and optimizer state.
 
     The ranks gather the parameters of a block before its forward and its backward pass, and free them after it. In the
@@ -51,10 +54,8 @@ class FsdpEngine(Engine):
     def __init__(
         self, optimizer: Optimizer, model: nn.Module, named: list[tuple[str, nn.Parameter]], comm: Comm
     ) -> None:
-        self.optimizer = optimizer
-        self._model, self._comm = model, comm
+        super().__init__(optimizer, model, comm)
         self._remaining = 0
-        self._residuals: dict[str, Tensor] = {}
         names = {parameter: name for name, parameter in named}
         broadcast_parameters(model, comm)
         if not _groups:
@@ -110,38 +111,10 @@ class FsdpEngine(Engine):
             gradients.append(rows.grad)
         return gradients
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
-        squared = squared_norm(gradients).reshape(1)
-        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
-
     def complete(self) -> None:
         """Free gathered parameters: a forward pass without a backward pass leaves some."""
         for module in self._modules:
             module.reshard()
-
-    def owned(self) -> Mapping[str, Owned]:
-        """Return the rows of this rank."""
-        return self._owned
-
-    def commit(self, *, applied: bool) -> None:
-        """Forget the delivered residuals, if the step was applied."""
-        if applied:
-            self._residuals = {}
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        for residual in self._residuals.values():
-            residual.mul_(factor)
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return residuals that were loaded and not delivered yet."""
-        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
-        ranks = int(values["ranks"])
-        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]

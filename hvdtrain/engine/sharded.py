@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,16 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.base import Engine, Loss
-from hvdtrain.engine.divisible import refuse_what_cannot_be_divided, updates_by_element, use_owned
+from hvdtrain.engine.base import Loss
+from hvdtrain.engine.divisible import DividedEngine, refuse_what_cannot_be_divided, updates_by_element, use_owned
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import lay_out, plan
-from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
-from hvdtrain.state.train_state import Owned
 
 _RANK_BYTES = 1 << 20
 """Least default size of a bucket for each rank, so that each rank owns several chunks of it."""
@@ -40,7 +37,7 @@ _BUCKETS, _AT_ONCE = 16, 2
 """Default number of buckets of a small model, and how many are exchanged at a time: their memory is not divided."""
 
 
-class ShardedEngine(Engine):
+class ShardedEngine(DividedEngine):
     """Each rank owns rows of the parameters: it sums their gradients, and its optimizer updates only them.
 
     A bucket's gradients are summed at their owners while backward runs (reduce-scatter). After the update, an allgather
@@ -71,8 +68,8 @@ class ShardedEngine(Engine):
         *,
         sums_each_pass: bool = False,
     ) -> None:
-        self.optimizer = optimizer
-        self._model, self._comm, self._spans = model, comm, spans or Spans()
+        super().__init__(optimizer, model, comm)
+        self._spans = spans or Spans()
         self._bucket_bytes = bucket_bytes
         self._by_element = updates_by_element(optimizer)
         self._buckets: list[ShardBucket] = []
@@ -81,8 +78,7 @@ class ShardedEngine(Engine):
         self._names: dict[nn.Parameter, str] = {}
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained: list[bool] = []
-        self._residuals: dict[str, Tensor] = {}
-        self._undelivered: dict[str, Tensor] = {}  # of them, in this step
+        self._undelivered: dict[str, Tensor] = {}  # residuals, in this step
         self._sums_each_pass = sums_each_pass
         self._micro_batches = self._passes = 0
         self._is_exchanging = False
@@ -214,11 +210,8 @@ class ShardedEngine(Engine):
                     self._add_residual(name, parameter)
         return self._queue.finish()
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
-        shapes = [shape for bucket in self._buckets for shape in bucket.shapes()]
-        squared = squared_norm(gradients, shapes).reshape(1)
-        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+    def _whole_shapes(self) -> Iterable[Sequence[int]]:
+        return [shape for bucket in self._buckets for shape in bucket.shapes()]
 
     def step(self) -> None:
         """Update what this rank owns, and start to send it to all ranks. Collective: yes."""
@@ -232,29 +225,6 @@ class ShardedEngine(Engine):
     def complete(self) -> None:
         """Wait for the parameters that other ranks have updated."""
         self._gathers.finish()
-
-    def owned(self) -> Mapping[str, Owned]:
-        """Return what this rank's optimizer updates."""
-        return self._owned
-
-    def commit(self, *, applied: bool) -> None:
-        """Forget the delivered residuals, if the step was applied."""
-        if applied:
-            self._residuals = {}
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        for residual in self._residuals.values():
-            residual.mul_(factor)
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return residuals that were loaded and not delivered yet."""
-        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
-        ranks = int(values["ranks"])
-        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters by bucket."""

@@ -23,7 +23,7 @@ FSDP = "--parallel.engine=fsdp"
 
 
 def _whole(folder: Path, *options: str, size: int = 1) -> Recorded:
-    """The same training on one rank, or more of which each has the whole model."""
+    """The same training on ranks that each have the whole model."""
     train_on_threads(*STACK, *options, f"--run_dir={folder / 'run'}", size=size)
     return Recorded(folder, 0, "", "")
 

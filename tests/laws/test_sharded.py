@@ -153,7 +153,7 @@ def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> Non
 
 
 class Triple(torch.autograd.Function):
-    """A function of which torch's overrides are not told."""
+    """A function that calls no operation of torch with the parameter itself."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hvdtrain import Task
 
 
 def rank() -> int:
-    """As mpirun, `horovodrun --gloo` or torchrun tells it."""
+    """Return the rank, from the variables of mpirun, `horovodrun --gloo` or torchrun."""
     names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
     return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
