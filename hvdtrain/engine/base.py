@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.state.train_state import Owned
+from hvdtrain.state.exchange_state import Owned
 
 Loss = tuple[Tensor, "Tensor | float"]
 """The sum of the losses of a micro-batch, and its weight."""

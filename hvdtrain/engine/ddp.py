@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.comm.torch_group import end_group, is_lost_rank, lost_rank, new_group
+from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_group import end_group, new_group
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.local import LocalEngine

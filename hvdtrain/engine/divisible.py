@@ -13,7 +13,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.state.train_state import Owned
+from hvdtrain.state.exchange_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself. Others may need whole tensors."""

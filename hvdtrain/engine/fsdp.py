@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.torch_group import is_lost_rank, lost_rank, new_group
+from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_group import new_group
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.divisible import (
@@ -24,8 +25,8 @@ from hvdtrain.engine.divisible import (
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import local, place_of
+from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.sync import broadcast_parameters
-from hvdtrain.state.train_state import Owned
 
 _ELSEWHERE = "--parallel.engine horovod, with --parallel.shard gradients if memory is short"
 

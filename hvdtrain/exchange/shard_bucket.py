@@ -16,8 +16,8 @@ from hvdtrain.errors import TaskError
 from hvdtrain.exchange.bucket import Bucket
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.shards import Rows, divide
+from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
-from hvdtrain.state.train_state import Owned
 
 
 @dataclass(frozen=True)

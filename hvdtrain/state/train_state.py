@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
+from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.pieces import Key, Place, StateDict
 
 _NUMBERS = "optimizer_values"
@@ -32,90 +33,6 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) that roll backs skipped, in order
     rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
     lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
-
-
-@dataclass(frozen=True)
-class Owned:
-    """The part of a model's parameter that this rank's optimizer updates.
-
-    Attributes:
-        parameter: of the optimizer; None if other ranks update all of it.
-        place: of this part; None for the whole parameter, on every rank.
-        owners: ranks that update a part of it; empty for all ranks.
-    """
-
-    parameter: nn.Parameter | None
-    place: Place | None = None
-    owners: tuple[int, ...] = ()
-
-    def place_of(self, value: Tensor) -> Place | None:
-        """Return the place of a tensor in the optimizer's state of this part."""
-        if self.place is None or self.parameter is None:
-            return None
-        if value.shape == self.parameter.shape:
-            return self.place
-        return Place(tuple(value.shape), (0,) * value.dim(), self.owners)
-
-    def cut(self, value: Tensor) -> Tensor:
-        """Return this part of a tensor in the optimizer's state of the whole parameter."""
-        if self.place is None or self.parameter is None or tuple(value.shape) != self.place.shape:
-            return value
-        return self.place.cut(value, self.parameter.shape)
-
-
-class Exchange(Protocol):
-    """State between exchanges of gradients: the bucket plan, and the residuals of compression."""
-
-    def complete(self) -> None:
-        """Wait until the model's parameters are those of the last step."""
-
-    def owned(self) -> Mapping[str, Owned] | None:
-        """Return the owned part of each parameter in the optimizer, by name; None if ranks own all of all."""
-
-    def synchronize_state(self) -> None:
-        """Make the state equal on all ranks. Collective: yes."""
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors that `synchronize_state` would produce, without changing any. Collective: yes.
-
-        They are valid until the next step.
-        """
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name, and plain values."""
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load them, possibly without a copy."""
-
-
-class ExchangeState(Exchange):
-    """The state of an exchange between two rounds, after its buckets were freed."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._state = exchange.state_dict()
-        self._owned = exchange.owned()
-
-    def complete(self) -> None:
-        """Do nothing: no exchange is running."""
-
-    def owned(self) -> Mapping[str, Owned] | None:
-        """Return the owned parts in the round that has ended."""
-        return self._owned
-
-    def synchronize_state(self) -> None:
-        """Do nothing: there are no other ranks."""
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors."""
-        return self._state[0]
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the plain values."""
-        return self._state
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace them."""
-        self._state = dict(tensors), dict(values)
 
 
 @dataclass

@@ -21,8 +21,9 @@ from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
+from hvdtrain.state.exchange_state import ExchangeState
 from hvdtrain.state.snapshot import Commits
-from hvdtrain.state.train_state import ExchangeState, Progress, TrainState
+from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
