@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from hvdtrain.errors import ConfigError
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated parts of a model: members, with parameters, of its outermost ModuleLists and Sequentials."""
@@ -16,3 +18,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         else:
             waiting += module.children()
     return list(dict.fromkeys(found))
+
+
+def require_blocks(model: nn.Module, options: str, action: str, next_step: str) -> list[nn.Module]:
+    """Return the blocks of a model, where `options` need them for an action.
+
+    Errors:
+        ConfigError: the model has no blocks.
+    """
+    if found := blocks(model):
+        return found
+    raise ConfigError(
+        f"{options}, but the model has no blocks to {action}",
+        expected="an nn.ModuleList or nn.Sequential of modules with parameters",
+        found=type(model).__name__,
+        next_step=next_step,
+    )

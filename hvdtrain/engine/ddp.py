@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import end_group, new_group
 from hvdtrain.compression.table import parse
@@ -25,6 +22,7 @@ from hvdtrain.engine.base import Loss
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.exchange.agreement import check_same_names
 
 _BUCKET_MIB = 25.0
 _WARM_UP_PASSES = 2
@@ -175,14 +173,7 @@ class DdpEngine(LocalEngine):
     def _wrap(self, trained: list[tuple[str, nn.Parameter]]) -> None:
         """Make DDP for the parameters that are trained now. Collective: yes."""
         self._ddp, self._wrapped = None, [parameter for _, parameter in trained]
-        names = [name for name, _ in trained]
-        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-        if len(set(allgather_json(self._comm, digest, name="ddp/parameters"))) > 1:
-            raise TaskError(
-                "ranks train different parameters",
-                expected="parameters that are added or frozen in the same step on all ranks",
-                found=f"{len(names)} trained parameter(s) on this rank",
-            )
+        check_same_names(self._comm, [name for name, _ in trained], name="ddp/parameters")
         if not trained:
             return
         # All ranks have equal parameters: DDP need not send them.

@@ -25,6 +25,21 @@ def updates_by_element(optimizer: Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in {f"torch.optim.{n.lower()}.{n}" for n in BY_ELEMENT}
 
 
+def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> None:
+    """Check that there are ranks to divide something among; the options `without` do not divide it.
+
+    Errors:
+        ConfigError: there is one rank.
+    """
+    if comm.size == 1:
+        raise ConfigError(
+            f"{options} divides the {divided} among ranks",
+            expected="2 or more ranks",
+            found="1 rank",
+            next_step=f"{without}: it resumes checkpoints of divided runs, too",
+        )
+
+
 def refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
     """Check that no two parameters share memory, and that gradients are dense.
 

@@ -14,10 +14,11 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import new_group
 from hvdtrain.engine.base import Loss
-from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.blocks import blocks, require_blocks
 from hvdtrain.engine.divisible import (
     BY_ELEMENT,
     DividedEngine,
+    refuse_one_rank,
     refuse_what_cannot_be_divided,
     updates_by_element,
     use_owned,
@@ -180,13 +181,7 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
 
 
 def _check_job(parts: EngineParts) -> None:
-    if parts.comm.size == 1:
-        raise ConfigError(
-            "--parallel.engine fsdp divides the model among ranks",
-            expected="2 or more ranks",
-            found="1 rank",
-            next_step="--parallel.engine horovod --parallel.shard none: it resumes checkpoints of divided runs, too",
-        )
+    refuse_one_rank(parts.comm, "--parallel.engine fsdp", "model", "--parallel.engine horovod --parallel.shard none")
     if getattr(parts.comm, "through_host", False):
         raise ConfigError(
             "--parallel.engine fsdp, but ranks share a GPU",
@@ -203,14 +198,7 @@ def _check_job(parts: EngineParts) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    found = blocks(model)
-    if not found:
-        raise ConfigError(
-            "--parallel.engine fsdp, but the model has no blocks to divide",
-            expected="an nn.ModuleList or nn.Sequential of modules with parameters",
-            found=type(model).__name__,
-            next_step=_ELSEWHERE,
-        )
+    found = require_blocks(model, "--parallel.engine fsdp", "divide", _ELSEWHERE)
     names = {module: name for name, module in model.named_modules()}
     inside = {module: block for block in found for module in block.modules()}
     user: dict[nn.Parameter, tuple[nn.Module, str]] = {}

@@ -6,8 +6,6 @@ ZeroRedundancyOptimizer is not used: each rank sums all gradients with it, and i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -17,14 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.comm.objects import allgather_json
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
-from hvdtrain.engine.divisible import DividedEngine, refuse_what_cannot_be_divided, updates_by_element, use_owned
+from hvdtrain.engine.divisible import (
+    DividedEngine,
+    refuse_one_rank,
+    refuse_what_cannot_be_divided,
+    updates_by_element,
+    use_owned,
+)
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.table import EngineParts
-from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.errors import ConfigError
+from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.shard_bucket import ShardBucket
@@ -148,16 +152,7 @@ class ShardedEngine(DividedEngine):
                     on_gradient: Any = partial(self._on_gradient, name)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
             names = [name for parameter, name in self._names.items() if parameter.requires_grad]
-            digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-            others = allgather_json(self._comm, [digest, len(names)], name="gradients/trained")
-            if any(other != others[0] for other in others):
-                raise LaunchError(
-                    "the ranks train different parameters",
-                    expected=f"the {others[0][1]} of rank 0 on every rank",
-                    found=", ".join(f"{count} on rank {rank}" for rank, (_, count) in enumerate(others)),
-                    next_step="freeze and add parameters in the same steps on every rank",
-                    everywhere=True,
-                )
+            check_same_names(self._comm, names, name="gradients/trained")
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass; the first one finds parameters that are used before their module."""
@@ -256,13 +251,7 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
     Errors:
         ConfigError: there is one rank, or the model or the optimizer cannot be divided.
     """
-    if parts.comm.size == 1:
-        raise ConfigError(
-            f"--parallel.shard {parts.shard} divides the optimizer among ranks",
-            expected="2 or more ranks",
-            found="1 rank",
-            next_step="--parallel.shard none: it resumes checkpoints of divided runs, too",
-        )
+    refuse_one_rank(parts.comm, f"--parallel.shard {parts.shard}", "optimizer", "--parallel.shard none")
     bucket_bytes = prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib)
     if parts.bucket_mib is None:
         total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)

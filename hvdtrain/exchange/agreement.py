@@ -1,4 +1,4 @@
-"""Make one plan of buckets for all ranks, and check that they have the same parameters."""
+"""Check that all ranks have the same parameters, and make one plan of buckets for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ from hvdtrain.compression.sizes import FEW_ROWS
 from hvdtrain.errors import LaunchError
 from hvdtrain.exchange.buckets import Named, Plan
 from hvdtrain.exchange.rows import count_rows
+
+
+def check_same_names(comm: Comm, names: Sequence[str], *, name: str) -> None:
+    """Check that all ranks train the parameters of these names, in this order. Collective: yes.
+
+    Args:
+        comm: the ranks.
+        names: of the parameters that this rank trains.
+        name: of the collective.
+
+    Errors:
+        LaunchError: a rank trains other parameters than rank 0; raised on every rank.
+    """
+    answers = allgather_json(comm, [_digest(names), len(names)], name=name)
+    if any(digest != answers[0][0] for digest, _ in answers):
+        raise LaunchError(
+            "the ranks train different parameters",
+            expected=f"the {answers[0][1]} of rank 0 on every rank",
+            found=", ".join(f"{count} on rank {rank}" for rank, (_, count) in enumerate(answers)),
+            next_step="freeze and add parameters in the same steps on every rank",
+            everywhere=True,
+        )
 
 
 def agree_on_plan(
@@ -42,12 +64,11 @@ def agree_on_plan(
         LaunchError: a rank has other parameters than rank 0; raised on every rank.
     """
     described: list[list[object]] = [[n, list(p.shape), str(p.dtype)] for n, p in named]
-    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     sparse = [n for n, p in named if p.grad is not None and p.grad.is_sparse and not sparse_as_dense]
     # On one host, sending rows does not save the time that counting them on a GPU takes.
     counted = [(n, p) for n, p in named if p.device.type == "cpu" or comm.local_size < comm.size]
     rows = {n: sys.maxsize if has_residual(n) else count for n, count in count_rows(counted).items()}
-    answers = allgather_json(comm, [digest, sparse, rows], name=f"{name}/plan")
+    answers = allgather_json(comm, [_digest(described), sparse, rows], name=f"{name}/plan")
     if any(other != answers[0][0] for other, *_ in answers):
         _raise_difference(comm, described, name)
     order = broadcast_json(comm, list(finished), name=f"{name}/order")
@@ -56,6 +77,10 @@ def agree_on_plan(
     # A gradient of zeros, for example behind weights that start at zero, says nothing about later steps.
     few = {n: c for n, p in named if n not in any_sparse and 0 < (c := counts.get(n, 0)) <= FEW_ROWS * len(p)}
     return make_plan(named, finished=order, sparse=any_sparse, rows=few)
+
+
+def _digest(value: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _raise_difference(comm: Comm, described: list[list[object]], name: str) -> None:

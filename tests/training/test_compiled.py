@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engine.blocks import blocks
 from hvdtrain.errors import ConfigError
-from hvdtrain.training.loop.compiled import blocks, compile_blocks
+from hvdtrain.training.loop.compiled import compile_blocks
 
 
 class Model(nn.Module):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.engine.blocks import blocks
-from hvdtrain.errors import ConfigError
+from hvdtrain.engine.blocks import require_blocks
 
 _VARIANTS = 8
 """How often a block may be compiled: for training, for evaluation, and for batches of other shapes."""
@@ -23,14 +22,8 @@ def compile_blocks(model: nn.Module) -> int:
     Errors:
         ConfigError: the model has no blocks.
     """
-    found = blocks(model)
-    if not found:
-        raise ConfigError(
-            "--train.compile true, but the model has no blocks to compile",
-            expected="an nn.ModuleList or nn.Sequential of modules with parameters",
-            found=type(model).__name__,
-            next_step="call .compile() on the parts of the model in the task, or leave --train.compile false",
-        )
+    next_step = "call .compile() on the parts of the model in the task, or leave --train.compile false"
+    found = require_blocks(model, "--train.compile true", "compile", next_step)
     _raise_limits(len(found) * _VARIANTS)
     for block in found:
         # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.
