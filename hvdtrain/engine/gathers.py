@@ -73,7 +73,7 @@ class Gathers:
     def _start_some(self) -> None:
         """Start gathers up to the limit."""
         while self._waiting:
-            length = sum(bucket.nbytes for bucket in [*self._running, self._waiting[0]])
+            length = sum(bucket.exchange_bytes for bucket in [*self._running, self._waiting[0]])
             if self._running and length > self._limit_bytes:
                 return
             self._running.append(bucket := self._waiting.popleft())

@@ -38,7 +38,8 @@ _RANK_BYTES = 1 << 20
 """Least default size of a bucket for each rank, so that each rank owns several chunks of it."""
 
 _BUCKETS, _AT_ONCE = 16, 2
-"""Default number of buckets of a small model, and how many are exchanged at a time: their memory is not divided."""
+"""Default number of buckets of a small model, and how many are exchanged at the end of backward, when a rank has its
+sums of all others: their memory is not divided."""
 
 
 class ShardedEngine(DividedEngine):
@@ -111,11 +112,13 @@ class ShardedEngine(DividedEngine):
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
         self._names |= {parameter: name for name, parameter in named}
-        self._queue = BucketQueue(self._buckets, 1.0, self._spans, _AT_ONCE * self._bucket_bytes)
+        # More are exchanged at a time while memory is free that the sums will take.
+        self._limit_bytes = _AT_ONCE * self._bucket_bytes + sum(bucket.segment_bytes for bucket in self._buckets)
+        self._queue = BucketQueue(self._buckets, 1.0, self._spans, self._limit_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
     def _make_gathers(self) -> Gathers:
-        return Gathers(self._model, self._bucket_of, self._spans, _AT_ONCE * self._bucket_bytes)
+        return Gathers(self._model, self._bucket_of, self._spans, self._limit_bytes)
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients. Collective: yes, if parameters were added, frozen or freed since the last step."""

@@ -29,9 +29,11 @@ class Bucket(ABC):
     Attributes:
         missing: indices of the gradients of this step that are not packed yet.
         eager: whether it starts as soon as it is full, because its exchange does not wait for the device.
+        kept_bytes: memory of the sums that remain after the exchange, besides the parameters' gradients.
     """
 
     eager = True
+    kept_bytes = 0
 
     def __init__(self, layout: Layout, factor: float, *, as_views: bool) -> None:
         self.layout = layout
@@ -84,6 +86,11 @@ class Bucket(ABC):
         if own:
             torch._foreach_copy_(own, received)
         return [total._values() if total.is_sparse else total for total in sums]
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Memory of the exchange while it runs."""
+        return self.layout.shape.length * self.layout.shape.dtype.itemsize
 
     @property
     def started(self) -> bool:

@@ -24,8 +24,9 @@ class BucketQueue:
         buckets: equal on all ranks.
         weight: applied to each gradient before the exchange.
         spans: records each exchange, from its start until it was waited for.
-        limit_bytes: of the buckets that are exchanged at the same time; 0 for no limit. With a limit, buckets start in
-            their order: ranks that started different ones could wait for each other.
+        limit_bytes: of the memory of exchanges that run at the same time, and of the sums that remain; 0 for no limit.
+            One exchange may always run. With a limit, buckets start in their order: ranks that started different ones
+            could wait for each other.
     """
 
     def __init__(self, buckets: Sequence[Bucket], weight: float, spans: Spans, limit_bytes: int = 0) -> None:
@@ -110,14 +111,14 @@ class BucketQueue:
 
     def _make_room(self, number: int) -> None:
         """Wait for the oldest exchanges until a bucket fits within the limit."""
-        while self._running and sum(map(self._bytes, self._running)) + self._bytes(number) > self._limit_bytes:
+        while self._running and self._used_bytes() + self._buckets[number].exchange_bytes > self._limit_bytes:
             first = self._running.popleft()
             self._streams[first].run(self._buckets[first].wait)
             self._queue(first)
 
-    def _bytes(self, number: int) -> int:
-        shape = self._buckets[number].layout.shape
-        return shape.length * shape.dtype.itemsize
+    def _used_bytes(self) -> int:
+        running = sum(self._buckets[number].exchange_bytes for number in self._running)
+        return running + sum(bucket.kept_bytes for bucket in self._buckets)
 
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()

@@ -172,9 +172,19 @@ class ShardBucket(Bucket):
         return any(parameter.requires_grad for parameter in self.layout.parameters)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
-        return self.layout.shape.length * self.layout.shape.dtype.itemsize
+    def exchange_bytes(self) -> int:
+        """Memory of the exchange of gradients or parameters: of all ranks, and of this rank."""
+        return (self._comm.size + 1) * self.segment_bytes
+
+    @property
+    def segment_bytes(self) -> int:
+        """Memory of the gradients or parameters that this rank owns."""
+        return self._segment * self.layout.shape.dtype.itemsize
+
+    @property
+    def kept_bytes(self) -> int:  # type: ignore[override]
+        """Memory of the sums of this rank."""
+        return 0 if self._summed is None else self._summed.nbytes
 
     def finish_gather(self) -> None:
         """Wait for the parameters of the other ranks, if they are under way."""

@@ -26,6 +26,7 @@ PROMPT = "HVDTRAIN_PROMPT"
 BLOCK = "HVDTRAIN_BLOCK_IN_MPI"
 NICE = "HVDTRAIN_NICE"
 THREADS = "OMP_NUM_THREADS"
+KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,20 @@ def huge_pages(facts: Facts) -> Iterator[Setting]:
             "memory in 4 KiB pages makes large exchanges slow",
             "33.5 MB allreduce of a fresh tensor by Horovod: 4.9 to 5.4 ms without, 3.5 to 3.7 with",
             before="torch",
+        )
+
+
+def keep_memory(facts: Facts) -> Iterator[Setting]:
+    """Reuse the memory of a step's tensors in the next one; may differ by host."""
+    if not facts.host.gpus:
+        yield Setting(
+            KEEP_MEMORY,
+            "1",
+            "malloc returns the memory of large tensors to the kernel in every step",
+            "page faults in a step of a 14.6M-parameter transformer on one of two ranks: 906 without, 3 with; the step: "
+            "508 ms and 496, by DDP 569 and 535; largest resident set: 918 MiB and 937",
+            before="",  # it works at any time
+            settled_by=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"),
         )
 
 
@@ -213,6 +228,7 @@ def opal_prefix(facts: Facts) -> Iterator[Setting]:
 RULES: tuple[Callable[[Facts], Iterator[Setting]], ...] = (
     threads,
     huge_pages,
+    keep_memory,
     yield_when_idle,
     ring,
     both_ways_over_tcp,

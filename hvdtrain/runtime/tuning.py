@@ -19,8 +19,9 @@ from pathlib import Path
 from hvdtrain.runtime import environment, mpi
 from hvdtrain.runtime.environment import RankInfo, rank_info
 from hvdtrain.runtime.host import HostFacts, read_host
+from hvdtrain.runtime.memory import keep_freed_memory
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.rules import RULES, Facts, Setting
+from hvdtrain.runtime.rules import KEEP_MEMORY, RULES, Facts, Setting
 
 RECORD = "HVDTRAIN_SET"
 _PREFIX = "OMPI_MCA_"
@@ -150,4 +151,6 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     loaded = [name for name in ("torch", "mpi4py.MPI", "horovod.torch") if name in sys.modules]
     choices = choose(info, before, read_host(before), library, site=site, loaded=loaded, ours=ours)
     apply_settings(choices)
+    if environment.environ().get(KEEP_MEMORY) == "1":
+        keep_freed_memory()
     return replace(info, variables=environment.environ(), folder=Path.cwd()), choices

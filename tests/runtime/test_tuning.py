@@ -15,7 +15,7 @@ from hvdtrain.runtime import tuning
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.rules import BLOCK, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
+from hvdtrain.runtime.rules import BLOCK, KEEP_MEMORY, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
 from hvdtrain.runtime.tuning import RECORD, apply_settings, choose, our_variables, prepare
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
@@ -39,6 +39,7 @@ def test_two_ranks_that_fill_their_host() -> None:
     assert chosen(ranks(2)) == {
         THREADS: "1",
         HUGE: "1",
+        KEEP_MEMORY: "1",
         YIELD: "1",
         RING[0]: "1",
         RING[1]: "4",
@@ -48,7 +49,7 @@ def test_two_ranks_that_fill_their_host() -> None:
 
 
 def test_one_process_shares_no_cores() -> None:
-    assert chosen(RankInfo(), HostFacts(8, 8)) == {THREADS: "8", HUGE: "1"}
+    assert chosen(RankInfo(), HostFacts(8, 8)) == {THREADS: "8", HUGE: "1", KEEP_MEMORY: "1"}
 
 
 def test_the_ring_is_for_one_host() -> None:
@@ -84,7 +85,7 @@ def test_only_a_rank_that_talks_by_tcp_alone_blocks(
     ("info", "mpi"), [(ranks(2), MPICH), (ranks(2), None), (ranks(2, launcher="horovod-gloo"), OPEN_MPI)]
 )
 def test_open_mpis_settings_are_for_open_mpi(info: RankInfo, mpi: MpiLibrary | None) -> None:
-    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1", PROMPT: "1", FUSION: "0"}
+    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1", KEEP_MEMORY: "1", PROMPT: "1", FUSION: "0"}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,11 @@ def test_an_mpi_from_a_wheel_gets_opal_prefix() -> None:
 
 def test_huge_pages_where_there_are_any() -> None:
     assert HUGE not in chosen(ranks(2), HostFacts(2, 1, huge_pages=False))
+
+
+def test_memory_is_kept_where_the_cpu_computes() -> None:
+    assert KEEP_MEMORY not in chosen(ranks(2), HostFacts(2, 1, gpus=2))
+    assert KEEP_MEMORY not in chosen(ranks(2), environ={"MALLOC_TRIM_THRESHOLD_": "131072"})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,7 @@ def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str,
     apply_settings(choose(RankInfo(), before, HostFacts(8, 8), WHEEL))
     assert (environment[THREADS], environment["OPAL_PREFIX"]) == ("8", "/venv")
     ours = our_variables(environment)
-    assert ours.keys() == {THREADS, HUGE, "OPAL_PREFIX"}
+    assert ours.keys() == {THREADS, HUGE, KEEP_MEMORY, "OPAL_PREFIX"}
     environment["OPAL_PREFIX"] = "/by/mpirun"  # as mpirun does: not ours any more
     seen = {name: text for name, text in environment.items() if name not in our_variables(environment)}
     apply_settings(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
