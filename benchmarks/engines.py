@@ -27,7 +27,7 @@ from typing import Any
 
 from common import Figure, figure, options, ratios, report
 from host_jobs import HostsJob
-from jobs import Job, Setting, take_turns, warmed_up
+from jobs import BY_TORCH, Job, Setting, take_turns, warmed_up
 from peer_packages import is_installed, use_packages
 
 from hvdtrain.config.parse import parse_object
@@ -40,8 +40,14 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "zero1": {"parallel.shard": "optimizer"},
     "zero2": {"parallel.shard": "gradients"},
     "ours_on_ddp": {"parallel.engine": "ddp"},
+    "fsdp": {"parallel.engine": "fsdp"},
+    "fsdp_gloo": {"parallel.engine": "fsdp"},
+    "fsdp_int8": {"parallel.engine": "fsdp", "parallel.compression": "int8"},
 }
 """Our options by contender; one whose options this version refuses is left out."""
+
+STARTED_BY_TORCH = ("fsdp_gloo",)
+"""Those of ours whose ranks are started as torchrun does, and so use Gloo."""
 
 PEERS = (
     "no_exchange", "ddp", "ddp_zero", "accelerate", "lightning", "deepspeed_zero1", "deepspeed_zero2", "fsdp2",
@@ -56,6 +62,9 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "zero2_over_ddp_zero": ("zero2", "ddp_zero"),
     "zero2_over_fsdp2": ("zero2", "fsdp2"),
     "ddp_over_bare": ("ours_on_ddp", "ddp"),
+    "fsdp_comm_over_gloo": ("fsdp", "fsdp_gloo"),
+    "fsdp_int8_over_gloo": ("fsdp_int8", "fsdp_gloo"),
+    "fsdp_over_fsdp2": ("fsdp", "fsdp2"),
     "replicated_over_ddp": ("replicated", "ddp"),
     "replicated_over_accelerate": ("replicated", "accelerate"),
     "replicated_over_lightning": ("replicated", "lightning"),
@@ -63,7 +72,10 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 }
 """Of each ratio, what is divided by what."""
 
-BETWEEN_HOSTS = ("replicated", "zero1", "zero2", "no_exchange", "ddp", "ddp_zero", "deepspeed_zero2")
+BETWEEN_HOSTS = (
+    "replicated", "zero1", "zero2", "fsdp", "fsdp_gloo", "fsdp_int8",
+    "no_exchange", "ddp", "ddp_zero", "deepspeed_zero2",
+)  # fmt: skip
 QUICK = ("replicated", "zero2", "ours_on_ddp", "no_exchange", "ddp")
 RATE = "1gbit"
 WARM_UP, TURN_S = 6, 6.0
@@ -97,7 +109,8 @@ def contenders(wanted: Iterable[str]) -> list[str]:
 def kind(name: str) -> tuple[str, Setting]:
     """Return what `jobs.Job` calls a contender, and what it trains."""
     ours = {"observe.stall_timeout_s": 0, **OURS.get(name, {})}
-    return "ours" if name in OURS else f"engine_loops:{name}", Setting("llama15m", 4, optimizer=CONSTANT, ours=ours)
+    found = f"engine_loops:{name}" if name not in OURS else BY_TORCH if name in STARTED_BY_TORCH else "ours"
+    return found, Setting("llama15m", 4, optimizer=CONSTANT, ours=ours)
 
 
 def step_s(job: Job, turn_s: float = TURN_S) -> float:

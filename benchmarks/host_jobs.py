@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 from common import HERE
-from jobs import Job, Setting, ours, peer
+from jobs import BY_TORCH, Job, Setting, ours, peer, torchrun
 
 from tests.support.two_hosts import LINK, TwoHosts
 
@@ -23,7 +23,7 @@ PORTS = itertools.count(29500)
 
 
 class HostsJob(Job):
-    """The two processes of one contender; its `kind` is ours or one of `peer_loops.PEERS`."""
+    """The two processes of one contender; its `kind` is ours, `jobs.BY_TORCH` or one of `peer_loops.PEERS`."""
 
     def __init__(self, name: str, kind: str, setting: Setting, folder: Path, hosts: TwoHosts) -> None:
         self.name = name
@@ -33,11 +33,12 @@ class HostsJob(Job):
         self._output = (folder / "output.txt").open("w+")
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._variables = {MARK: f"{os.getpid()}/{name}", "PYTHONPATH": path, **setting.variables}
-        rank = ours(setting, folder) if kind == "ours" else peer(kind, setting, self._journal)
+        is_ours = kind in ("ours", BY_TORCH)
+        rank = ours(setting, folder) if is_ours else peer(kind, setting, self._journal)
         if kind == "ours" or kind.startswith("stock_horovod"):
             self._processes = [self._start(0, hosts.mpirun_command(rank, environment=self._variables))]
         else:
-            self._processes = self._group(rank)
+            self._processes = self._group(rank, torchrun(0, 1) if kind == BY_TORCH else {})
 
     def bytes_a_step(self, steps: int) -> float:
         """Bytes that left one host for each step, by the counters of the interfaces, over a run of so many steps."""
@@ -60,10 +61,11 @@ class HostsJob(Job):
         while self._members() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _group(self, rank: list[str]) -> list[subprocess.Popen[str]]:
+    def _group(self, rank: list[str], further: dict[str, str]) -> list[subprocess.Popen[str]]:
         a = self._hosts.a
         port = str(next(PORTS))
         group = {"MASTER_ADDR": a.address, "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": LINK}
+        group |= further
         return [self._start(number, rank, RANK=str(number), **group) for number in range(2)]
 
     def _start(self, number: int, command: list[str], **further: str) -> subprocess.Popen[str]:

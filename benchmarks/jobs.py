@@ -58,8 +58,12 @@ class Setting:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+BY_TORCH = "ours_by_torch"
+"""The name of a contender: ours, whose ranks are started as torchrun does, so that torch's engines use Gloo."""
+
+
 class Job:
-    """The processes of one contender, ours or a peer (see `peer`), which run only in their turns."""
+    """The processes of one contender, ours, `BY_TORCH` or a peer (see `peer`), which run only in their turns."""
 
     def __init__(self, name: str, setting: Setting, folder: Path) -> None:
         self.name = name
@@ -70,7 +74,7 @@ class Job:
             launch = ["horovodrun", "-np", str(setting.ranks)]
             commands = [([*launch, *ours(setting, folder)], environment(**setting.variables))]
         else:
-            commands = _peer(name, setting, self._journal)
+            commands = _by_variables(name, setting, folder)
         self._processes = [
             subprocess.Popen(command, env=env, stdout=self._output, stderr=subprocess.STDOUT)
             for command, env in commands
@@ -211,12 +215,22 @@ def peer(name: str, setting: Setting, journal: Path) -> list[str]:
     return [sys.executable, str(HERE / f"{script or 'peer_loops'}.py"), loop, json.dumps(asdict(setting)), str(journal)]
 
 
-def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
-    loop = peer(name, setting, journal)
+def torchrun(local_rank: int, local_size: int) -> dict[str, str]:
+    """The variables by which ours takes itself for started by torchrun, beside those of a group."""
+    return {
+        "TORCHELASTIC_RUN_ID": "benchmark",
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+    }
+
+
+def _by_variables(name: str, setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+    loop = ours(setting, folder) if name == BY_TORCH else peer(name, setting, folder / "journal.jsonl")
     if name in ("stock_horovod", "drop_in", "drop_in_views"):
         return [(["horovodrun", "-np", str(setting.ranks), *loop], environment())]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(setting.ranks)}
-    return [(loop, environment(**group, RANK=str(rank))) for rank in range(setting.ranks)]
+    own = [torchrun(rank, setting.ranks) if name == BY_TORCH else {} for rank in range(setting.ranks)]
+    return [(loop, environment(**group, **own[rank], RANK=str(rank))) for rank in range(setting.ranks)]

@@ -28,7 +28,7 @@ JOURNAL_KEYS = {
 """Parts of a step in their order, by the names of their spans, with their keys in the journal."""
 
 GATHER = "gather"
-"""The wait for parameters of other ranks. Its spans are nested in those of forward, which do not count it."""
+"""The wait for parameters of other ranks. Its spans are nested in others, such as forward, which do not count it."""
 
 PARTS = (*JOURNAL_KEYS, "aside")
 """The same with aside: evaluations and checkpoints since the previous step."""

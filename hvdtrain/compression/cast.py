@@ -56,7 +56,7 @@ class Fp16(Compressor):
 
     def __init__(self, shape: BucketShape, comm: Comm) -> None:
         super().__init__(shape, comm)
-        count = len(list(_pieces(shape.length, self.work)))
+        count = len(list(pieces(shape.length, self.work)))
         self._sums = shape.zeros(count, torch.float32)  # in fp32: an fp16 sum of finite values may be infinite
         self._lows, self._highs = shape.zeros(count), shape.zeros(count)
         self._first = -(comm.size - 1).bit_length()
@@ -79,7 +79,7 @@ class Fp16(Compressor):
     def exchange(self, out: Tensor) -> Phases:
         """Sum, scale back."""
         sums = yield from self._exchange_sums()
-        for number, piece in enumerate(_pieces(self.shape.length, out)):
+        for number, piece in enumerate(pieces(self.shape.length, out)):
             # torch.mul(out=) would round the product to fp16.
             summed = out[piece].copy_(sums[piece]).mul_(1 / self.scale)
             if self._steps == 0:
@@ -146,15 +146,9 @@ class _ByOwners(Compressor):
 
     def _sum_shards(self) -> Generator[Handle, Tensor, Tensor]:
         rows = (yield self.comm.alltoall(self.work, name=f"{self.shape.name}/shares")).view(-1, self._shard)
-        for piece in _pieces(self._shard, rows):
-            total = self._sum[piece]
-            if base.processes_at_once(rows.device):
-                torch.sum(rows[:, piece], 0, dtype=torch.float32, out=total)
-            else:
-                total.copy_(rows[0, piece])
-                for row in rows[1:]:
-                    total.add_(row[piece])
-            self._mine[piece].copy_(total)
+        for piece in pieces(self._shard, rows):
+            sum_rows(rows[:, piece], self._sum[piece])
+            self._mine[piece].copy_(self._sum[piece])
         return (yield self.comm.allgather(self._mine, name=f"{self.shape.name}/sums"))
 
 
@@ -192,7 +186,17 @@ class Bf16(_ByOwners):
             out[:length].copy_(sums[:length])
 
 
-def _pieces(length: int, like: Tensor) -> Iterator[slice]:
+def sum_rows(rows: Tensor, total: Tensor) -> None:
+    """Write the sum of the rows of all ranks to `total`, in fp32 and on a CPU in rank order."""
+    if base.processes_at_once(rows.device):
+        torch.sum(rows, 0, dtype=torch.float32, out=total)
+    else:
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
+
+
+def pieces(length: int, like: Tensor) -> Iterator[slice]:
     """Yield slices that cover `length` elements and stay in a core's cache from one operation to the next.
 
     One slice on a GPU, where launches cost more than a cache saves.

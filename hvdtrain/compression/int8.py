@@ -1,16 +1,13 @@
 """Gradients as 8-bit integers with a scale for each block of 256.
 
 Alistarh et al., "QSGD", 2017 (stochastic rounding); Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
-2015; Wang et al., "ZeRO++", 2023 (blocks, and an alltoall so that errors do not add up hop by hop). For a block x::
-
-    s = max |x| / 127,   q = round(x / s),   decoded: s q
+2015; Wang et al., "ZeRO++", 2023 (blocks, and an alltoall so that errors do not add up hop by hop).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +15,13 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression import base
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
+from hvdtrain.compression.int8_blocks import LEVELS, ROWS, Codes, Int8Blocks
 from hvdtrain.compression.sizes import BLOCK, int8_row
-
-_ROWS = 512
-"""Blocks processed at a time on a CPU: 512 KiB of fp32, and as much scratch. Twice as many do not fit in an L2 cache;
-half as many spend a third more time in calls."""
-_LEVELS = 127.0
-_LEAST = 1e-30
-"""A block of values below this times 127 is sent as zeros, because its scale would have no inverse."""
 
 
 def stochastic(shape: BucketShape, comm: Comm) -> Int8:
     """Make the compressor with stochastic rounding, which is unbiased."""
     return Int8(shape, comm, stochastic=True)
-
-
-class _Codes(NamedTuple):
-    """Views of one encoded shard, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales.
-
-    On a GPU one run of all shards: (shards, blocks, 256) codes, (shards, blocks, 1) scales.
-    """
-
-    codes: tuple[Tensor, ...]
-    scales: tuple[Tensor, ...]
 
 
 class Int8(Compressor):
@@ -62,17 +43,14 @@ class Int8(Compressor):
         self._shard, self._row = int8_row(shape.length, comm.size)
         super().__init__(shape, comm, keep_error=keep_error)
         blocks = self._shard // BLOCK
-        self._at_once = base.processes_at_once(shape.device)
-        self._step = max(blocks, comm.size) if self._at_once else min(_ROWS, blocks)
+        step = min(ROWS, blocks)
+        # With a random number below 1 added, the largest code is below 128.
+        self._blocks = Int8Blocks(shape.device, step, LEVELS - 0.01 * stochastic)
         self._sent = self.add_buffer(comm.size * self._row, torch.uint8)
         self._own = self.add_buffer(self._row, torch.uint8)
-        scratch = 0 if self._at_once else self._step
-        self._scaled = self.add_buffer(scratch * BLOCK).view(-1, BLOCK)
-        self._total = self.add_buffer(scratch * BLOCK).view(-1, BLOCK)
-        self._high = shape.zeros(scratch, torch.float32).view(-1, 1)
-        noise = blocks if self._at_once else self._step
+        self._buffers += self._blocks.scratch()
+        noise = blocks if self._blocks.at_once else step
         self._noise = self.add_buffer(noise * BLOCK).view(-1, BLOCK) if stochastic else None
-        self._levels = _LEVELS - 0.01 * stochastic  # so that 127 plus a random number stays below 128
         self._applied = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._sum_scales = shape.zeros(0, torch.float32)
 
@@ -86,16 +64,16 @@ class Int8(Compressor):
             return
         self._draw("shares")
         work = self.work.view(self.comm.size, -1, BLOCK)
-        for row, sent in zip([work] if self._at_once else work, self._views(self._sent), strict=True):
-            for x, codes, scales in zip(torch.split(row, self._step), *sent, strict=True):
-                self._encode(x, codes, scales, keep_error=self.keeps_error)
+        for row, sent in zip([work] if self._blocks.at_once else work, self._views(self._sent), strict=True):
+            for x, codes, scales in zip(self._blocks.runs(row), *sent, strict=True):
+                self._blocks.encode(x, codes, scales, self._noise, keep_error=self.keeps_error)
         received = yield self.comm.alltoall(self._sent, name=f"{self.shape.name}/shares")
         self._draw("sums")  # new numbers: a sum rounded with the numbers of one of its parts would be biased
         own = work[self.comm.rank : self.comm.rank + 1]
-        self._sum(self._views(received), own if self._at_once else own[0])
+        self._sum(self._views(received), own if self._blocks.at_once else own[0])
         received = yield self.comm.allgather(self._own, name=f"{self.shape.name}/sums")
         self._sum_scales = received.view(self.comm.size, -1)[:, self._shard :].view(torch.float32)
-        self._decode(self._views(received), out)
+        self._blocks.decode(self._views(received), out[: self.shape.length])
 
     def figures(self) -> Tensor:
         """Return the sum of the scales of the sums."""
@@ -119,16 +97,9 @@ class Int8(Compressor):
         found = [int(state[key]) for part in self.shape.parts if (key := f"{part.name}/int8_steps") in state]
         self._applied.fill_(max(found, default=0))
 
-    def _views(self, flat: Tensor) -> list[_Codes]:
+    def _views(self, flat: Tensor) -> list[Codes]:
         """Return the views of each shard in `flat`."""
-        rows = flat.view(-1, self._row)
-        codes = rows[:, : self._shard].view(torch.int8).view(len(rows), -1, BLOCK)
-        scales = rows[:, self._shard :].view(torch.float32).unsqueeze(2)
-        if self._at_once:
-            return [_Codes((codes,), (scales,))]
-        return [
-            _Codes(torch.split(c, self._step), torch.split(s, self._step)) for c, s in zip(codes, scales, strict=True)
-        ]
+        return self._blocks.views(flat, self._shard)
 
     def _draw(self, use: str) -> None:
         if self._noise is not None:
@@ -136,51 +107,11 @@ class Int8(Compressor):
             generator = torch.Generator(self._noise.device).manual_seed(seed)
             self._noise.uniform_(generator=generator)
 
-    def _encode(self, x: Tensor, codes: Tensor, scales: Tensor, *, keep_error: bool) -> None:
-        """Encode (..., rows, 256) values; leave the error in `x` if it is kept."""
-        high, scaled, noise = self._high, self._scaled, self._noise
-        if self._at_once:
-            high, scaled = torch.empty(scales.shape, device=x.device), torch.empty_like(x)
-        elif len(x) != self._step:
-            high, scaled, noise = high[: len(x)], scaled[: len(x)], None if noise is None else noise[: len(x)]
-        torch.amax(x, -1, keepdim=True, out=scales)
-        torch.neg(torch.amin(x, -1, keepdim=True, out=high), out=high)
-        torch.maximum(scales, high, out=scales).clamp_(min=_LEAST * _LEVELS).div_(self._levels)
-        torch.mul(x, torch.reciprocal(scales, out=high), out=scaled)
-        if noise is None:
-            scaled.round_()
-        else:
-            scaled.add_(noise).floor_()
-        codes.copy_(scaled)
-        if keep_error:
-            x.addcmul_(scaled, scales, value=-1)
-
-    def _sum(self, received: list[_Codes], own_work: Tensor) -> None:
+    def _sum(self, received: list[Codes], own_work: Tensor) -> None:
         """Sum this rank's shard and encode it; add the encoding error to this rank's own error."""
         (own,) = self._views(self._own)
-        for number, (x, codes, scales) in enumerate(zip(torch.split(own_work, self._step), *own, strict=True)):
-            if self._at_once:
-                total = torch.mul(received[0].codes[0], received[0].scales[0]).sum(0, keepdim=True)
-            else:
-                total, part = self._total[: len(x)], self._scaled[: len(x)]
-                torch.mul(received[0].codes[number], received[0].scales[number], out=total)
-                for other in received[1:]:
-                    total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
-            self._encode(total, codes, scales, keep_error=self.keeps_error)
+        for number, (x, codes, scales) in enumerate(zip(self._blocks.runs(own_work), *own, strict=True)):
+            total = self._blocks.sum(received, number)
+            self._blocks.encode(total, codes, scales, self._noise, keep_error=self.keeps_error)
             if self.keeps_error:
                 x.add_(total)
-
-    def _decode(self, received: list[_Codes], out: Tensor) -> None:
-        """Write all shards to `out`, which ends before the padding."""
-        start, length = 0, self.shape.length
-        for row in received:
-            for codes, scales in zip(*row, strict=True):
-                place = out[start : min(start + codes.numel(), length)]
-                if len(place) == codes.numel():
-                    place.view(codes.shape).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
-                else:
-                    values = (
-                        codes * scales if self._at_once else torch.mul(codes, scales, out=self._scaled[: len(codes)])
-                    )
-                    place.copy_(values.view(-1)[: len(place)])
-                start += codes.numel()

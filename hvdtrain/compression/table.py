@@ -16,8 +16,11 @@ from hvdtrain.compression.sizes import Bucket, Payload
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from hvdtrain.comm.base import Comm
     from hvdtrain.compression.base import BucketShape, Compressor
+    from hvdtrain.compression.coding import Coding
 
 
 ONE_HOST_MIB = 32
@@ -60,6 +63,7 @@ class Kind:
             is short, large enough for few collectives.
         rounds: collectives of each kind in one exchange, which share its payload.
         without_halves: the line to use where an allreduce of 16-bit floats is slow.
+        coding: "module:name" of its `Coding` in this package, for engines that divide parameters; None if it has none.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Kind:
     between_hosts_mib: int = 8
     rounds: int = 1
     without_halves: Kind | None = None
+    coding: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,10 @@ class Compression:
         feedback = _load_name("feedback:Feedback")
         return lambda shape, comm: feedback(make(shape, comm, keep_error=True, **keywords))
 
+    def load_coding(self, device: torch.device) -> Coding | None:
+        """Return the coding for values on a device; None if it has none. Imports torch."""
+        return _load_name(self.kind.coding)(device) if self.kind.coding else None
+
 
 _BF16_COPIES = Copies(0.6, (0.0, 2.2), after=0.9)
 _FP16_BY_OWNERS = Kind(
@@ -182,8 +191,18 @@ TABLE = {
             bulk=True,
             between_hosts_mib=2,
             without_halves=_FP16_BY_OWNERS,
+            coding="coding:Fp16Coding",
         ),
-        Kind("bf16", "cast:Bf16", sizes.bf16, 1e-2, copies=_BF16_COPIES, bulk=True, between_hosts_mib=2),
+        Kind(
+            "bf16",
+            "cast:Bf16",
+            sizes.bf16,
+            1e-2,
+            copies=_BF16_COPIES,
+            bulk=True,
+            between_hosts_mib=2,
+            coding="coding:Bf16Coding",
+        ),
         Kind(
             "int8",
             "int8:Int8",
@@ -193,6 +212,7 @@ TABLE = {
             feedback=True,
             auto=True,
             bulk=True,
+            coding="coding:Int8Coding",
         ),
         Kind(
             "int8-stochastic",

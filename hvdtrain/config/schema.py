@@ -45,8 +45,9 @@ class ParallelConfig:
     Attributes:
         engine: what exchanges gradients: horovod, ddp for torch's DistributedDataParallel, or fsdp for torch's FSDP2,
             which divides the parameters, too; torchrun can start ddp and fsdp without Horovod
-        compression: compression of the exchanged gradients: none, fp16, bf16, int8, int8-stochastic, topk:FRACTION,
-            powersgd:RANK, or auto (measure in the first steps, then choose the fastest)
+        compression: compression of the exchanged gradients, and of the parameters that engine fsdp gathers: none, fp16,
+            bf16, int8, int8-stochastic, topk:FRACTION, powersgd:RANK, or auto (measure in the first steps, then choose
+            the fastest)
         bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
             or 2 for fp16 and bf16)
         shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),

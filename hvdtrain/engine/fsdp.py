@@ -23,6 +23,7 @@ from hvdtrain.engine.divisible import (
     updates_by_element,
     use_owned,
 )
+from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import local, place_of
@@ -30,7 +31,10 @@ from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.sync import broadcast_parameters
 
 _ELSEWHERE = "--parallel.engine horovod, with --parallel.shard gradients if memory is short"
-
+_OUTSIDE = "outside of blocks"
+"""Name of the root in collectives."""
+_METHODS = ("set_force_sum_reduction_for_comms", "set_custom_all_gather", "set_custom_reduce_scatter")
+"""Methods that the engine needs, and older versions of torch lack."""
 
 _groups: list[torch.distributed.ProcessGroup] = []
 """The group of all engines of this process: torch remembers meshes by their ranks, and a mesh has its group."""
@@ -49,20 +53,32 @@ class FsdpEngine(DividedEngine):
     Args:
         model: its parameters become those of rank 0.
         named: the optimizer's parameters, in the model's order.
+        compression: of `collectives`.
+        collectives: by `comm`; None for those of torch, Gloo or NCCL.
     """
 
     uniform_passes = True
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, named: list[tuple[str, nn.Parameter]], comm: Comm
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        named: list[tuple[str, nn.Parameter]],
+        comm: Comm,
+        compression: str = "none",
+        collectives: FsdpCollectives | None = None,
     ) -> None:
         super().__init__(optimizer, model, comm)
+        self.compression = compression
+        self._collectives = collectives
         self._remaining = 0
         names = {parameter: name for name, parameter in named}
         broadcast_parameters(model, comm)
         if not _groups:
             _groups.append(new_group(comm))
         self._root, self._modules = _divide(model, _groups[0])
+        if collectives is not None:
+            collectives.use_in(self._modules)
         # The first name of a tied parameter, as before.
         self._parameters = {name: p for name, p in model.named_parameters() if name in set(names.values())}
         self._owned = {name: _own(parameter, comm) for name, parameter in self._parameters.items()}
@@ -81,6 +97,8 @@ class FsdpEngine(DividedEngine):
         self._model.zero_grad()
         self.optimizer.zero_grad()
         self._remaining = micro_batches
+        if self._collectives is not None:
+            self._collectives.begin()
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
@@ -101,13 +119,15 @@ class FsdpEngine(DividedEngine):
             raise _explained(error) from error
 
     def finish(self) -> list[Tensor]:
-        """Return the sums of this rank's rows."""
+        """Wait for the sums of this rank's rows. Collective: yes."""
+        if self._collectives is not None:
+            self._collectives.finish()
         gradients = []
         for name, parameter in self._parameters.items():
             rows = self._owned[name].parameter
             if rows is None or not parameter.requires_grad:
                 continue
-            rows.grad = torch.zeros_like(rows) if parameter.grad is None else local(parameter.grad)
+            rows.grad = torch.zeros_like(rows) if parameter.grad is None else self._sum_of(parameter.grad)
             if (residual := self._residuals.get(name)) is not None:
                 rows.grad += self._owned[name].cut(residual).to(rows)
             gradients.append(rows.grad)
@@ -115,22 +135,32 @@ class FsdpEngine(DividedEngine):
 
     def complete(self) -> None:
         """Free gathered parameters: a forward pass without a backward pass leaves some."""
-        for module in self._modules:
+        for module in self._modules.values():
             module.reshard()
+
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in each collective by our communicator."""
+        return {} if self._collectives is None else self._collectives.parameter_names
+
+    def _sum_of(self, gradient: Tensor) -> Tensor:
+        """Return this rank's rows of a gradient."""
+        rows = local(gradient)
+        assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
+        return rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
 
-def _divide(model: nn.Module, group: torch.distributed.ProcessGroup) -> tuple[FSDPModule, list[FSDPModule]]:
-    """Divide each block, and what is outside of blocks; return the root and all divided modules."""
+def _divide(model: nn.Module, group: torch.distributed.ProcessGroup) -> tuple[FSDPModule, dict[str, FSDPModule]]:
+    """Divide each block, and what is outside of blocks; return the root and all divided modules, the root first."""
     device = next(model.parameters()).device
     mesh = DeviceMesh.from_group(group, device.type)
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     root = fully_shard(model, mesh=mesh)
-    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
+    modules = {name or _OUTSIDE: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for module in modules.values():
         # Sums, on any backend. Else it takes the mean over ranks, or multiplies by a factor, which Gloo cannot.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -177,7 +207,8 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
             next_step="--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
         )
-    return FsdpEngine(parts.optimizer, parts.model, parts.parameters, parts.comm)
+    collectives = make_collectives(parts)
+    return FsdpEngine(parts.optimizer, parts.model, parts.parameters, parts.comm, parts.compression, collectives)
 
 
 def _check_job(parts: EngineParts) -> None:
@@ -188,10 +219,10 @@ def _check_job(parts: EngineParts) -> None:
             expected="one GPU for each rank",
             next_step="start fewer ranks, or --parallel.engine horovod",
         )
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+    if lacking := [name for name in _METHODS if not hasattr(FSDPModule, name)]:
         raise ConfigError(
             "--parallel.engine fsdp needs a newer torch",
-            expected="a torch with FSDPModule.set_force_sum_reduction_for_comms",
+            expected=f"a torch with FSDPModule.{lacking[0]}",
             found=f"torch {torch.__version__}",
             next_step="install a newer torch, or --parallel.engine horovod",
         )

@@ -71,12 +71,15 @@ class EngineKind:
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
 
 
+_CODED = tuple(kind.name for kind in COMPRESSIONS.values() if kind.coding)
+"""Compressions for engines that divide parameters."""
+
 TABLE = (
     EngineKind("horovod", "hvdtrain.engine.make:make_exchange", (*COMPRESSIONS, AUTO), elastic=True, horovod=True),
     EngineKind("horovod", "hvdtrain.engine.sharded:make_sharded", ("none",), ("optimizer", "gradients"), horovod=True),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
     # It always divides the parameters, so that this need not be said.
-    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none",), ("parameters", "none")),
+    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none", *_CODED), ("parameters", "none")),
 )
 
 

@@ -65,6 +65,18 @@ def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
         assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
+@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 1e-2)])
+def test_a_compression_stays_near(name: str, error: float, ranks: str, gallery: Gallery) -> None:
+    """Parameters and gradients are rounded on their way; the owner's parameters are not, so the checkpoint has them."""
+    plain, coded = (Recorded(gallery["fsdp"].folder / ranks / each, 0, "", "") for each in ("even", name))
+    assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
+    for key, tensor in plain.state().tensors["model"].items():
+        found = coded.state().tensors["model"][key]
+        torch.testing.assert_close(found, tensor, rtol=0, atol=error, msg=key)
+        assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
+
+
 @pytest.mark.slow
 def test_compiled_blocks(tmp_path: Path) -> None:
     options = ("--train.global_batch=6", "--dropout=0")  # compiled dropout draws other numbers
@@ -72,8 +84,9 @@ def test_compiled_blocks(tmp_path: Path) -> None:
     _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "two" / "compiled", 0, "", ""))
 
 
-def test_law_2_resumed_equals_uninterrupted(gallery: Gallery) -> None:
-    whole, halves = (Recorded(gallery["fsdp"].folder / "two" / name, 0, "", "") for name in ("even", "halves"))
+@pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves")])
+def test_law_2_resumed_equals_uninterrupted(one: str, other: str, gallery: Gallery) -> None:
+    whole, halves = (Recorded(gallery["fsdp"].folder / "two" / name, 0, "", "") for name in (one, other))
     assert halves.losses() == whole.losses()
     for name, tensor in whole.state().tensors["model"].items():
         assert torch.equal(halves.state().tensors["model"][name], tensor), name
@@ -85,6 +98,9 @@ def test_law_10_a_checkpoint_fits_any_engine(gallery: Gallery, tmp_path: Path) -
     assert [event["size"] for event in resized.events("started")] == [2, 1, 4, 2]
     one = _whole(tmp_path)
     assert resized.losses() == pytest.approx(one.losses(), rel=1e-6)
+    crossed, coded = (Recorded(gallery["fsdp"].folder / "two" / name, 0, "", "") for name in ("crossed", "int8"))
+    assert crossed.losses()[:3] == coded.losses()[:3]
+    assert crossed.losses() == pytest.approx(one.losses(), rel=5e-3) and len(crossed.losses()) == 6
     for name, tensor in one.state().tensors["model"].items():
         torch.testing.assert_close(resized.state().tensors["model"][name], tensor, rtol=1e-5, atol=2e-6, msg=name)
 
@@ -127,7 +143,8 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
     [
         (_task(BLOCKS), 1, (), "divides the model among ranks"),
         (_task(BLOCKS), 1, ("--parallel.shard=parameters",), "divides the model among ranks"),
-        (_task(BLOCKS), 2, ("--parallel.compression=int8",), "does not support --parallel.compression int8"),
+        (_task(BLOCKS), 2, ("--parallel.compression=topk",), "does not support --parallel.compression topk"),
+        (_task(BLOCKS), 2, ("--parallel.compression=powersgd",), "does not support --parallel.compression powersgd"),
         (_task(BLOCKS), 2, ("--parallel.shard=optimizer",), "does not support --parallel.shard optimizer"),
         (_task(nn.Linear(1, 1)), 2, (), "has no blocks to divide"),
         (_task(Tied()), 2, (), r"layers\.0\.weight and layers\.1\.weight are one parameter"),

@@ -326,15 +326,19 @@ def language(folder: Path) -> Recorded:
 def fsdp(folder: Path) -> Recorded:
     """FSDP on two ranks by mpirun, then on four by torchrun: each of `VARIANTS`, and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs of the variants and of ``statistics``, and ``two/halves`` one that is
-    stopped and resumed.
+    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics`` and with compressions, and
+    ``two/halves`` and ``two/int8_halves`` runs that are stopped and resumed. Another engine resumes ``two/crossed``, of
+    int8.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
     """
     resized = f"--run_dir={folder / 'resized' / 'run'}"
-    halves = [("halves", ("--train.stop_at=3",)), ("halves", ())]
-    both = [*VARIANTS.items(), ("statistics", STATISTICS)]
-    first = [*both, *halves, ("", (resized, "--train.stop_at=2"))]
+    int8, stop = "--parallel.compression=int8", "--train.stop_at=3"
+    halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
+    coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "int8")]
+    both = [*VARIANTS.items(), ("statistics", STATISTICS), *coded]
+    first = [*both, *halves, ("crossed", (int8, stop)), ("", (resized, "--train.stop_at=2"))]
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")
+    train_on_threads(*STACK, f"--run_dir={folder / 'two' / 'crossed' / 'run'}", size=1)
     train_on_threads(*STACK, resized, "--train.stop_at=3", size=1)
     last = [*both, ("", (resized, "--train.stop_at=5"))]
     out += train_by_fsdp(folder / "four", last, 4, "torchrun")

@@ -1,0 +1,223 @@
+"""FSDP's all-gather and reduce-scatter by our communicator, with or without a compression.
+
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023, for the compression
+in both directions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.torch_group import TorchComm
+from hvdtrain.compression.coding import Coding
+from hvdtrain.compression.table import parse
+from hvdtrain.engine.make import prepare_exchange
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.spans import GATHER, Spans
+
+_AT_ONCE = 2
+"""Sums under way: their inputs are whole gradients, so more would need more memory."""
+
+
+class FsdpCollectives:
+    """The collectives of all modules that FSDP divides.
+
+    The all-gather of a module runs while the one before it computes. Its sum runs while backward continues: FSDP makes
+    views of the result and does not read it, so `finish` may wait for it.
+
+    With a coding, a rank encodes all that it sends, also for itself: ranks compute with equal parameters, whichever
+    rank owns them. Gradients are summed in fp32.
+
+    Args:
+        comm: the ranks.
+        coding: None to send values as they are.
+        spans: records the waits for parameters in a step.
+
+    Attributes:
+        parameter_names: names of the parameters in each collective, by its name.
+    """
+
+    def __init__(self, comm: Comm, coding: Coding | None, spans: Spans) -> None:
+        self._comm, self._coding, self._spans = comm, coding, spans
+        self._is_step = False
+        self._running: deque[_Running] = deque()
+        self._summed: dict[str, int] = {}  # the memory of each sum of this step, by name
+        self.parameter_names: dict[str, list[str]] = {}
+
+    def use_in(self, modules: Mapping[str, FSDPModule]) -> None:
+        """Carry the collectives of these modules: the model, then its parts in the order in which forward uses them."""
+        owner: dict[nn.Parameter, str] = {}
+        for name, module in modules.items():
+            module.set_custom_all_gather(_AllGather(self, f"parameters/{name}"))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(self, f"gradients/{name}"))  # type: ignore[arg-type]
+            owner |= dict.fromkeys(_parameters(module).values(), name)
+        for module, following in itertools.pairwise(modules.values()):
+            module.set_modules_to_forward_prefetch([following])
+        for name, parameter in _parameters(next(iter(modules.values()))).items():
+            for kind in ("parameters", "gradients"):
+                self.parameter_names.setdefault(f"{kind}/{owner[parameter]}", []).append(name)
+
+    def begin(self) -> None:
+        """Start a step."""
+        assert not self._running
+        self._is_step = True
+        self._summed.clear()
+
+    def finish(self) -> None:
+        """Wait for all sums of the step. Collective: yes."""
+        self._wait_for_all()
+        self._is_step = False
+
+    def has_summed(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is a view of a sum of this step."""
+        return gradient.untyped_storage().data_ptr() in self._summed.values()
+
+    def gather(self, name: str, own: Tensor, out: Tensor) -> dist.Work:
+        """Begin to gather `own` of each rank into `out`. Collective: yes."""
+        # Parameters of several dtypes are gathered as bytes.
+        coding = self._coding if own.is_floating_point() else None
+        sent = own if coding is None else coding.encode(own.float().view(1, -1))
+
+        def write(received: Tensor) -> None:
+            if coding is None:
+                out.set_(received)  # type: ignore[call-overload]
+            else:
+                coding.decode(received, out.view(self._comm.size, -1))
+
+        return _Gathering(_Running(self._comm.allgather(sent, name=name), sent, write), self._span)
+
+    def sum(self, name: str, given: Tensor, out: Tensor) -> None:
+        """Begin to sum `given`, which has a shard for each rank, and write this rank's to `out`. Collective: yes."""
+        is_another = name in self._summed  # a module that ran several times: FSDP adds this sum to the first, now
+        if is_another:
+            self._wait_for_all()
+        while len(self._running) >= _AT_ONCE:
+            self._running.popleft().finish()
+        coding, shards = self._coding, given.view(self._comm.size, -1)
+        # Horovod cannot sum bfloat16 (horovod/horovod#4047).
+        values = shards.float() if coding is not None or shards.dtype == torch.bfloat16 else shards
+        sent = values if coding is None else coding.encode(values)
+        start = self._comm.reducescatter if coding is None else self._comm.alltoall
+
+        def write(received: Tensor) -> None:
+            if coding is None:
+                out.copy_(received.view(-1))
+            elif out.dtype == torch.float32:
+                coding.sum(received, out)
+            else:
+                coding.sum(received, total := torch.empty_like(out, dtype=torch.float32))
+                out.copy_(total)
+
+        self._running.append(_Running(start(sent, name=name), sent, write))
+        self._summed.setdefault(name, out.untyped_storage().data_ptr())
+        if is_another:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        while self._running:
+            self._running.popleft().finish()
+
+    def _span(self) -> AbstractContextManager[object]:
+        return self._spans(GATHER) if self._is_step else nullcontext()
+
+
+class _Running:
+    """A collective under way, with what is sent, and what writes the result."""
+
+    def __init__(self, handle: Handle, sent: Tensor, write: Callable[[Tensor], None]) -> None:
+        self._handle, self._sent, self._write = handle, sent, write
+
+    def wait(self) -> Tensor:
+        """Return what was received."""
+        received = self._handle.wait()
+        for tensor in (received, self._sent):
+            if tensor.is_cuda:  # its memory may belong to another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return received
+
+    def write(self, received: Tensor) -> None:
+        """Write what was received."""
+        with torch.no_grad():
+            self._write(received)
+
+    def finish(self) -> None:
+        """Wait, and write the result."""
+        self.write(self.wait())
+
+
+class _Gathering(dist.Work):
+    """An all-gather, as FSDP waits for it."""
+
+    def __init__(self, running: _Running, span: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self._running: _Running | None = running
+        self._span = span
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait, and write the parameters of all ranks."""
+        if self._running is not None:
+            with self._span():
+                received = self._running.wait()
+            self._running.write(received)
+            self._running = None
+        return True
+
+
+class _Memory:
+    """Allocates what FSDP copies into and out of."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of any content."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Memory):
+    """The all-gather of one module: torch's protocol `AllGather`."""
+
+    def __init__(self, collectives: FsdpCollectives, name: str) -> None:
+        self._collectives, self._name = collectives, name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        """Begin. FSDP waits for what is returned, also without `async_op`."""
+        return self._collectives.gather(self._name, input_tensor, output_tensor)
+
+
+class _ReduceScatter(_Memory):
+    """The reduce-scatter of one module: torch's protocol `ReduceScatter`."""
+
+    def __init__(self, collectives: FsdpCollectives, name: str) -> None:
+        self._collectives, self._name = collectives, name
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Begin; `FsdpCollectives.finish` waits."""
+        assert op == dist.ReduceOp.SUM and not async_op
+        self._collectives.sum(self._name, input_tensor, output_tensor)
+
+
+def _parameters(module: Any) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters())
+
+
+def make_collectives(parts: EngineParts) -> FsdpCollectives | None:
+    """Return the collectives by our communicator; None where torch's are used: uncompressed on GPUs or by torchrun."""
+    device, chosen = next(parts.model.parameters()).device, parse(parts.compression)
+    coding = chosen.load_coding(device)
+    if coding is None and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
+        return None
+    prepare_exchange(chosen, parts.comm, parts.variables)
+    return FsdpCollectives(parts.comm, coding, parts.spans or Spans())
