@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,22 +39,18 @@ def place_of(tensor: DTensor) -> Place:
     return Place(tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), (rank,))
 
 
-def take_rows(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of `whole`, divided as those of the same names in `divided` are.
+def take_rows(tensor: Tensor, divided: Tensor | None) -> Tensor:
+    """Return a whole tensor, or this rank's rows of it as a DTensor if `divided` is one. The rows are copies.
 
     A tensor that has the shape of this rank's rows already is these rows.
     """
-    return {name: _rows(tensor, divided.get(name)) for name, tensor in whole.items()}
-
-
-def _rows(tensor: Tensor, divided: Tensor | None) -> Tensor:
     if not is_divided(divided):
         return tensor
     from torch.distributed.tensor import DTensor
 
     own = local(divided)
     if tensor.shape != own.shape:
-        tensor = place_of(divided).cut(tensor, own.shape)
+        tensor = place_of(divided).cut(tensor, own.shape).clone()  # without the memory of the other rows
     placed = tensor.to(own.device, own.dtype)
     return DTensor.from_local(
         placed, divided.device_mesh, divided.placements, run_check=False, shape=divided.shape, stride=divided.stride()

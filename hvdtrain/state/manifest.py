@@ -97,7 +97,7 @@ def detect_unreadable(path: Path) -> Iterator[None]:
 
 
 def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
-    """Read and verify all of a checkpoint. Tensors are whole, on the CPU; those of a file share one buffer.
+    """Verify every byte of a checkpoint, and return its whole tensors, on the CPU. They are read when they are used.
 
     Errors:
         CheckpointError: a file is missing or changed.
@@ -105,22 +105,21 @@ def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
     """
     manifest = read_manifest(path)
     values: dict[str, Any] | None = None
-    tensors: dict[str, dict[str, Any]] = {}
-    divided: dict[str, Assembly] = {}
+    tensors: dict[str, Assembly] = {}
     for name, file, digest in _files(path, manifest, progress):
         if name == VALUES:
             values = json.loads(read_verified(file, digest, progress).numpy().tobytes())
         elif name.endswith(".safetensors"):
-            group = file_group(name)
-            found, pieces = read_tensors(file, digest, progress)
-            for piece, (shape, offset) in pieces.items():
-                divided.setdefault(group, Assembly()).add(piece, found.pop(piece), shape, offset)
-            tensors.setdefault(group, {}).update(found)
+            group = tensors.setdefault(file_group(name), Assembly())
+            found, places = read_tensors(file, digest, progress)
+            for tensor_name, tensor in found.items():
+                shape, offset = places.get(tensor_name, (tensor.shape, [0] * tensor.dim()))
+                group.add(tensor_name, tensor, shape, offset)
         progress()
     if not isinstance(values, dict):
         raise ValueError(f"no {VALUES}")
-    for group, assembly in divided.items():
-        tensors[group].update(assembly.tensors())
+    for group in tensors.values():
+        group.check()
     return StateDict(tensors, values)
 
 

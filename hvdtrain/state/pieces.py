@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch import Tensor
 
 Key = tuple[str, str]
 """The group and the name of a tensor."""
+
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -76,34 +80,57 @@ class StateDict:
         return StateDict(tensors, self.values)
 
 
-class Assembly:
-    """Whole tensors, put together from pieces on the CPU."""
+class Assembly(Mapping[str, Tensor]):
+    """Whole tensors from pieces on the CPU. Each access puts one together, so that they need not fit into memory."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}
+        self._pieces: dict[str, list[tuple[Place, Tensor]]] = {}
 
     def add(self, name: str, piece: Tensor, shape: Iterable[int], offset: Iterable[int]) -> None:
-        """Copy a piece of the tensor `name` of shape `shape`.
+        """Add a piece of the tensor `name` of shape `shape`.
 
         Errors:
             ValueError: it does not fit into the tensor, or does not fit to the other pieces.
         """
         place = Place(tuple(shape), tuple(offset), ())
-        if name not in self._whole:
-            self._whole[name] = torch.empty(place.shape, dtype=piece.dtype)
-            self._missing[name] = math.prod(place.shape)
-        whole = self._whole[name]
+        first_place, first = self._pieces.setdefault(name, [(place, piece)])[0]
         ends = [begin + size for begin, size in zip(place.offset, piece.shape, strict=True)]
         inside = min(place.offset, default=0) >= 0 and all(e <= s for e, s in zip(ends, place.shape, strict=True))
-        if not inside or (tuple(whole.shape), whole.dtype) != (place.shape, piece.dtype):
-            raise ValueError(f"a piece of {name} at {list(place.offset)} does not fit into shape {list(whole.shape)}")
-        place.cut(whole, piece.shape).copy_(piece)
-        self._missing[name] -= piece.numel()
+        if not inside or (first_place.shape, first.dtype) != (place.shape, piece.dtype):
+            raise ValueError(f"a piece of {name} at {list(offset)} does not fit into shape {list(first_place.shape)}")
+        if first is not piece:
+            self._pieces[name].append((place, piece))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name. Errors: ValueError if one lacks pieces, or has pieces twice."""
-        for name, missing in self._missing.items():
-            if missing:
-                raise ValueError(f"the pieces of {name} have {-missing:+} elements compared with the whole tensor")
-        return self._whole
+    def check(self) -> None:
+        """Check that all tensors are whole. Errors: ValueError if one lacks pieces, or has pieces twice."""
+        for name, pieces in self._pieces.items():
+            extra = sum(piece.numel() for _, piece in pieces) - math.prod(pieces[0][0].shape)
+            if extra:
+                raise ValueError(f"the pieces of {name} have {extra:+} elements compared with the whole tensor")
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        place, piece = pieces[0]
+        if piece.shape == place.shape:
+            return piece
+        whole = torch.empty(place.shape, dtype=piece.dtype)
+        for place, piece in pieces:
+            place.cut(whole, piece.shape).copy_(piece)
+        return whole
+
+    def specs(self) -> dict[str, Spec]:
+        """Return shape and dtype of each whole tensor."""
+        return {name: (pieces[0][0].shape, pieces[0][1].dtype) for name, pieces in self._pieces.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Return shape and dtype of each tensor, without putting it together from pieces."""
+    if isinstance(tensors, Assembly):
+        return tensors.specs()
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
-from hvdtrain.state.pieces import Assembly, StateDict
+from hvdtrain.state.pieces import Assembly, StateDict, specs
 from hvdtrain.state.train_state import TrainState
 
 _WINDOW_BYTES = 64 << 20
@@ -121,15 +121,16 @@ def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
             handle.wait()
             if comm.rank == 0:
                 whole.setdefault(group, Assembly()).add(name, tensor, whole_shape, offset)
-    tensors = {group: dict(entries) for group, entries in state.replicated().tensors.items()}
+    tensors: dict[str, Mapping[str, Tensor]] = dict(state.replicated().tensors)
     for group, assembly in whole.items():
-        tensors.setdefault(group, {}).update(assembly.tensors())
+        assembly.check()
+        tensors[group] = {**tensors.get(group, {}), **assembly}
     return StateDict(tensors, state.values)
 
 
 def _spec(state: StateDict) -> dict[str, Any]:
     tensors = {
-        group: {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in entries.items()}
+        group: {name: [list(shape), str(dtype)] for name, (shape, dtype) in specs(entries).items()}
         for group, entries in state.tensors.items()
     }
     return {"tensors": tensors, "values": dict(state.values)}

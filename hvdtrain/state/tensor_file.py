@@ -1,4 +1,4 @@
-"""Files of a checkpoint: one pass writes a file and computes its checksum, one pass reads and verifies it.
+"""Files of a checkpoint: one pass writes a file and computes its checksum, one pass verifies it.
 
 A tensor file is a safetensors file: 8 bytes of length (little endian), a JSON header, raw data. The safetensors library
 is not used, because it needs all data in memory again and computes no checksum.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -98,7 +99,7 @@ def write_text(path: Path, text: str) -> FileDigest:
 def read_tensors(
     path: Path, digest: FileDigest, progress: Callable[[], None]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[list[int], list[int]]]]:
-    """Read a safetensors file and verify every byte; return its tensors, which share one buffer.
+    """Verify every byte of a safetensors file; return its tensors, which are read again when they are used.
 
     Also returns, for each tensor that is a piece, the shape of the whole tensor and the offset in it.
 
@@ -125,7 +126,10 @@ def read_tensors(
 
 
 def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:
-    """Read and verify all bytes of a file. Errors: CheckpointError if it is missing or changed; OSError."""
+    """Verify all bytes of a file, and return them, mapped: the kernel can drop them from memory and read them again.
+
+    Errors: CheckpointError if it is missing or changed; OSError.
+    """
     expected = f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}..."
     try:
         size = path.stat().st_size
@@ -133,19 +137,19 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
         raise damaged(path, expected=expected, found="no file") from None
     if size != digest.size_bytes:
         raise damaged(path, expected=expected, found=f"{size} bytes")
-    data = torch.empty(size, dtype=torch.uint8)
     hasher = xxhash.xxh3_128()
-    view = data.numpy().data
+    block = memoryview(bytearray(_READ))
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
-        while view and (count := file.readinto(view[:_READ])):
+        while count := file.readinto(block):
             for begin in range(0, count, _BLOCK):
-                hasher.update(view[begin : min(begin + _BLOCK, count)])
+                hasher.update(block[begin : min(begin + _BLOCK, count)])
                 progress()
-            view = view[count:]
-    if hasher.hexdigest() != digest.checksum:
-        raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
-    return data
+        if hasher.hexdigest() != digest.checksum:
+            raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def checksum(data: bytes) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
 from hvdtrain.state.exchange_state import Exchange, Owned
-from hvdtrain.state.pieces import Key, Place, StateDict
+from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
 _NUMBERS = "optimizer_values"
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
@@ -72,12 +72,12 @@ class TrainState:
         """
         if self.exchange is not None:
             self.exchange.complete()
-        model = dict(state.tensors["model"])
-        model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
-        own = self.model.state_dict()
-        _check_shapes(own, model)
+        stored, own = state.tensors["model"], self.model.state_dict()
+        names = {**{name: name for name in stored}, **state.values["aliases"]}
+        shapes = specs(stored)
+        _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         self._check_optimizer(state)
-        self.model.load_state_dict(take_rows(model, own))
+        self.model.load_state_dict({name: take_rows(stored[source], own.get(name)) for name, source in names.items()})
         numbers = {key: value.item() for key, value in state.tensors.get(_NUMBERS, {}).items()}
         self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
@@ -210,8 +210,8 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     return kept, aliases
 
 
-def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    ours, theirs = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (model, saved))
+def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
+    ours, theirs = {name: tuple(t.shape) for name, t in model.items()}, dict(saved)
     for name, tensor in model.items():
         if is_divided(tensor) and theirs.get(name) == local(tensor).shape:  # this rank's rows
             theirs[name] = ours[name]

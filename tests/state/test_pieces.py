@@ -10,7 +10,7 @@ import torch
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.pieces import Assembly, Place, StateDict
+from hvdtrain.state.pieces import Assembly, Place, StateDict, specs
 from hvdtrain.state.sync import gather_pieces
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -58,6 +58,33 @@ def test_a_checkpoint_of_pieces_is_read_whole(min_bytes: int, tmp_path: Path) ->
     _check(load(saved.path))
     files = [path for path in saved.path.iterdir() if path.name.startswith("optimizer")]
     assert len(files) == (1 if min_bytes > 1 else 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_checkpoint_need_not_fit_into_memory(tmp_path: Path) -> None:
+    """It is verified, but only what is used of it is in memory that cannot be freed."""
+
+    def own_mib() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) >> 10
+
+    def save(comm: ThreadComm) -> None:
+        rows = torch.full((1024, 8192), float(comm.rank))
+        place = Place((2048, 8192), (1024 * comm.rank, 0), (comm.rank,))
+        state = StateDict({"model": MODEL, "optimizer": {"w/m": rows}}, {}, {("optimizer", "w/m"): place})
+        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
+        with (writer := CheckpointWriter(comm, store, 2, lambda event: None, print, min_bytes=1)).opened():
+            writer.save(1, state, {}, wait=True)
+
+    on_ranks(2, save, at_once=True)
+    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
+    before = own_mib()
+    loaded = load(saved.path).tensors["optimizer"]
+    assert specs(loaded) == {"w/m": ((2048, 8192), torch.float32)}
+    assert own_mib() - before < 16
+    whole = loaded["w/m"]
+    assert own_mib() - before > 48
+    assert whole[1023].unique() == 0 and whole[1024].unique() == 1
 
 
 def test_a_missing_piece_is_found(tmp_path: Path) -> None:
