@@ -77,10 +77,16 @@ def use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Ma
                 kept.append(own.parameter)
                 if state:  # made by the optimizer before the first step
                     optimizer.state[own.parameter] = {
-                        slot: own.cut(value).clone() if isinstance(value, Tensor) else value
+                        slot: _own_state(own, value) if isinstance(value, Tensor) else value
                         for slot, value in state.items()
                     }
         group["params"] = kept
+
+
+def _own_state(own: Owned, value: Tensor) -> Tensor:
+    assert own.parameter is not None
+    kept = own.cut(value).clone()
+    return kept.to(own.parameter.device) if kept.dim() else kept  # numbers may stay on the host
 
 
 class DividedEngine(Engine):

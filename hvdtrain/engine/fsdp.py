@@ -51,7 +51,7 @@ class FsdpEngine(DividedEngine):
     be a fused one, and its state is saved as that of any divided optimizer.
 
     Args:
-        model: its parameters become those of rank 0.
+        model: its parameters become those of rank 0, on `device`.
         named: the optimizer's parameters, in the model's order.
         compression: of `collectives`.
         collectives: by `comm`; None for those of torch, Gloo or NCCL.
@@ -65,6 +65,7 @@ class FsdpEngine(DividedEngine):
         model: nn.Module,
         named: list[tuple[str, nn.Parameter]],
         comm: Comm,
+        device: torch.device,
         compression: str = "none",
         collectives: FsdpCollectives | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class FsdpEngine(DividedEngine):
         broadcast_parameters(model, comm)
         if not _groups:
             _groups.append(new_group(comm))
-        self._root, self._modules = _divide(model, _groups[0])
+        self._root, self._modules = _divide(model, _groups[0], device)
         if collectives is not None:
             collectives.use_in(self._modules)
         # The first name of a tied parameter, as before.
@@ -152,9 +153,13 @@ class FsdpEngine(DividedEngine):
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
 
-def _divide(model: nn.Module, group: torch.distributed.ProcessGroup) -> tuple[FSDPModule, dict[str, FSDPModule]]:
-    """Divide each block, and what is outside of blocks; return the root and all divided modules, the root first."""
-    device = next(model.parameters()).device
+def _divide(
+    model: nn.Module, group: torch.distributed.ProcessGroup, device: torch.device
+) -> tuple[FSDPModule, dict[str, FSDPModule]]:
+    """Divide each block, and what is outside of blocks; return the root and all divided modules, the root first.
+
+    torch moves each to the device before it divides it.
+    """
     mesh = DeviceMesh.from_group(group, device.type)
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
@@ -208,7 +213,9 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
             next_step="--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
         )
     collectives = make_collectives(parts)
-    return FsdpEngine(parts.optimizer, parts.model, parts.parameters, parts.comm, parts.compression, collectives)
+    return FsdpEngine(
+        parts.optimizer, parts.model, parts.parameters, parts.comm, parts.device, parts.compression, collectives
+    )
 
 
 def _check_job(parts: EngineParts) -> None:

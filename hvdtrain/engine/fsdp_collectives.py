@@ -215,7 +215,7 @@ def _parameters(module: Any) -> dict[str, nn.Parameter]:
 
 def make_collectives(parts: EngineParts) -> FsdpCollectives | None:
     """Return the collectives by our communicator; None where torch's are used: uncompressed on GPUs or by torchrun."""
-    device, chosen = next(parts.model.parameters()).device, parse(parts.compression)
+    device, chosen = parts.device, parse(parts.compression)
     coding = chosen.load_coding(device)
     if coding is None and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
         return None

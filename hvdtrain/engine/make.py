@@ -57,11 +57,12 @@ def make_engine(
     variables: Mapping[str, str] = MappingProxyType({}),
     shard: str = "none",
     engine: str = "horovod",
+    device: torch.device | None = None,
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
-    ranks; `engine` is a name in `engine.table`.
+    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model).
 
     Errors:
         ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
@@ -74,7 +75,10 @@ def make_engine(
     if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
     make = kind.load()
-    return make(EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard))
+    device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
+    return make(
+        EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard, device)
+    )
 
 
 def make_exchange(parts: EngineParts) -> ExchangeEngine:
@@ -85,8 +89,7 @@ def make_exchange(parts: EngineParts) -> ExchangeEngine:
         return [(name, parameter) for name, parameter in parts.parameters if parameter.requires_grad]
 
     first = "none" if parts.compression == AUTO else parts.compression
-    device = next((parameter.device for _, parameter in parts.parameters), torch.device("cpu"))
-    resolve = partial(resolve_compression, device=device, variables=variables)
+    resolve = partial(resolve_compression, device=parts.device, variables=variables)
     chosen = resolve(first)
     bucket_bytes = prepare_exchange(chosen, comm, variables, parts.bucket_mib)
     reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)

@@ -12,6 +12,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ class EngineParts:
         parameters: of the optimizer, with their names in the model, in its order.
         variables: of this process's environment.
         shard: what is divided among ranks; one of the engine's `shards`.
+        device: of training; the model is there already, unless the engine places it.
     """
 
     model: nn.Module
@@ -41,7 +43,8 @@ class EngineParts:
     spans: Spans | None
     bucket_mib: float | None
     variables: Mapping[str, str]
-    shard: str = "none"
+    shard: str
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class EngineKind:
             make one engine.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
+        places_model: whether it moves the model to the device, part by part: the whole need not fit there.
     """
 
     name: str
@@ -64,6 +68,7 @@ class EngineKind:
     shards: tuple[str, ...] = ("none",)
     elastic: bool = False
     horovod: bool = False
+    places_model: bool = False
 
     def load(self) -> Callable[[EngineParts], Engine]:
         """Return the function that makes the engine. Imports torch."""
@@ -79,13 +84,18 @@ TABLE = (
     EngineKind("horovod", "hvdtrain.engine.sharded:make_sharded", ("none",), ("optimizer", "gradients"), horovod=True),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
     # It always divides the parameters, so that this need not be said.
-    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none", *_CODED), ("parameters", "none")),
+    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none", *_CODED), ("parameters", "none"), places_model=True),
 )
 
 
 def needs_horovod(engine: str) -> bool:
     """Return whether an engine needs Horovod."""
     return any(kind.horovod for kind in TABLE if kind.name == engine)
+
+
+def places_model(engine: str) -> bool:
+    """Return whether an engine moves the model to the device."""
+    return any(kind.places_model for kind in TABLE if kind.name == engine)
 
 
 def find_engine(engine: str, compression: str = "none", shard: str = "none", *, elastic: bool = False) -> EngineKind:

@@ -52,6 +52,14 @@ def _residuals(worker: WorkerState) -> torch.Tensor:
     return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith(RESIDUAL)]).clone()
 
 
+@pytest.mark.parametrize(("engine", "device"), [("horovod", "meta"), ("fsdp", "cpu")])
+def test_an_engine_that_divides_the_model_moves_it_block_by_block(engine: str, device: str) -> None:
+    """The whole need not fit on a device. Torch's "meta" stands for one here."""
+    run = parse_object({"task": "toy", "parallel": {"engine": engine}}, None)
+    found = make_worker_state(run, toy(), torch.device("meta"), RankInfo())
+    assert {parameter.device.type for parameter in found.state.model.parameters()} == {device}
+
+
 @pytest.mark.parametrize("worker", ["none", "bf16"], indirect=True)
 def test_without_residuals_nothing_is_lost_with_a_rank(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)

@@ -15,6 +15,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.table import places_model
 from hvdtrain.exchange.active_buckets import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
@@ -146,9 +147,9 @@ class WorkerState:
 
 
 def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
-    """Move the model to its device and make its optimizer. Needs no other rank."""
+    """Move the model to its device, unless the engine does, and make its optimizer. Needs no other rank."""
     train = run.config.train
-    model = task.model.to(device)
+    model = task.model if places_model(run.config.parallel.engine) else task.model.to(device)
     if run.config.precision != "fp32":
         autocast_experts(model)
     compiled = compile_blocks(model) if train.compile else 0

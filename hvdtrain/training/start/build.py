@@ -48,6 +48,7 @@ def build_engine(current: Round) -> Engine:
             variables,
             parallel.shard,
             parallel.engine,
+            worker.device,
         )
         worker.use_exchange(engine)
     except BaseException:
