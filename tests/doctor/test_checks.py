@@ -29,6 +29,7 @@ ON_MPICH = {"library": MPICH, "library_version": "MPICH Version: 5.0.2", "mpirun
 NO_TORCH = Answer(error="No module named 'torch'")
 UNDEFINED = Answer(error="undefined symbol")
 WITH_NCCL = Answer(HOROVOD | {"nccl": True})
+UNDER_TORCHRUN = RankInfo("torchrun", 0, 2, 0, 2, "node")
 NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
 
 
@@ -39,7 +40,7 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         (
             "horovod",
             "warning",
-            "a single process does not",
+            "a single process, and engines under torchrun, do not",
             "hvdtrain build-horovod",
             {"installation": {"record": None}},
         ),
@@ -60,6 +61,11 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         ("mpirun", "ok", "MPICH 5.0.2", "", {"mpi": ON_MPICH}),
         ("launcher", "ok", "rank 0/2 on node", "", {}),
         ("launcher", "ok", "a single process", "", {"info": RankInfo()}),
+        ("launcher", "ok", "for --parallel.engine ddp or --parallel.engine fsdp; other", "", {"info": UNDER_TORCHRUN}),
+        (
+            *("horovod", "warning", "undefined", "hvdtrain build-horovod"),
+            {"info": UNDER_TORCHRUN, "installation": {"horovod": UNDEFINED}},
+        ),
         ("gloo", "warning", "fp16", "mpirun", {"info": GLOO}),
         ("packages", "warning", "language_model", "hvdtrain[lm]", {"installation": {"packages": NO_TRANSFORMERS}}),
         ("host", "ok", "1 usable by this process", "", {}),

@@ -69,3 +69,10 @@ def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     with ThreadPoolExecutor(8) as pool:
         found = mpi_facts(RankInfo("openmpi", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool, None)
     assert found.refusal is not None and "build-horovod" in str(found.refusal.next_step)
+
+
+def test_ranks_of_torchrun_are_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor does not know the engine; some need no Horovod."""
+    monkeypatch.setattr("hvdtrain.runtime.mpi.horovod_library", lambda: horovod(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        assert mpi_facts(RankInfo("torchrun", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool, None).refusal is None

@@ -37,6 +37,7 @@ from tests.doctor.facts import (
 GPUS = {"torch": Answer(ON_GPU)}
 HOSTS = RankInfo("openmpi", 0, 4, 0, 2, "node")
 ALONE = RankInfo(host="node")
+TORCHRUN = RankInfo("torchrun", 0, 2, 0, 2, "node")
 SRUN = RankInfo("slurm", 0, 2, 0, 2, "node")
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
 UNKNOWN = MpiLibrary("libmpi.so.99", "unknown")
@@ -180,6 +181,8 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("run_dir_shared", {}),
         ("run_dir_speed", {"storage": {"answer": Answer(error="x")}}),
         ("timeline", {"info": ALONE}),
+        ("timeline", {"info": TORCHRUN}),
+        ("controller", {"info": TORCHRUN, "environ": {"HOROVOD_CONTROLLER": "gloo"}}),
     ],
 )
 def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.finding import Finding, Level
 from hvdtrain.install.record import BUILD_COMMAND, BuildRecord
+from hvdtrain.runtime.environment import TORCHRUN
 
 _NAMES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}
 _UNDECLARED = ("cloudpickle", "psutil", "yaml", "cffi", "packaging")
@@ -67,15 +68,16 @@ def torch(facts: DoctorFacts) -> Finding:
 def horovod(facts: DoctorFacts) -> Finding:
     """Check that Horovod is built for this torch and can be imported."""
     record, answer = facts.installation.record, facts.installation.horovod
+    broken: Level = "warning" if facts.info.launcher == TORCHRUN else "broken"  # its engines need none
     if record is None:
-        why = "a job of several ranks needs it; a single process does not"
+        why = "a job of several ranks needs it; a single process, and engines under torchrun, do not"
         return Finding("horovod", "warning", "not installed", why, BUILD_COMMAND)
     if facts.installation.mismatch:
         why = " ".join(facts.installation.mismatch.split())
-        return Finding("horovod", "broken", record.version, why, BUILD_COMMAND)
+        return Finding("horovod", broken, record.version, why, BUILD_COMMAND)
     if answer.error:
         why, fix = _explain_import_error(answer.error)
-        return Finding("horovod", "broken", record.version, f"cannot be imported: {answer.error}{why}", fix)
+        return Finding("horovod", broken, record.version, f"cannot be imported: {answer.error}{why}", fix)
     parts = ", ".join(name for key, name in _NAMES.items() if answer.values[key])
     target = f", built for {record.torch}" if record.torch else ""
     return Finding("horovod", "ok", f"{record.version} with {parts}{target}", _features(record))

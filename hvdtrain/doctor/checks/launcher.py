@@ -7,8 +7,9 @@ import re
 from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.engine.table import TABLE, needs_horovod
 from hvdtrain.install.record import BUILD_COMMAND
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
@@ -16,6 +17,7 @@ from hvdtrain.runtime.timeline import ASK, decide
 _PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
 """By MPI family: the variable in which srun passes the rank, and the value of srun --mpi that sets it."""
 
+_OURS = "hvdtrain launch, mpirun, horovodrun or srun"
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
 
@@ -25,8 +27,16 @@ def launcher(facts: DoctorFacts) -> Finding:
     if refusal is not None:
         why = f"{refusal.what} Expected: {refusal.expected}"
         return Finding("launcher", "broken", found, why, refusal.next_step or "")
-    note = "a single process; start several ranks with hvdtrain launch, mpirun, horovodrun or srun"
-    return Finding("launcher", "ok", found, note if facts.info.launcher == NO_LAUNCHER else "")
+    notes = {
+        NO_LAUNCHER: f"a single process; start several ranks with {_OURS}",
+        TORCHRUN: f"for {_without_horovod()}; other engines need ranks started by {_OURS}",
+    }
+    return Finding("launcher", "ok", found, notes.get(facts.info.launcher, ""))
+
+
+def _without_horovod() -> str:
+    names = dict.fromkeys(kind.name for kind in TABLE if not needs_horovod(kind.name))
+    return " or ".join(f"--parallel.engine {name}" for name in names)
 
 
 def stale_launcher(facts: DoctorFacts) -> Finding | None:
@@ -48,7 +58,7 @@ def controller(facts: DoctorFacts) -> Finding | None:
     """Check that HOROVOD_CONTROLLER fits the launcher."""
     requested = facts.environ.get("HOROVOD_CONTROLLER", "").lower()
     by = "gloo" if facts.info.launcher == GLOO_LAUNCHER else "mpi"
-    if facts.info.launcher == NO_LAUNCHER or requested in ("", by):
+    if facts.info.launcher in (NO_LAUNCHER, TORCHRUN) or requested in ("", by):
         return None
     why = f"the launcher started the ranks for {by}: Horovod aborts, or each rank runs alone"
     return Finding("controller", "broken", f"HOROVOD_CONTROLLER={requested}", why, "unset HOROVOD_CONTROLLER")
@@ -99,7 +109,7 @@ def half_over_gloo(facts: DoctorFacts) -> Finding | None:
 
 def timeline(facts: DoctorFacts) -> Finding | None:
     """Report what `--observe.timeline auto` would record under this launcher."""
-    if facts.info.size == 1:
+    if facts.info.size == 1 or facts.info.launcher == TORCHRUN:  # without Horovod
         return None
     known = Facts(facts.info, facts.machine.host, facts.mpi.library, facts.environ)
     record = facts.installation.record

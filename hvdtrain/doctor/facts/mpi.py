@@ -91,7 +91,7 @@ def mpi_versions(environ: Mapping[str, str], pool: Executor, programs: Path | No
 
 def _refusal(info: RankInfo) -> LaunchError | None:
     try:
-        refuse_unused_launcher(info)
+        refuse_unused_launcher(info, horovod=False)  # the check of the launcher names the engines of torchrun
         mpi.check_launch(info)
     except LaunchError as error:
         return error
