@@ -17,6 +17,7 @@ SCRIPTS = (
     "step",
     "engines",
     "engines --two_hosts",
+    "engine_parts",
     "memory",
     "lockstep",
     "drop_in",

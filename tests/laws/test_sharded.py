@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.pieces import StateDict
 from tests.support.gallery import LANGUAGE, TOY, Recorded
 from tests.support.thread_job import train_on_threads
@@ -150,6 +150,20 @@ def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> Non
     )
     assert gradients.losses() == optimizer.losses()
     _equal(gradients.state(), optimizer.state())
+
+
+@pytest.mark.slow
+def test_200_steps_have_the_same_bits(tmp_path: Path) -> None:
+    options = (*LANGUAGE, "--train.micro_batch=4", "--train.steps=200", "--checkpoint.every=0")
+    whole, divided = (
+        _train(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("none", "gradients")
+    )
+    numbers = [
+        [(step["loss"], step["grad_norm"]) for step in read_steps(run.run / "journal.jsonl").values()]
+        for run in (whole, divided)
+    ]
+    assert len(numbers[0]) == 200 and numbers[0] == numbers[1]
+    _equal(divided.state(), whole.state())
 
 
 class Triple(torch.autograd.Function):
