@@ -8,21 +8,24 @@ turn is seen in forward's passes, and told to the prediction: other work there i
 
 - one_host: 2 ranks on 2 cores without compression, and from it other sizes of buckets, other compressions;
 - ranks: 1 rank, from it 2 on one host;
+- engines: 2 ranks on 2 cores with AdamW and clipping, without a divided optimizer; from it the other engines, and from
+  each of them that one again (not from fsdp, which does not record enough);
 - unthrottled, 1gbit, 300mbit, 100mbit: 2 hosts of one core each (see tests/support/two_hosts.py; needs root), fitted to
   the base at the first rate alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 
-from common import Figure, main
+from common import Figure, options, report
 from host_jobs import HostsJob
 from jobs import SGD, Job, Setting, take_turns, warmed_up
 
@@ -63,6 +66,12 @@ TRIED: Mapping[str, Tried] = {
         for name in ("fp16", "int8", "powersgd:4", "topk")
     },
 }
+ENGINES: Mapping[str, Tried] = {
+    BASE: Tried(Change(engine="horovod", shard="none")),
+    **{s: Tried(Change(engine="horovod", shard=s), {"parallel.shard": s}) for s in ("optimizer", "gradients")},
+    **{name: Tried(Change(engine=name, shard="none"), {"parallel.engine": name}) for name in ("ddp", "fsdp")},
+}
+ADAMW = Setting("llama15m", 4, ours=PLAIN.ours)
 QUICK = (BASE, "bucket_1", "int8", "powersgd_4")
 
 
@@ -74,7 +83,7 @@ class Turns:
 
     def go(self, rounds: int, seconds: float) -> None:
         """Let the jobs run in turn; what was seen before is forgotten."""
-        self._seen: set[float] = set()
+        self._seen: dict[str, set[float]] = {name: set() for name in self.jobs}
         self.medians = take_turns(self.jobs, partial(self._turn, seconds=seconds), rounds)
 
     def _turn(self, job: Job, seconds: float) -> tuple[float, float]:
@@ -82,17 +91,17 @@ class Turns:
         steps: list[dict[str, float]] = []
         while len(steps) < LEAST:
             steps += job.turn(seconds)
-        if job is self.jobs[BASE]:
-            self._seen |= {step["time"] for step in steps}
+        name = next(name for name, own in self.jobs.items() if own is job)
+        self._seen[name] |= {step["time"] for step in steps}
         return statistics.median(s["step_s"] for s in steps), statistics.median(s["forward_s"] for s in steps)
 
-    def evidence(self) -> Evidence:
-        """What the base has left of the steps that were seen."""
-        return read_evidence(self.jobs[BASE].folder, lambda step: step["time"] in self._seen)
+    def evidence(self, name: str = BASE) -> Evidence:
+        """What a job has left of the steps that were seen."""
+        return read_evidence(self.jobs[name].folder, lambda step: step["time"] in self._seen[name])
 
 
-def _setting(tried: Tried) -> Setting:
-    return replace(PLAIN, ours={**PLAIN.ours, **tried.ours})
+def _setting(tried: Tried, plain: Setting = PLAIN) -> Setting:
+    return replace(plain, ours={**plain.ours, **tried.ours})
 
 
 def at_pace(evidence: Evidence, forward_s: float) -> Evidence:
@@ -152,6 +161,22 @@ def more_ranks(rounds: int) -> dict[str, Pair]:
         }
 
 
+def engines(rounds: int) -> dict[str, Pair]:
+    """From the base to the other engines, and back. The gathers of fsdp count in its forward: no pace is read there."""
+    with warmed_up({n: partial(Job, "ours", _setting(tried, ADAMW)) for n, tried in ENGINES.items()}, WARM_UP) as jobs:
+        turns = Turns(jobs)
+        turns.go(rounds, 4.0)
+        measured_s = {name: statistics.median(s for s, _ in own) for name, own in turns.medians.items()}
+        found: dict[str, Pair] = {}
+        for source in [name for name in ENGINES if name != "fsdp"]:
+            evidence = turns.evidence(source)
+            _told(evidence)
+            targets = [name for name in ENGINES if name != BASE] if source == BASE else [BASE]
+            for name in targets:
+                found[f"engines/{source}_to_{name}"] = predict(evidence, ENGINES[name].change), measured_s[name]
+        return found
+
+
 def between(names: Sequence[str], rates: Sequence[str]) -> dict[str, Pair]:
     """Between two hosts: what is known is the base at the first rate."""
     found: dict[str, Pair] = {}
@@ -179,13 +204,30 @@ def _told(evidence: Evidence) -> None:
     print(f"base {evidence.step_s * 1e3:.1f} ms; link {evidence.fitted.source}", flush=True)
 
 
-def measure(quick: bool) -> list[Figure]:
-    """All pairs, the worst and the middle one."""
-    names = QUICK if quick else tuple(TRIED)
-    rates = ("unthrottled", "1gbit") if quick else tuple(RATES)
+def errors(figures: Sequence[Figure], name: str) -> list[Figure]:
+    """The worst and the middle of these errors."""
+    found = [abs(f.value) for f in figures]
+    if not found:
+        return []
+    worst = Figure(f"whatif/{name}worst_error_percent", max(found), min(found), max(found), "%")
+    return [worst, Figure(f"whatif/{name}median_error_percent", statistics.median(found), min(found), max(found), "%")]
+
+
+def measure(arguments: argparse.Namespace) -> list[Figure]:
+    """All pairs (or those of one question), the worst and the middle one; engines by themselves."""
+    names = QUICK if arguments.quick else tuple(TRIED)
+    rates = ("unthrottled", "1gbit") if arguments.quick else tuple(RATES)
+    questions: Mapping[str, Callable[[], dict[str, Pair]]] = {
+        "one_host": lambda: here(names, 3),
+        "ranks": lambda: more_ranks(3),
+        "engines": lambda: engines(3),
+        "two_hosts": lambda: between(names, rates),
+    }
     found: dict[str, list[Pair]] = {}
-    for _ in range(1 if quick else STARTS):
-        for ask in (lambda: here(names, 3), lambda: more_ranks(3), lambda: between(names, rates)):
+    for _ in range(1 if arguments.quick else STARTS):
+        for question, ask in questions.items():
+            if arguments.only not in (None, question):
+                continue
             try:
                 pairs = ask()
             except UnavailableError as reason:
@@ -194,11 +236,13 @@ def measure(quick: bool) -> list[Figure]:
             for label, pair in pairs.items():
                 found.setdefault(label, []).append(pair)
     figures = [compared(label, pairs) for label, pairs in found.items()]
-    errors = [abs(f.value) for f in figures]
-    worst = Figure("whatif/worst_error_percent", max(errors), min(errors), max(errors), "%")
-    middle = Figure("whatif/median_error_percent", statistics.median(errors), min(errors), max(errors), "%")
-    return [*figures, worst, middle]
+    of_engines = [f for f in figures if f.name.startswith("whatif/engines/")]
+    others = [f for f in figures if f not in of_engines]
+    return [*figures, *errors(others, ""), *errors(of_engines, "engines_")]
 
 
 if __name__ == "__main__":
-    main(__doc__, measure)
+    parser = options(__doc__)
+    parser.add_argument("--only", choices=("one_host", "ranks", "engines", "two_hosts"), help="ask only this question")
+    given = parser.parse_args()
+    report(measure(given), given.json)

@@ -65,6 +65,20 @@ def fill(
     return buckets
 
 
+_SHARD_BUCKETS = 16
+"""Default number of buckets of a small model, where their memory is not divided among ranks."""
+_SHARD_RANK_BYTES = 1 << 20
+"""Least default size of such a bucket for each rank, so that each rank owns several chunks of it."""
+
+
+def shard_bucket_bytes(limit_bytes: int, total_bytes: int, ranks: int) -> int:
+    """Return the default size limit of a bucket, where its sums are divided among ranks.
+
+    `limit_bytes` is that of other buckets, `total_bytes` the size of all gradients.
+    """
+    return max(min(limit_bytes, total_bytes // _SHARD_BUCKETS), ranks * _SHARD_RANK_BYTES)
+
+
 def padded(count: int, item_bytes: int) -> int:
     """Return the elements that a gradient of `count` takes in a bucket, with the gap after it."""
     step = max(1, _ALIGNMENT // item_bytes)
@@ -99,7 +113,8 @@ def rows(shape: Sequence[int], count: int, item_bytes: int) -> Payload:
 
 def sent_bytes(payload: Payload, ranks: int) -> float:
     """Return the bytes that a rank sends for a payload, by the algorithms that send least (a ring, or direct sends)."""
-    share = {"allreduce": 2 * (ranks - 1) / ranks, "alltoall": (ranks - 1) / ranks, "allgather": ranks - 1}
+    part = (ranks - 1) / ranks
+    share = {"allreduce": 2 * part, "alltoall": part, "reducescatter": part, "allgather": ranks - 1}
     return sum(size * share[kind] for kind, size in payload.items())
 
 

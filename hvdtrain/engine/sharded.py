@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
@@ -34,12 +35,9 @@ from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 
-_RANK_BYTES = 1 << 20
-"""Least default size of a bucket for each rank, so that each rank owns several chunks of it."""
-
-_BUCKETS, _AT_ONCE = 16, 2
-"""Default number of buckets of a small model, and how many are exchanged at the end of backward, when a rank has its
-sums of all others: their memory is not divided."""
+_AT_ONCE = 2
+"""Buckets that are exchanged at the end of backward, when a rank has its sums of all others: their memory is not
+divided."""
 
 
 class ShardedEngine(DividedEngine):
@@ -258,7 +256,7 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
     bucket_bytes = prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib)
     if parts.bucket_mib is None:
         total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
-        bucket_bytes = max(min(bucket_bytes, total // _BUCKETS), parts.comm.size * _RANK_BYTES)
+        bucket_bytes = shard_bucket_bytes(bucket_bytes, total, parts.comm.size)
     return ShardedEngine(
         parts.optimizer,
         parts.model,

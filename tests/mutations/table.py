@@ -446,7 +446,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/timeline/whatif/test_read_run.py",
     ),
     _missed(
-        "timeline/whatif/read_run.py",
+        "timeline/whatif/traced_allreduces.py",
         'elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):',
         "elif name.endswith(_OPERATION):",
         "the wait for late ranks counts as time on the link",

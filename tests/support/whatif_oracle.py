@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.timeline.whatif.replay import Step
+from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Step
 
 NOTHING = "nothing"
 
@@ -54,55 +54,129 @@ def oracle(step: Step) -> tuple[float, float]:
 
 def _thread(step: Step, wire: Wire, marks: dict[str, int], now) -> Iterator[float | str]:  # type: ignore[no-untyped-def]
     """What the training thread does: ticks of work, or `NOTHING` while it waits."""
-    missing = [sum(a.bucket == number for a in step.arrivals) for number in range(len(step.exchanges))]
-    phase = [-1] * len(missing)
-    number_of: dict[int, int] = {}
     handed = iter(range(1 << 20))
+    waiting: list[Exchange] = []
+    gathering: list[tuple[Exchange, int]] = []
+    last: Sums | None = None
 
-    def go_on(bucket: int) -> Iterator[float | str]:
-        phase[bucket] += 1
-        exchange = step.exchanges[bucket]
-        if phase[bucket] == len(exchange.collectives):
-            yield exchange.after_s
-            return
-        collective = exchange.collectives[phase[bucket]]
+    def start(collective: Collective) -> Iterator[float | str]:
         yield collective.before_s
-        number_of[bucket] = next(handed)
+        number = next(handed)
         if collective.wire_s:
             share = 1.0 if collective.cpu_s >= collective.wire_s else 0.0
-            wire.queue.append([number_of[bucket], collective.wire_s, share])
+            wire.queue.append([number, collective.wire_s, share])
         else:
-            wire.over.add(number_of[bucket])
+            wire.over.add(number)
         yield collective.during_s
+        return number
 
-    def running() -> list[int]:
-        return [b for b in range(len(missing)) if 0 <= phase[b] < len(step.exchanges[b].collectives)]
+    def wait(number: int) -> Iterator[float | str]:
+        while number not in wire.over:
+            yield NOTHING
 
-    def ready() -> list[int]:
-        return [b for b in running() if number_of[b] in wire.over]
+    def gather_one() -> Iterator[float | str]:
+        gather = waiting.pop(0)
+        number = yield from start(gather.collectives[0])
+        gathering.append((gather, number))
 
-    yield step.before_s
-    for arrival in step.arrivals:
-        yield arrival.gap_s
-        yield arrival.pack_s
-        missing[arrival.bucket] -= 1
-        if not missing[arrival.bucket]:
-            yield from go_on(arrival.bucket)
-        for bucket in ready():
-            yield from go_on(bucket)
-    yield step.tail_s
+    def gather_ahead(one: Step) -> Iterator[float | str]:
+        if one.ahead_bytes is None:
+            return
+        while waiting:
+            held = sum(g.nbytes for g, _ in gathering)
+            if gathering and held + waiting[0].nbytes > one.ahead_bytes:
+                return
+            yield from gather_one()
+
+    def need(one: Step, count: int) -> Iterator[float | str]:
+        for _ in range(count):
+            if not gathering:
+                yield from gather_one()
+            yield from wait(gathering[0][1])
+            yield gathering[0][0].after_s
+            gathering.pop(0)
+            yield from gather_ahead(one)
+
+    for one in [*step.earlier, step]:
+        waiting += one.gathers
+        yield from gather_ahead(one)
+        yield one.before_s
+        for part in one.forward:
+            yield from need(one, part.needs)
+            yield part.work_s
+        if last is not None:
+            yield from last.finish()
+        last = Sums(one, start, wait, wire)
+        for arrival in one.arrivals:
+            yield from need(one, arrival.needs)
+            yield arrival.gap_s
+            yield from last.pack(arrival)
+        yield one.tail_s
     marks["backward"] = now()
-    for bucket in range(len(missing)):
-        if phase[bucket] < 0:
-            yield step.late_s[bucket] if bucket < len(step.late_s) else 0.0
-            yield from go_on(bucket)
-    while running():
-        moved = ready()
-        for bucket in moved:
-            yield from go_on(bucket)
-        if not moved:
-            first = running()[0]
-            while number_of[first] not in wire.over:
-                yield NOTHING
+    assert last is not None
+    yield from last.finish()
     marks["over"] = now()
     yield step.after_s
+
+
+class Sums:
+    """The exchanges of one pass."""
+
+    def __init__(self, step: Step, start, wait, wire: Wire) -> None:  # type: ignore[no-untyped-def]
+        self.step, self.start, self.wait, self.wire = step, start, wait, wire
+        self.missing = [sum(a.bucket == number for a in step.arrivals) for number in range(len(step.exchanges))]
+        self.arrived = list(self.missing)
+        self.phase = [-1] * len(self.missing)
+        self.number_of: dict[int, int] = {}
+        self.started: list[int] = []
+        """Buckets by the start of their current collectives."""
+
+    def pack(self, arrival: Arrival) -> Iterator[float | str]:
+        bucket = arrival.bucket
+        if self.missing[bucket] == self.arrived[bucket]:
+            yield from self.make_room(bucket)
+        yield arrival.pack_s
+        self.missing[bucket] -= 1
+        if not self.missing[bucket]:
+            yield from self.go_on(bucket)
+        for ready in self.ready():
+            yield from self.go_on(ready)
+
+    def make_room(self, bucket: int) -> Iterator[float | str]:
+        exchanges = self.step.exchanges
+        while self.started and (
+            sum(exchanges[b].nbytes for b in self.started)
+            + sum(e.kept_bytes for e, phase in zip(exchanges, self.phase, strict=True) if phase == len(e.collectives))
+            + exchanges[bucket].nbytes
+            > self.step.limit_bytes
+        ):
+            oldest = self.started[0]
+            yield from self.wait(self.number_of[oldest])
+            yield from self.go_on(oldest)
+
+    def go_on(self, bucket: int) -> Iterator[float | str]:
+        if bucket in self.started:
+            self.started.remove(bucket)
+        self.phase[bucket] += 1
+        exchange = self.step.exchanges[bucket]
+        if self.phase[bucket] == len(exchange.collectives):
+            yield exchange.after_s
+            return
+        self.number_of[bucket] = yield from self.start(exchange.collectives[self.phase[bucket]])
+        self.started.append(bucket)
+
+    def ready(self) -> list[int]:
+        return sorted(b for b in self.started if self.number_of[b] in self.wire.over)
+
+    def finish(self) -> Iterator[float | str]:
+        for bucket in range(len(self.missing)):
+            if self.phase[bucket] < 0:
+                yield from self.make_room(bucket)
+                yield self.step.late_s[bucket] if bucket < len(self.step.late_s) else 0.0
+                yield from self.go_on(bucket)
+        while self.started:
+            moved = self.ready()
+            for bucket in moved:
+                yield from self.go_on(bucket)
+            if not moved:
+                yield from self.wait(self.number_of[min(self.started)])

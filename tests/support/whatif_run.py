@@ -32,12 +32,15 @@ def run_folder(
     cores: int = 8,
     own_cores: int = 0,
     wait_ms: float = 0.0,
+    gather_ms: float = 0.0,
     steps: int = 30,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     link: Sequence[tuple[int, float]] = (),
     passes: int = 1,
     late_ms: float = 0.0,
     device: str = "cpu",
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    state_bytes: tuple[float, float] | None = None,
 ) -> Path:
     """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps."""
     (path / "timeline").mkdir(parents=True)
@@ -49,7 +52,7 @@ def run_folder(
     for section, given in (options or {}).items():
         config[section] = {**config[section], **given}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
-    parts = {**PARTS, "exposed_comm": wait_ms}
+    parts = {**PARTS, "exposed_comm": wait_ms, "gather": gather_ms}
     whole = sum(parts.values())
     lines: list[dict[str, Any]] = [{"event": "started", "size": size}]
     lines += [
@@ -57,7 +60,7 @@ def run_folder(
         for number in range(1, steps + 1)
     ]
     (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = list(SHAPES)
+    names = list(shapes)
     ready = {name: 20e3 * (len(names) - place) for place, name in enumerate(names)}
     copied = dict.fromkeys(names, 0.0)
     step = {"step": 4, "passes": passes, "backward_us": 100e3 / passes}
@@ -76,7 +79,10 @@ def run_folder(
         "compression": "none",
         "plan": None,
         "exchange_cpu_us": None,
-        "parameters": [{"name": n, "shape": list(s), "dtype": "float32", "rows": None} for n, s in SHAPES.items()],
+        "parameters": [
+            {"name": n, "shape": list(s), "dtype": "float32", "rows": None, "state_bytes": state_bytes}
+            for n, s in shapes.items()
+        ],
         "steps": [step],
     }
     (path / "timeline" / "gradients.json").write_text(json.dumps(gradients))

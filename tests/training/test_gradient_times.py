@@ -30,7 +30,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     ready = GradientMarks(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, parse("none"), spans=spans)
-    engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
+    engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), reducer)
     times = GradientTimes(ready, engine, comm, spans, path, warn or (lambda text: None), read_host({}))
     for step in range(1, steps + 1):
         times.begin_step(step)
@@ -63,6 +63,8 @@ def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
     assert rows == {"embed.weight": 2, "out.weight": None, "out.bias": None, "idle.weight": None, "idle.bias": None}
     assert found["plan"]["rows"] == {"embed.weight": 2}
     assert found["version"] == 1
+    assert found["by_element"] is True
+    assert [p["state_bytes"] for p in found["parameters"]] == [[4, 0]] * len(names), "momentum, in fp32"
     assert spans.listeners == []
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
 

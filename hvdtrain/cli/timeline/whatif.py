@@ -23,6 +23,8 @@ def main(command: str, argv: list[str]) -> int:
         ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
+    from hvdtrain.engine.held_bytes import held_bytes
+    from hvdtrain.engine.table import find_engine
     from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import as_data, lines
@@ -33,12 +35,14 @@ def main(command: str, argv: list[str]) -> int:
     evidence = read_evidence(options.run)
     probed = CodingProbe(options.run)
     prediction = predict(evidence, change, probed)
+    find_engine(prediction.job.engine, prediction.job.compression, prediction.job.shard)
+    held = [held_bytes(evidence, job) for job in (evidence.job, prediction.job)]
     if options.probe or options.check:
         probed.measure(evidence, (evidence.job, prediction.job))
         prediction = predict(evidence, change, probed)
-    data = as_data(evidence, change, prediction)
+    data = as_data(evidence, change, prediction, held)
     if not options.json:
-        print("\n".join(lines(evidence, change, prediction)))
+        print("\n".join(lines(evidence, change, prediction, held)))
     if options.check:
         data["check"] = _check(evidence, change, probed, quiet=options.json)
     if options.json:
@@ -95,6 +99,10 @@ def parser(command: str) -> Parser:
     add("--latency_us", help="latency of a small message between two ranks, in microseconds", **number)
     add("--algorithm", choices=("auto", "ring", "tree"), help="algorithm of all-reduces; auto is the faster one")
     add("--compression", metavar="NAME", help="a value of --parallel.compression, such as powersgd:4")
+    engines = ("horovod", "ddp", "fsdp")
+    add("--engine", choices=engines, help="a value of --parallel.engine; --shard is then none unless it is given")
+    shards = ("none", "optimizer", "gradients", "parameters")
+    add("--shard", choices=shards, help="what is divided among ranks: a value of --parallel.shard")
     add("--bucket_mib", help="a value of --parallel.bucket_mib, in MiB", **number)
     add("--global_batch", help="samples per step over all ranks", **count)
     add("--data_ms", help="time per step to wait for data, in ms; 0 means that data is always ready", **number)

@@ -76,7 +76,14 @@ def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
     work = evidence.job.micro_batch * evidence.job.passes
 
     def step_s(ranks: Ranks, compression: str) -> float:
-        change = Change(ranks.size, ranks.per_host, compression=compression, global_batch=work * ranks.size)
+        change = Change(
+            ranks.size,
+            ranks.per_host,
+            compression=compression,
+            global_batch=work * ranks.size,
+            shard="none",
+            engine="horovod",
+        )
         if ranks.hosts > 1:
             assert between is not None
             gbits, latency_us = 8e-9 / between.s_per_byte / ETHERNET, between.hop_s * 1e6

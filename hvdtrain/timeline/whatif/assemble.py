@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from hvdtrain.compression.coding_cost import COPY_S_PER_BYTE, CodingCost
 from hvdtrain.compression.table import Compression
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, plan_buckets
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
+from hvdtrain.timeline.whatif.engine_buckets import bucket_collectives, job_buckets
+from hvdtrain.timeline.whatif.engine_passes import PassTimes, arrange_passes, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
-from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
+from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Step
 
 Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 """The measured cost of coding a bucket, by compression, bucket and world size; None if it was not measured."""
@@ -30,18 +32,6 @@ class AssembledStep:
     coding_measured: bool
 
 
-def job_buckets(evidence: Evidence, job: Job) -> list[PlannedBucket]:
-    """Return the buckets that a job would have."""
-    if evidence.buckets:
-        return list(evidence.buckets)
-    compression = evidence.compression_of(job.compression)
-    limit = (
-        int(job.bucket_mib * (1 << 20)) if job.bucket_mib else compression.bucket_bytes(one_host=job.ranks.hosts == 1)
-    )
-    work = job.passes / evidence.job.passes
-    return plan_buckets(evidence.gradients, limit, compression, job.ranks.size, work)
-
-
 def assemble_step(
     evidence: Evidence, job: Job, change: Change, link: Link, costs: Costs, coding_factor: float
 ) -> AssembledStep:
@@ -49,54 +39,76 @@ def assemble_step(
 
     `job` and `link` are those after the change. The costs of coding are multiplied by `coding_factor`.
     """
-    parts, was, now = evidence.parts_s, evidence.job.passes, job.passes
     slowdown = 1 + (change.slow_rank_percent or 0.0) / 100
-    backward_s = parts["backward"] / was
-    data_s = parts["data"] * now / was if change.data_ms is None else change.data_ms / 1e3
-    forward_s = (parts["copy"] + parts["forward"]) / was
-    before_s = data_s + slowdown * (now * forward_s + (now - 1) * backward_s)
-    after_s = parts["clip"] + parts["optimizer"] + parts["rest"]
+    times = _pass_times(evidence, job, change, slowdown)
+    after_s = update_s(evidence, job, link) + evidence.parts_s["rest"]
     if job.ranks.size == 1 and job.compression == "none":
         last_s = max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
-        step = Step(before_s, [], (last_s + evidence.tail_s) * slowdown, [], (), after_s)
+        step = Step(times.before_s, [], (last_s + evidence.tail_s) * slowdown, [], (), after_s)
         return AssembledStep(step, [], 0.0, True)
     compression, buckets, ranks = evidence.compression_of(job.compression), job_buckets(evidence, job), job.ranks.size
     by_name = {gradient.name: gradient for gradient in evidence.gradients}
-    copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
-    measured = [None if bucket.rows else costs(compression, bucket, ranks) for bucket in buckets]
-    coding = [
-        (cost or _estimate(compression, bucket, by_name, ranks, copy_s)).scaled(coding_factor)
-        for bucket, cost in zip(buckets, measured, strict=True)
-    ]
-    copied = compression.exact and evidence.copy_s_per_byte is not None
-    all_measured = copied or all(
-        cost is not None or bucket.rows for bucket, cost in zip(buckets, measured, strict=True)
-    )
-    sent = [bucket.collectives(compression, ranks) for bucket in buckets]
+    coding, all_measured = _coding(evidence, job, buckets, costs, coding_factor)
+    sent = [bucket_collectives(job, bucket, compression) for bucket in buckets]
 
     def seconds_of(kind: str, nbytes: float) -> tuple[float, float]:
         """Return the seconds of a collective, and the processor seconds that it takes from computing."""
         wire_s, cpu_s = collective_s(link, job.ranks, kind, nbytes, change.algorithm or "auto")
         return wire_s, cpu_s if evidence.cores_are_full(job.ranks) else 0.0
 
+    def gather(bucket: PlannedBucket) -> Exchange:
+        """Copy this rank's part out, and the parts of the others to the parameters; FSDP copies all of them."""
+        shared = 1.0 if job.engine == "fsdp" else (ranks - 1) / ranks
+        copy = coding_factor * (evidence.copy_s_per_byte or COPY_S_PER_BYTE) * bucket.nbytes
+        wire_s, cpu_s = seconds_of("allgather", bucket.nbytes / ranks)
+        return Exchange([Collective(copy / ranks, wire_s, cpu_s)], copy * shared, bucket.nbytes * (ranks + 1) / ranks)
+
     exchanges = [_exchange(collectives, cost, seconds_of) for collectives, cost in zip(sent, coding, strict=True)]
     exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
-    step = Step(
-        before_s,
+    last = Step(
+        0.0,
         _arrivals(evidence, buckets, coding, slowdown),
         evidence.tail_s * slowdown,
         exchanges,
         [*_late(buckets, coding, by_name), 0.0],
         after_s + sum(cost.commit_s for cost in coding),
     )
-    payload_bytes = sum(size for collectives in sent for _, size in collectives)
-    return AssembledStep(step, buckets, payload_bytes, all_measured)
+    step = arrange_passes(last, evidence, job, buckets, times, gather)
+    times_sent = job.passes if job.shard == "gradients" else 1
+    payload_bytes = times_sent * sum(size for collectives in sent for _, size in collectives)
+    gathered = sum(one.nbytes for part in (*step.earlier, step) for one in part.gathers) / (ranks + 1)
+    return AssembledStep(step, buckets, payload_bytes + gathered, all_measured)
+
+
+def _pass_times(evidence: Evidence, job: Job, change: Change, slowdown: float) -> PassTimes:
+    parts, was, now = evidence.parts_s, evidence.job.passes, job.passes
+    data_s = parts["data"] * now / was if change.data_ms is None else change.data_ms / 1e3
+    forward_s, backward_s = (parts["copy"] + parts["forward"]) / was, parts["backward"] / was
+    return PassTimes(data_s, slowdown * forward_s, slowdown * backward_s, now)
+
+
+def _coding(
+    evidence: Evidence, job: Job, buckets: Sequence[PlannedBucket], costs: Costs, factor: float
+) -> tuple[list[CodingCost], bool]:
+    """Return the cost of coding each bucket, and whether all of it was measured."""
+    compression, ranks = evidence.compression_of(job.compression), job.ranks.size
+    by_name = {gradient.name: gradient for gradient in evidence.gradients}
+    copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
+    measured = [None if bucket.rows else costs(compression, bucket, ranks) for bucket in buckets]
+    found = [
+        (cost or _estimate(compression, bucket, by_name, ranks, copy_s)).scaled(factor)
+        for bucket, cost in zip(buckets, measured, strict=True)
+    ]
+    copied = compression.exact and evidence.copy_s_per_byte is not None
+    known = all(cost is not None or bucket.rows for bucket, cost in zip(buckets, measured, strict=True))
+    return found, copied or known
 
 
 def stretch_backward(step: Step, factor: float) -> Step:
     """Return the step with `factor` times as much time between gradients."""
-    arrivals = [Arrival(arrival.gap_s * factor, arrival.pack_s, arrival.bucket) for arrival in step.arrivals]
-    return replace(step, arrivals=arrivals, tail_s=step.tail_s * factor)
+    arrivals = [replace(arrival, gap_s=arrival.gap_s * factor) for arrival in step.arrivals]
+    earlier = [stretch_backward(one, factor) for one in step.earlier]
+    return replace(step, arrivals=arrivals, tail_s=step.tail_s * factor, earlier=earlier)
 
 
 def _estimate(

@@ -18,6 +18,7 @@ class Gradient:
         ready_s: when it is ready, from the start of the last backward pass; None if backward skips it.
         pack_s: time to pack it into its bucket.
         rows: rows that are not zero on one rank; None if nobody counted them.
+        state_bytes: of the optimizer's state, for each element, and besides; None if unknown.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Gradient:
     ready_s: float | None = None
     pack_s: float = 0.0
     rows: int | None = None
+    state_bytes: tuple[float, float] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +60,11 @@ class PlannedBucket:
     starts: Sequence[int]
     rows: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.shape.length * ITEM_BYTES[self.shape.dtype]
+
     def collectives(self, compression: Compression, ranks: int) -> list[tuple[str, float]]:
         """Return kind and bytes of each collective in one exchange, in order."""
         if self.rows:
@@ -81,7 +88,7 @@ def plan_buckets(
     for skipped in (False, True):
         group = [g.name for g in gradients if (g.ready_s is None) == skipped]
         names += fill(group, limit_bytes, lambda name: by_name[name].nbytes, lambda name: by_name[name].dtype, rows)
-    return [_lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in names]
+    return [lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in names]
 
 
 def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ranks: int, work: float) -> dict[str, int]:
@@ -90,13 +97,14 @@ def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ran
     for name, gradient in by_name.items():
         count = math.ceil((gradient.rows or 0) * work) * ranks
         if 0 < count <= FEW_ROWS * gradient.shape[0]:
-            bucket = _lay_out([gradient]).shape
+            bucket = lay_out([gradient]).shape
             if compression.leaves_to_rows(bucket, count, ranks):
                 rows[name] = count
     return rows
 
 
-def _lay_out(gradients: Sequence[Gradient], rows: int = 0) -> PlannedBucket:
+def lay_out(gradients: Sequence[Gradient], rows: int = 0) -> PlannedBucket:
+    """Return a bucket of these gradients, of one dtype."""
     item, starts, length = ITEM_BYTES[gradients[0].dtype], [], 0
     for gradient in gradients:
         starts.append(length)

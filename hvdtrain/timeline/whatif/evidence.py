@@ -18,6 +18,9 @@ from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Algorithm, Link, Ranks
 
+ENGINES = {"horovod": ("none", "optimizer", "gradients"), "ddp": ("none",), "fsdp": ("none", "parameters")}
+"""Values of `--parallel.shard` by engine that the model knows."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -26,6 +29,7 @@ class Job:
     Attributes:
         bucket_mib: as in options; None for the default of the compression.
         global_batch, micro_batch: samples.
+        engine, shard: as in options.
     """
 
     ranks: Ranks
@@ -33,6 +37,18 @@ class Job:
     bucket_mib: float | None
     global_batch: int
     micro_batch: int
+    engine: str = "horovod"
+    shard: str = "none"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank updates only its part of the parameters."""
+        return self.engine == "fsdp" or self.shard != "none"
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks that divide the update among them."""
+        return self.ranks.size if self.is_divided else 1
 
     @property
     def passes(self) -> int:
@@ -64,6 +80,7 @@ class Evidence:
         threads: that each rank computes with.
         on_cpu: whether the model computes on the CPU.
         gradients: in the order in which backward finishes them; those that it skips come last.
+        by_element: whether the optimizer updates each element by itself, so that tensors may be divided.
         step_s: duration of a step.
         parts_s: duration of each of `spans.JOURNAL_KEYS`, and "rest" for everything else, on rank 0.
         tail_s: backward after the last gradient.
@@ -74,6 +91,7 @@ class Evidence:
         copy_s_per_byte: to pack a gradient uncompressed; None if not measured.
         buckets: the buckets if they stay as they are; empty to plan them from the job's settings.
         compression_of: what the name of a compression means in this job.
+        names: of the trained parameters, in the model's order; empty if unknown.
         notes: what is missing.
     """
 
@@ -94,6 +112,8 @@ class Evidence:
     copy_s_per_byte: float | None = None
     buckets: Sequence[PlannedBucket] = ()
     compression_of: Callable[[str], Compression] = parse
+    names: Sequence[str] = ()
+    by_element: bool = True
     notes: Sequence[str] = ()
 
     def cores_are_full(self, ranks: Ranks) -> bool:
@@ -127,13 +147,16 @@ class Change:
     global_batch: int | None = None
     data_ms: float | None = None
     slow_rank_percent: float | None = None
+    shard: str | None = None
+    engine: str | None = None
 
 
 def changed_job(evidence: Evidence, change: Change) -> Job:
     """Return the job after the change.
 
     Errors:
-        ConfigError: a number is out of range, or the compression does not exist.
+        ConfigError: a number is out of range, the compression does not exist, or the model does not know how the
+            engine exchanges.
     """
     was = evidence.job
     _check_ranges(change)
@@ -141,13 +164,37 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
     fitting = max(was.ranks.per_host, evidence.cores // max(1, evidence.threads))
     per_host = change.ranks_per_host or (was.ranks.per_host if was.ranks.hosts > 1 else fitting)
     compression = was.compression if change.compression is None else str(parse(change.compression))
-    return Job(
+    engine = change.engine or was.engine
+    job = Job(
         Ranks(size, min(per_host, size)),
         compression,
         was.bucket_mib if change.bucket_mib is None else change.bucket_mib,
         change.global_batch or was.global_batch,
         was.micro_batch,
+        engine,
+        change.shard or (was.shard if engine == was.engine else "none"),
     )
+    _check_engine(job)
+    return job
+
+
+def _check_engine(job: Job) -> None:
+    options = f"--engine {job.engine} --shard {job.shard}"
+    if job.shard not in ENGINES.get(job.engine, ()):
+        known = [f"--engine {engine} --shard {shard}" for engine, shards in ENGINES.items() for shard in shards]
+        raise ConfigError(f"{options} cannot be predicted", expected=", ".join(known), next_step="choose one of these")
+    if job.is_divided and job.ranks.size == 1:
+        raise ConfigError(
+            f"{options} divides the update among ranks, but there is one rank",
+            expected="2 or more ranks",
+            next_step="--size 2, or --engine horovod --shard none",
+        )
+    if job.is_divided and job.compression != "none":
+        raise ConfigError(
+            f"{options} cannot be predicted with compression {job.compression}",
+            expected="--compression none",
+            next_step="--compression none, or --engine horovod --shard none",
+        )
 
 
 def _check_ranges(change: Change) -> None:

@@ -66,8 +66,8 @@ def collective_s(
 ) -> tuple[float, float]:
     """Return the seconds of a collective after all ranks are ready, and processor seconds of the exchanging thread.
 
-    `kind` is allreduce, allgather or alltoall; `nbytes` is what each rank hands over. The algorithm is that of an
-    allreduce; auto uses the faster one.
+    `kind` is allreduce, reducescatter, allgather or alltoall; `nbytes` is what each rank hands over. The algorithm is
+    that of an allreduce; auto uses the faster one.
     """
     if ranks.size < 2:
         return 0.0, 0.0
@@ -127,6 +127,8 @@ def _other_collective(ranks: Ranks, kind: str, nbytes: float) -> tuple[float, fl
     n, local = ranks.size, ranks.per_host
     if kind == "allgather":
         return n - 1, (n - 1) * nbytes, (n - 1) * nbytes
+    if kind == "reducescatter":  # the first half of a ring's allreduce
+        return n - 1, nbytes * (n - 1) / n, nbytes * (n - 1) / n
     assert kind == "alltoall", kind
     sent = nbytes * (n - 1) / n
     return n - 1, (local * nbytes * (n - local) / n if ranks.hosts > 1 else sent), sent

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_step, stretch_backward
+from hvdtrain.timeline.whatif.engine_passes import engine_notes
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
 from hvdtrain.timeline.whatif.links import with_bandwidth
@@ -19,6 +20,8 @@ _BANDWIDTH_UNCERTAINTY = 0.1
 0.95 of it with TCP's CUBIC, and 0.83 to 0.9 with BBR."""
 _JITTER_UNCERTAINTY = 0.5
 _RESIDUAL_UNCERTAINTY = 0.3
+_ENGINE_UNCERTAINTY = 0.05
+"""Of a step with another engine, as a share: what engines cost in addition to computing, exchange and copies."""
 _MAX_STRETCH, _PRECISION = 64.0, 1e-7
 """How much faster early steps may have been than typical ones, and the precision to which that is found."""
 
@@ -34,10 +37,11 @@ class Outcome:
 
     Attributes:
         compute_s: the training thread's own work.
-        exposed_s: waiting for gradients and for other ranks.
+        exposed_s: waiting for gradients, for parameters and for other ranks.
         wire_s: the exchange, hidden or exposed.
         handed_bytes: that a rank hands to collectives.
         replayed_wait_s: the part of `exposed_s` that the replay explains.
+        gather_s: waiting for parameters of other ranks, and copying them.
     """
 
     step_s: float
@@ -47,6 +51,7 @@ class Outcome:
     handed_bytes: float
     buckets: int
     replayed_wait_s: float
+    gather_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
         model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
         _JITTER_UNCERTAINTY * abs(model.jitter_s),
+        _ENGINE_UNCERTAINTY * then.step_s * ((job.engine, job.shard) != (evidence.job.engine, evidence.job.shard)),
         _RESIDUAL_UNCERTAINTY * abs(now.step_s - now.compute_s - now.replayed_wait_s) * (job != evidence.job),
     ]
     uncertainty_s = math.sqrt(math.fsum(swing**2 for swing in swings))
@@ -165,7 +171,7 @@ class _Model:
     @property
     def link(self) -> FittedLink:
         """The link between the ranks after the change."""
-        return link_between(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
+        return link_between(self.evidence, self.job, self.change.bandwidth_gbit)
 
     def swing(self, with_error: Callable[[float], _Model], error: float) -> float:
         """Return how much an error in one number changes the prediction."""
@@ -180,6 +186,7 @@ class _Model:
             found.append(f"link: {self.link.source}")
         if not self.coding_measured and (size > 1 or self.job.compression != "none"):
             found.append("cost of coding: estimated from another machine; --probe measures it on this one")
+        found += engine_notes(evidence, self.job)
         if size > 1 and not evidence.jitter.reaches(size):
             measured = len(evidence.jitter.deviations)
             found.append(f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps")
@@ -204,7 +211,7 @@ class _Model:
 
     def assemble(self, job: Job, change: Change) -> AssembledStep:
         """Return the step of a job after a change."""
-        link = link_between(self.evidence, job.ranks, change.bandwidth_gbit).link
+        link = link_between(self.evidence, job, change.bandwidth_gbit).link
         assert link is not None
         if change.bandwidth_gbit is not None:
             link = with_bandwidth(link, change.bandwidth_gbit)
@@ -238,4 +245,5 @@ def _outcome(assembled: AssembledStep, replayed: Replayed, added_s: float) -> Ou
         assembled.payload_bytes,
         len(assembled.buckets),
         _waited_s(replayed),
+        replayed.gather_s,
     )

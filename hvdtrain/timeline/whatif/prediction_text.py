@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +12,7 @@ from hvdtrain.timeline.whatif.predict import Prediction
 from hvdtrain.timeline.wording import ms, nbytes
 
 VERSION = 1
+HELD = "a rank holds: of trained parameters; activations, buckets under way and gathered blocks are not counted"
 UNKNOWN = (
     "other jobs on the link, the hosts and the storage",
     "switches, and where hosts are connected to them",
@@ -22,20 +23,38 @@ UNKNOWN = (
 """Effects that a run's measurements cannot show."""
 
 
-def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[str]:
-    """Return the text."""
+@dataclass(frozen=True)
+class HeldBytes:
+    """The memory of trained parameters, on the rank that holds most, between backward and update.
+
+    Attributes:
+        gradients: of bfloat16 are summed as fp32 where they are divided.
+        state: of the optimizer; None if it is unknown.
+    """
+
+    parameters: float
+    gradients: float
+    state: float | None
+
+
+def lines(evidence: Evidence, change: Change, prediction: Prediction, held: Sequence[HeldBytes]) -> list[str]:
+    """Return the text. `held` is what a rank holds now and then."""
     now, then = prediction.now, prediction.then
     ratio = then.step_s / now.step_s
     of_now = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f} times"
     share = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
+    gather = ("parameter gather, exposed", _ms(now.gather_s), _ms(then.gather_s))
+    changes_memory = held[0] != held[1]
     rows = [
         ("", "now", "then"),
         ("step", _ms(now.step_s), _ms(then.step_s)),
         ("computing, packing, coding", _ms(now.compute_s), _ms(then.compute_s)),
         ("waiting for the exchange and other ranks", _ms(now.exposed_s), _ms(then.exposed_s)),
+        *([gather] if now.gather_s or then.gather_s else []),
         ("exchange, hidden or exposed", _ms(now.wire_s), _ms(then.wire_s)),
         ("sent by a rank to collectives", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
         ("buckets", str(now.buckets), str(then.buckets)),
+        *(_held_rows(*held) if changes_memory else []),
     ]
     wide = max(len(row[0]) for row in rows)
     return [
@@ -51,17 +70,19 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[st
         *(f"  {name:<{wide}}  {before:>10}  {after:>10}" for name, before, after in rows),
         "",
         *(f"- {note}" for note in prediction.notes),
+        *([f"- {HELD}"] if changes_memory else []),
         f"- not in the model: {'; '.join(UNKNOWN)}",
     ]
 
 
-def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[str, Any]:
-    """Return the data for programs, in seconds and bytes."""
+def as_data(evidence: Evidence, change: Change, prediction: Prediction, held: Sequence[HeldBytes]) -> dict[str, Any]:
+    """Return the data for programs, in seconds and bytes. `held` is what a rank holds now and then."""
     return {
         "version": VERSION,
         "run": str(evidence.path),
         "change": {name: value for name, value in asdict(change).items() if value is not None},
         **asdict(prediction),
+        "held_bytes": dict(zip(("now", "then"), map(asdict, held), strict=True)),
         "not_in_the_model": list(UNKNOWN),
     }
 
@@ -91,10 +112,24 @@ def comparison_lines(
 def _job(job: Job) -> str:
     hosts = f"{job.ranks.hosts} host{'s' if job.ranks.hosts > 1 else ''}"
     size = f" in buckets of {job.bucket_mib:g} MiB" if job.bucket_mib else ""
+    engine = "" if job.engine == "horovod" else f", engine {job.engine}"
+    shard = "" if job.shard == "none" else f", shard {job.shard}"
     return (
-        f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}, compression {job.compression}{size},"
-        f" global batch {job.global_batch}"
+        f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}{engine}{shard},"
+        f" compression {job.compression}{size}, global batch {job.global_batch}"
     )
+
+
+def _held_rows(now: HeldBytes, then: HeldBytes) -> list[tuple[str, str, str]]:
+    return [
+        ("a rank holds: parameters", nbytes(now.parameters), nbytes(then.parameters)),
+        ("gradients", nbytes(now.gradients), nbytes(then.gradients)),
+        ("optimizer state", _bytes(now.state), _bytes(then.state)),
+    ]
+
+
+def _bytes(count: float | None) -> str:
+    return "unknown" if count is None else nbytes(count)
 
 
 def _ms(seconds: float) -> str:

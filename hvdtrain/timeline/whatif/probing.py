@@ -19,8 +19,8 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.errors import LaunchError
 from hvdtrain.files import read_regular, write_text
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.timeline.whatif.assemble import job_buckets
 from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket
+from hvdtrain.timeline.whatif.engine_buckets import job_buckets
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 
 VERSION = 1

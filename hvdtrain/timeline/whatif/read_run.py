@@ -14,19 +14,18 @@ import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
 from hvdtrain.observe.past_journal import journal_lines, read_events
-from hvdtrain.run_layout import RunLayout, TimelineLayout
-from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.read import read_horovod
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
-from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
+from hvdtrain.timeline.whatif.evidence import ENGINES, Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_link
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import wait_and_wire
+from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 
 VERSION = 1
 _WARM_UP = 3
@@ -34,8 +33,6 @@ _WARM_UP = 3
 _MIN_STEPS = 5
 _MIN_PACKED_BYTES = 1 << 16
 """Packing a smaller gradient takes the time of calls, not of copying."""
-_WHOLE, _OPERATION = "ALLREDUCE", "_ALLREDUCE"
-"""The phase that has the size, and the suffix of phases that carry an allreduce out: MPI_ALLREDUCE, NCCL_ALLREDUCE."""
 
 
 def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lambda step: True) -> Evidence:
@@ -64,13 +61,7 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
 
 def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
     config = _read_config(path)
-    engine, shard = (config["parallel"].get(*default) for default in (("engine", "horovod"), ("shard", "none")))
-    if (engine, shard) != ("horovod", "none"):
-        raise DataError(
-            f"{path} cannot be predicted: it used --parallel.engine {engine} with --parallel.shard {shard}",
-            expected="--parallel.engine horovod with --parallel.shard none",
-            next_step="record some steps with these options, and predict from them",
-        )
+    engine, shard = _read_engine(path, config)
     profile = _read_profile(path)
     steps = _read_steps(path, accept)
     if len(steps) < _MIN_STEPS:
@@ -87,6 +78,8 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         config["parallel"].get("bucket_mib"),
         config["train"]["global_batch"],
         config["train"]["micro_batch"],
+        engine,
+        shard,
     )
     gradients, tail_s, copy_s = _read_gradients(profile)
     compute_s, late_s = _times_of_ranks(start, steps)
@@ -104,14 +97,35 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         parts_s=median_parts(steps),
         step_uncertainty_s=float(1.96 * 1.25 * (high - low) / 1.35 / np.sqrt(len(steps))),  # of a median
         jitter=Jitter.from_times(compute_s),
-        copy_s_per_byte=copy_s,
+        copy_s_per_byte=copy_s if engine == "horovod" else None,  # DDP packs between the marks of two gradients
         notes=_notes(profile),
         late_s=late_s,
+        names=[parameter["name"] for parameter in profile["parameters"]],
+        by_element=profile.get("by_element", True),
     )
-    cpu_us = profile.get("exchange_cpu_us")
+    cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
-    fitted = fit_link(evidence, start.link if start else (), read_allreduces(path), cpu_s, wait_and_wire)
+    traced = read_allreduces(path) if engine == "horovod" and not job.is_divided else []
+    fitted = fit_link(evidence, start.link if start else (), traced, cpu_s, wait_and_wire)
     return replace(evidence, fitted=fitted)
+
+
+def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return engine and shard of a run, if it recorded what a prediction needs.
+
+    Errors:
+        DataError: it did not.
+    """
+    parallel = config["parallel"]
+    engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
+    if shard in ENGINES.get(engine, ()) and engine != "fsdp":
+        return engine, shard
+    raise DataError(
+        f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard} does not record"
+        " when backward finishes each gradient",
+        expected="a run with " + " or ".join(f"--parallel.engine {name}" for name in ENGINES if name != "fsdp"),
+        next_step=f"record 15 steps with --parallel.engine horovod, and predict from them: --engine {engine}",
+    )
 
 
 def _notes(profile: Mapping[str, Any]) -> list[str]:
@@ -197,6 +211,17 @@ def _compression(path: Path, config: Mapping[str, Any], profile: Mapping[str, An
     return str(parse(chosen[-1]["compression"] if chosen else profile["compression"]))
 
 
+def _read_states(profile: Mapping[str, Any]) -> list[tuple[float, float] | None]:
+    """Return the bytes of the optimizer's state by parameter.
+
+    Of a parameter that other ranks update, nothing was recorded: it has what all others have, or is unknown.
+    """
+    found = [parameter.get("state_bytes") for parameter in profile["parameters"]]
+    known = {(state[0], state[1]) for state in found if state is not None}
+    same = next(iter(known)) if len(known) == 1 else None
+    return [same if state is None else (state[0], state[1]) for state in found]
+
+
 def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, float | None]:
     """Return the gradients in the order in which they are ready, backward after the last one, seconds to copy a byte.
 
@@ -204,6 +229,7 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
     """
     steps = profile["steps"]
     found = []
+    states = _read_states(profile)
     for i, parameter in enumerate(profile["parameters"]):
         times_us = [(step["ready_us"][i], step["packed_us"][i]) for step in steps]
         ready_us = [ready for ready, _ in times_us if ready is not None]
@@ -211,7 +237,8 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
         ready_s = median(ready_us) * 1e-6 if ready_us else None
         pack_s = median(pack_us) * 1e-6 if pack_us else 0.0
         shape = tuple(parameter["shape"])
-        found.append(Gradient(parameter["name"], shape, parameter["dtype"], ready_s, pack_s, parameter["rows"]))
+        name, dtype, rows = parameter["name"], parameter["dtype"], parameter["rows"]
+        found.append(Gradient(name, shape, dtype, ready_s, pack_s, rows, states[i]))
     # Gradients that backward skips come last, in the reverse of the model's order.
     found.reverse()
     order = sorted(found, key=lambda g: (g.ready_s is None, g.ready_s or 0.0))
@@ -220,31 +247,3 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
     copied = [g.pack_s / g.nbytes for g in found if g.pack_s and g.nbytes >= _MIN_PACKED_BYTES]
     uncompressed = profile["size"] > 1 and profile["compression"] == "none" and copied
     return order, tail_s, median(copied) if uncompressed else None
-
-
-def read_allreduces(path: Path) -> list[tuple[int, float]]:
-    """Return bytes and median seconds of allreduces in the newest window of a run; empty if none can be read."""
-    files = sorted(RunLayout(path).timeline.folder.glob(TimelineLayout.HOROVOD), key=lambda file: file.stat().st_mtime)
-    if not files:
-        return []
-    try:
-        return _median_allreduces(read_horovod(files[-1]))
-    except (HvdtrainError, OSError):
-        return []
-
-
-def _median_allreduces(trace: HorovodTrace) -> list[tuple[int, float]]:
-    """Leave out the time that allreduces wait for late ranks."""
-    sizes: dict[int, int] = {}
-    seconds: dict[int, list[float]] = {}
-    for tensor, phase, nbytes, us in zip(trace.tensor, trace.phase, trace.nbytes, trace.duration_us, strict=True):
-        name = trace.phases[phase]
-        if name == _WHOLE and nbytes > 0:
-            sizes[int(tensor)] = int(nbytes)
-        elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):
-            seconds.setdefault(int(tensor), []).append(float(us) * 1e-6)
-    found: dict[int, list[float]] = {}
-    for tensor, durations in seconds.items():
-        if tensor in sizes and np.isfinite(durations).all():
-            found.setdefault(sizes[tensor], []).extend(durations)
-    return [(size, median(durations)) for size, durations in sorted(found.items())]

@@ -4,70 +4,18 @@ The order is that of `exchange.bucket_exchange`. A gradient is packed when backw
 when it is full. An exchange of several collectives continues when the next gradient arrives, and after backward until
 all exchanges have finished. Collectives run one after another, in the order in which they started. All times are in
 seconds.
+
+Where ranks divide the parameters, work needs gathered parameters (`engine.gathers`): gathers start in their order, some
+of them before they are needed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective.
-
-    Attributes:
-        before_s, during_s: work of the training thread to make the payload, and right after the start.
-        wire_s: from its start to its end if no other collective is ahead of it.
-        cpu_s: processor time that it takes from computing, if both share a core; at most `wire_s`.
-    """
-
-    before_s: float
-    wire_s: float
-    cpu_s: float = 0.0
-    during_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The exchange of a bucket: a collective starts when the previous one has finished and its own payload is made.
-
-    `after_s` is the work of the training thread to decode the last result.
-    """
-
-    collectives: Sequence[Collective]
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A gradient: computing since the previous one or since backward began, and the time to pack it into its bucket."""
-
-    gap_s: float
-    pack_s: float
-    bucket: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of a rank.
-
-    Attributes:
-        before_s: until the last backward pass begins.
-        arrivals: gradients in the order in which backward finishes them.
-        tail_s: backward after the last gradient.
-        late_s: time to pack the gradients that backward skips, by bucket; those buckets start after backward.
-        after_s: from the last sum to the end of the step: clipping, optimizer, everything else.
-    """
-
-    before_s: float
-    arrivals: Sequence[Arrival]
-    tail_s: float
-    exchanges: Sequence[Exchange]
-    late_s: Sequence[float] = ()
-    after_s: float = 0.0
+from hvdtrain.timeline.whatif.step import Collective, Exchange, Step
 
 
 @dataclass(frozen=True)
@@ -79,6 +27,7 @@ class Replayed:
         backward_s: the last backward pass, with packing and coding during it.
         wait_s: from the end of backward to the last sum.
         wire_s: the exchanging thread's work.
+        gather_s: waiting for gathered parameters, and copying them.
     """
 
     step_s: float
@@ -86,66 +35,112 @@ class Replayed:
     backward_s: float
     wait_s: float
     wire_s: float
+    gather_s: float = 0.0
 
 
 def replay(step: Step) -> Replayed:
-    """Return the durations of a step."""
-    return _Replay(step).run()
+    """Return the durations of a step. The duration of backward is the mean over its passes."""
+    return _Replay().run(step)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A collective that has started, and the seconds that it still needs."""
 
-    bucket: int
     left_s: float
     cpu_share: float
+    finished: bool = False
 
 
 class _Replay:
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._now = 0.0
         self._worked = 0.0
         self._wire_s = 0.0
+        self._gather_s = 0.0
         self._queue: deque[_Running] = deque()
         """Collectives that have not finished; the first one is in progress."""
-        self._phase = [0] * len(step.exchanges)
-        """Collectives of each bucket that have started, plus one when the last result was decoded."""
-        self._finished: dict[int, bool] = {}
-        """Buckets with a collective that has started, and whether it has finished."""
+        self._gathers: deque[Exchange] = deque()
+        """Gathers of the pass that have not started."""
+        self._gathering: deque[tuple[Exchange, _Running]] = deque()
+        self._ahead_bytes: float | None = None
 
-    def run(self) -> Replayed:
-        step = self._step
-        self._work(step.before_s)
-        backward_began = self._now
-        missing = [0] * len(step.exchanges)
-        for arrival in step.arrivals:
+    def run(self, step: Step) -> Replayed:
+        backward_s = 0.0
+        passes = [*step.earlier, step]
+        for number, one in enumerate(passes):
+            self._begin_forward(one)
+            began = self._now
+            if number:
+                self._finish()
+            self._backward(one)
+            backward_s += self._now - began
+        backward_end = self._now
+        self._finish()
+        wait_s = self._now - backward_end
+        self._work(step.after_s)
+        return Replayed(self._now, self._worked, backward_s / len(passes), wait_s, self._wire_s, self._gather_s)
+
+    def _begin_forward(self, one: Step) -> None:
+        self._ahead_bytes = one.ahead_bytes
+        self._gathers.extend(one.gathers)
+        self._gather_ahead()
+        self._work(one.before_s)
+        for part in one.forward:
+            self._need(part.needs)
+            self._work(part.work_s)
+
+    def _backward(self, one: Step) -> None:
+        self._step = one
+        self._phase = [0] * len(one.exchanges)
+        """Collectives of each bucket that have started, plus one when the last result was decoded."""
+        self._running: dict[int, _Running] = {}
+        """The started collective of each bucket, in the order of their starts."""
+        missing = [0] * len(one.exchanges)
+        for arrival in one.arrivals:
             missing[arrival.bucket] += 1
-        for arrival in step.arrivals:
-            self._work(arrival.gap_s + arrival.pack_s)
+        begun: set[int] = set()
+        for arrival in one.arrivals:
+            self._need(arrival.needs)
+            self._work(arrival.gap_s)
+            if arrival.bucket not in begun:
+                begun.add(arrival.bucket)
+                self._make_room(arrival.bucket)
+            self._work(arrival.pack_s)
             missing[arrival.bucket] -= 1
             if not missing[arrival.bucket]:
                 self._advance(arrival.bucket)
             self._advance_finished()
-        self._work(step.tail_s)
-        backward_end = self._now
+        self._work(one.tail_s)
+
+    def _finish(self) -> None:
+        """Start the buckets that are left, and wait for all."""
+        late_s = self._step.late_s
         for bucket, phase in enumerate(list(self._phase)):
             if not phase:
-                self._work(step.late_s[bucket] if bucket < len(step.late_s) else 0.0)
+                self._make_room(bucket)
+                self._work(late_s[bucket] if bucket < len(late_s) else 0.0)
                 self._advance(bucket)
-        while self._finished:
+        while self._running:
             if not self._advance_finished():
-                bucket = min(self._finished)
-                while not self._finished[bucket]:
-                    self._pass_time(self._queue[0].left_s)
-        wait_s = self._now - backward_end
-        self._work(step.after_s)
-        return Replayed(self._now, self._worked, backward_end - backward_began, wait_s, self._wire_s)
+                self._wait_for(self._running[min(self._running)])
+
+    def _make_room(self, bucket: int) -> None:
+        """Wait for the oldest exchanges until a bucket fits within the limit."""
+        while self._running and self._used_bytes(bucket) > self._step.limit_bytes:
+            oldest = next(iter(self._running))
+            self._wait_for(self._running[oldest])
+            self._advance(oldest)
+
+    def _used_bytes(self, bucket: int) -> float:
+        """Return the memory of exchanges with another bucket, and of sums."""
+        exchanges = self._step.exchanges
+        kept = (e.kept_bytes for e, phase in zip(exchanges, self._phase, strict=True) if phase > len(e.collectives))
+        return math.fsum(exchanges[other].nbytes for other in (*self._running, bucket)) + math.fsum(kept)
 
     def _advance_finished(self) -> bool:
         """Advance every bucket with a finished collective; return whether there was one."""
-        moved = sorted(bucket for bucket, finished in self._finished.items() if finished)
+        moved = sorted(bucket for bucket, running in self._running.items() if running.finished)
         for bucket in moved:
             self._advance(bucket)
         return bool(moved)
@@ -153,18 +148,51 @@ class _Replay:
     def _advance(self, bucket: int) -> None:
         """Start the next collective of a bucket, or decode the last result."""
         exchange, phase = self._step.exchanges[bucket], self._phase[bucket]
-        self._finished.pop(bucket, None)
+        self._running.pop(bucket, None)
         self._phase[bucket] += 1
         if phase == len(exchange.collectives):
             self._work(exchange.after_s)
             return
-        collective = exchange.collectives[phase]
+        self._running[bucket] = self._start(exchange.collectives[phase])
+
+    def _start(self, collective: Collective) -> _Running:
         self._work(collective.before_s)
-        self._finished[bucket] = not collective.wire_s
+        share = min(1.0, collective.cpu_s / collective.wire_s) if collective.wire_s else 0.0
+        running = _Running(collective.wire_s, share, finished=not collective.wire_s)
         if collective.wire_s:
-            share = min(1.0, collective.cpu_s / collective.wire_s)
-            self._queue.append(_Running(bucket, collective.wire_s, share))
+            self._queue.append(running)
         self._work(collective.during_s)
+        return running
+
+    def _wait_for(self, running: _Running) -> None:
+        while not running.finished:
+            self._pass_time(self._queue[0].left_s)
+
+    def _need(self, count: int) -> None:
+        """Wait for the next gathers."""
+        began = self._now
+        for _ in range(count):
+            if not self._gathering:
+                self._start_gather()
+            gather, running = self._gathering[0]
+            self._wait_for(running)
+            self._work(gather.after_s)
+            self._gathering.popleft()
+            self._gather_ahead()
+        self._gather_s += self._now - began
+
+    def _gather_ahead(self) -> None:
+        """Start gathers in advance, up to the limit."""
+        while self._gathers and self._ahead_bytes is not None:
+            running = [gather for gather, _ in self._gathering]
+            if running and math.fsum(g.nbytes for g in [*running, self._gathers[0]]) > self._ahead_bytes:
+                return
+            self._start_gather()
+
+    def _start_gather(self) -> None:
+        gather = self._gathers.popleft()
+        (collective,) = gather.collectives
+        self._gathering.append((gather, self._start(collective)))
 
     def _work(self, seconds: float) -> None:
         """Let the training thread work, more slowly while the exchange takes time from its core."""
@@ -187,6 +215,6 @@ class _Replay:
         first = self._queue[0]
         if took_s >= first.left_s:
             self._queue.popleft()
-            self._finished[first.bucket] = True
+            first.finished = True
         else:
             first.left_s -= took_s

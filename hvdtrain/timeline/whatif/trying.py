@@ -70,7 +70,7 @@ def try_change(evidence: Evidence, change: Change, folder: Path, report: Callabl
     """
     jobs = {
         "unchanged": (evidence.job.ranks.size, []),
-        "changed": (changed_job(evidence, change).ranks.size, _options(evidence, change, folder)),
+        "changed": (changed_job(evidence, change).ranks.size, trial_options(evidence, change, folder)),
     }
     seconds: dict[str, list[float]] = {"unchanged": [], "changed": []}
     folders: dict[str, list[Path]] = {"unchanged": [], "changed": []}
@@ -95,7 +95,8 @@ def trial_command(path: Path, run_dir: Path, size: int, options: Sequence[str]) 
     ]
 
 
-def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
+def trial_options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
+    """Return the options of training that make the change; a slow rank needs a file in `folder`, which is written."""
     found = []
     for name, option in (
         ("compression", "parallel.compression"),
@@ -104,6 +105,9 @@ def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
     ):
         if (value := getattr(change, name)) is not None:
             found.append(f"--{option}={value}")
+    if change.engine or change.shard:
+        job = changed_job(evidence, change)
+        found += [f"--parallel.engine={job.engine}", f"--parallel.shard={job.shard}"]
     if change.slow_rank_percent:
         parts, passes = evidence.parts_s, evidence.job.passes
         pass_s = (parts["copy"] + parts["forward"] + parts["backward"]) / passes

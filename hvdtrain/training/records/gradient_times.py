@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import orjson
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.divisible import updates_by_element
 from hvdtrain.exchange.rows import count_rows
 from hvdtrain.files import write_text
 from hvdtrain.runtime.host import HostFacts
@@ -176,6 +177,19 @@ class GradientTimes(Listener):
                 }
             )
 
+    def _state_bytes(self, name: str, parameter: nn.Parameter) -> list[float] | None:
+        """Return the bytes of the optimizer's state for each element of a parameter, and of what is not by element.
+
+        None if this rank does not update the parameter.
+        """
+        owned = self.engine.owned()
+        own = parameter if owned is None or name not in owned else owned[name].parameter
+        if own is None:
+            return None
+        slots = [slot for slot in self.engine.optimizer.state.get(own, {}).values() if isinstance(slot, Tensor)]
+        by_element = [slot.dtype.itemsize for slot in slots if slot.shape == own.shape]
+        return [sum(by_element), sum(slot.nbytes for slot in slots if slot.shape != own.shape)]
+
     def _exchange_cpu_us(self) -> float | None:
         """Return the CPU time a step of the threads that Horovod has started; None if unknown."""
         if len(self._cpu_ns) < 2 or None in (self._cpu_ns[0], self._cpu_ns[-1]):
@@ -207,12 +221,14 @@ class GradientTimes(Listener):
             "compression": self.engine.compression,
             "plan": self.engine.state_dict()[1].get("plan"),
             "exchange_cpu_us": self._exchange_cpu_us(),
+            "by_element": updates_by_element(self.engine.optimizer),
             "parameters": [
                 {
                     "name": name,
                     "shape": list(p.shape),
                     "dtype": str(p.dtype).removeprefix("torch."),
                     "rows": self.ready.rows.get(name),
+                    "state_bytes": self._state_bytes(name, p),
                 }
                 for name, p in self.ready.named
             ],

@@ -12,10 +12,10 @@ from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.coding_probe import main as probe
 from hvdtrain.compression.table import parse
 from hvdtrain.timeline.whatif import probing
-from hvdtrain.timeline.whatif.assemble import job_buckets
+from hvdtrain.timeline.whatif.engine_buckets import job_buckets
 from hvdtrain.timeline.whatif.evidence import Change, changed_job
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.timeline.whatif.trying import reasons_against, trial_command
+from hvdtrain.timeline.whatif.trying import reasons_against, trial_command, trial_options
 from tests.support.launch import ROOT, run, train
 from tests.support.whatif_run import run_folder
 
@@ -42,9 +42,24 @@ def test_text_and_json_say_the_same(pair: Path, capsys: pytest.CaptureFixture[st
     assert "not in the model" in text
 
 
+def test_another_engine_is_predicted_with_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_folder(tmp_path / "run", size=2, wait_ms=9.0, state_bytes=(8, 0))
+    asked = ["whatif", str(path), "--shard", "optimizer"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "2 ranks on 2 hosts, shard optimizer, compression none" in text
+    assert "parameter gather, exposed" in text and "a rank holds: parameters" in text
+    assert main([*asked, "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["held_bytes"]
+    assert held["then"]["state"] == pytest.approx(held["now"]["state"] / 2, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
+        (["--engine", "ddp", "--shard", "optimizer"], 1, "--engine ddp --shard optimizer cannot be predicted"),
+        (["--engine", "ddp", "--compression", "topk"], 1, "does not support --parallel.compression topk"),
+        (["--engine", "star"], 2, "invalid choice"),
         (["--compression", "zip"], 1, "invalid compression 'zip'"),
         (["--size", "0"], 1, "--size"),
         (["--bandwidth_gbit", "1", "--check"], 1, "--bandwidth_gbit: needs other hosts"),
@@ -69,6 +84,11 @@ def test_what_cannot_be_tried_here_is_known_before(pair: Path, tmp_path: Path) -
     here = read_evidence(run_folder(tmp_path / "here", cores=2))
     assert reasons_against(here, Change(size=2, compression="int8", bucket_mib=1.0, slow_rank_percent=10.0)) == []
     assert reasons_against(here, Change(size=3, ranks_per_host=3)) != []
+
+
+def test_a_try_of_an_engine_names_its_shard(tmp_path: Path) -> None:
+    evidence = read_evidence(run_folder(tmp_path / "run", size=2, options={"parallel": {"shard": "gradients"}}))
+    assert trial_options(evidence, Change(engine="ddp"), tmp_path) == ["--parallel.engine=ddp", "--parallel.shard=none"]
 
 
 def test_a_try_is_an_argument_list(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step, replay
+from hvdtrain.timeline.whatif.replay import replay
+from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Part, Step
 from tests.support.whatif_oracle import oracle
 
 
@@ -58,25 +60,81 @@ def test_what_backward_leaves_out_is_packed_and_sent_after_it() -> None:
     assert replay(step).wait_s == 5
 
 
+def test_a_gather_hides_behind_the_work_before_its_need_if_it_starts_in_advance() -> None:
+    """It takes 3 and is needed 1 after the step began."""
+    step = Step(0, [], 0, [], forward=[Part(0, 1), Part(1, 2)], gathers=[Exchange([Collective(0, 3)])])
+    assert (replay(step).step_s, replay(step).gather_s) == (6, 3)
+    ahead = replay(replace(step, ahead_bytes=0))
+    assert (ahead.step_s, ahead.gather_s) == (5, 2)
+
+
+def test_no_more_is_gathered_in_advance_than_the_limit_allows() -> None:
+    """Of three, the third starts when the first was used, at 10."""
+    gathers = [Exchange([Collective(0, 2)], nbytes=1)] * 3
+    step = Step(0, [], 0, [], forward=[Part(0, 10), Part(3, 0)], gathers=gathers, ahead_bytes=2)
+    assert replay(step).step_s == 12
+    assert replay(replace(step, ahead_bytes=3)).step_s == 10
+
+
+def test_packing_waits_for_older_buckets_beyond_the_limit() -> None:
+    arrivals = [Arrival(1, 0, bucket) for bucket in range(3)]
+    step = Step(0, arrivals, 0, [replace(_plain(5), nbytes=1)] * 3)
+    assert replay(step).wait_s == 13, "16 in all, 3 of them in backward"
+    assert (replay(replace(step, limit_bytes=2)).backward_s, replay(replace(step, limit_bytes=2)).step_s) == (6, 16)
+
+
+def test_sums_of_a_pass_hide_behind_the_next_forward_pass() -> None:
+    first = Step(0, [Arrival(1, 0, 0)], 0, [_plain(5)])
+    assert replay(replace(first, before_s=3, earlier=[first])).step_s == 1 + 5 + 1 + 5, "3 of the first 5 are hidden"
+
+
 WHOLE = st.integers(0, 6).map(float)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def passes(draw: st.DrawFn) -> Step:
     """Small ones, in whole ticks; a collective takes all of the core or none of it."""
+
+    def collective() -> Collective:
+        wire_s = draw(WHOLE)
+        return Collective(draw(WHOLE), wire_s, wire_s * draw(st.integers(0, 1)), draw(WHOLE))
+
     buckets = draw(st.integers(1, 4))
-    exchanges = []
-    for _ in range(buckets):
-        collectives = []
-        for _ in range(draw(st.integers(0, 3))):
-            wire_s = draw(WHOLE)
-            cpu_s = wire_s * draw(st.integers(0, 1))
-            collectives.append(Collective(draw(WHOLE), wire_s, cpu_s, draw(WHOLE)))
-        exchanges.append(Exchange(collectives, draw(WHOLE)))
-    arrivals = [
-        Arrival(draw(WHOLE), draw(WHOLE), draw(st.integers(0, buckets - 1))) for _ in range(draw(st.integers(0, 6)))
+    exchanges = [
+        Exchange(
+            [collective() for _ in range(draw(st.integers(0, 3)))],
+            *(draw(WHOLE), draw(WHOLE), draw(WHOLE)),
+        )
+        for _ in range(buckets)
     ]
-    return Step(draw(WHOLE), arrivals, draw(WHOLE), exchanges, (), draw(WHOLE))
+    gathers = [Exchange([collective()], draw(WHOLE), draw(WHOLE)) for _ in range(draw(st.integers(0, 4)))]
+    left = len(gathers)
+    forward = []
+    for _ in range(draw(st.integers(0, 3))):
+        forward.append(Part(needs := draw(st.integers(0, left)), draw(WHOLE)))
+        left -= needs
+    arrivals = []
+    for _ in range(draw(st.integers(0, 6))):
+        needs = draw(st.integers(0, left))
+        arrivals.append(Arrival(draw(WHOLE), draw(WHOLE), draw(st.integers(0, buckets - 1)), needs))
+        left -= needs
+    return Step(
+        draw(WHOLE),
+        arrivals,
+        draw(WHOLE),
+        exchanges,
+        after_s=draw(WHOLE),
+        forward=forward,
+        gathers=gathers[: len(gathers) - left],
+        ahead_bytes=draw(st.none() | WHOLE),
+        limit_bytes=draw(st.just(math.inf) | WHOLE),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """One to three passes."""
+    return replace(draw(passes()), earlier=[replace(one, after_s=0) for one in draw(st.lists(passes(), max_size=2))])
 
 
 @given(steps())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.timeline.whatif.read_run import read_allreduces, read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from tests.support.whatif_run import run_folder
 
 

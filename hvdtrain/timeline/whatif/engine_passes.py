@@ -1,0 +1,167 @@
+"""The passes of a step of an engine that divides the update: its gathers, and the work that needs them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket
+from hvdtrain.timeline.whatif.engine_buckets import AT_ONCE, bucket_limit, is_block, unit_of
+from hvdtrain.timeline.whatif.evidence import Evidence, Job
+from hvdtrain.timeline.whatif.links import Link, collective_s
+from hvdtrain.timeline.whatif.step import Arrival, Exchange, Part, Step
+
+Gather = Callable[[PlannedBucket], Exchange]
+"""The gather of the parameters of a bucket."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds to load the data of a step, and of forward and backward in each of its passes."""
+
+    data_s: float
+    forward_s: float
+    backward_s: float
+    count: int
+
+    @property
+    def before_s(self) -> float:
+        """Seconds until the last backward pass, without exchanges before it."""
+        return self.data_s + self.forward_s + self.between_s
+
+    @property
+    def between_s(self) -> float:
+        """Seconds from the end of the first forward pass to the last backward pass."""
+        return (self.count - 1) * (self.forward_s + self.backward_s)
+
+
+def arrange_passes(
+    step: Step, evidence: Evidence, job: Job, buckets: Sequence[PlannedBucket], times: PassTimes, gather: Gather
+) -> Step:
+    """Return the step of a job's engine from the last backward pass, exchange and update in `step`.
+
+    The last of its exchanges is that of the loss.
+    """
+    if job.engine == "fsdp":
+        return _fsdp(step, evidence, buckets, times, gather)
+    if job.is_divided:
+        return _sharded(step, evidence, job, buckets, times, gather)
+    return replace(step, before_s=times.before_s)
+
+
+def update_s(evidence: Evidence, job: Job, link: Link) -> float:
+    """Return the seconds to clip and to update: ranks share them, and a norm over all ranks, if they are divided."""
+    was, parts = evidence.job, evidence.parts_s
+    measured_s = parts["clip"] + parts["optimizer"]
+    if was.sharers == job.sharers:
+        return measured_s
+    alone_s = max(0.0, measured_s - _norm_s(was, evidence.fitted.link or link)) * was.sharers
+    return alone_s / job.sharers + _norm_s(job, link)
+
+
+def engine_notes(evidence: Evidence, job: Job) -> list[str]:
+    """Return what a prediction assumes of the job's engine."""
+    was, found = evidence.job, []
+    if job.is_divided:
+        found.append("parameters are assumed to be needed in forward at times that mirror those of backward")
+    if job.sharers != was.sharers:
+        found.append(f"{job.sharers} rank(s) share clipping and optimizer; {was.sharers} shared the measured ones")
+    if job.engine == "fsdp":
+        found.append("FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives")
+    if job.engine == "ddp" and job.compression != "none":
+        found.append(f"{job.compression} of DDP is assumed to cost and send what hvdtrain's own does")
+    return found
+
+
+def _norm_s(job: Job, link: Link) -> float:
+    return collective_s(link, job.ranks, "allreduce", 0.0)[0] if job.is_divided else 0.0
+
+
+def _sharded(
+    step: Step, evidence: Evidence, job: Job, buckets: Sequence[PlannedBucket], times: PassTimes, gather: Gather
+) -> Step:
+    """Gather all buckets in the first forward pass; sum them in the last backward pass, or in each.
+
+    The memory of exchanges and gathers is limited as in `engine.sharded`.
+    """
+    starts = _starts(evidence, times.forward_s)
+    order = list(reversed(buckets))
+    needed_s = [min(starts[unit_of(name)] for name in bucket.names) for bucket in order]
+    kept = [bucket.nbytes / job.ranks.size for bucket in buckets]
+    limit = AT_ONCE * bucket_limit(evidence, job) + sum(kept)
+    sums = [
+        replace(exchange, nbytes=bucket.nbytes + own, kept_bytes=own)
+        for exchange, bucket, own in zip(step.exchanges[:-1], buckets, kept, strict=True)
+    ]
+    step = replace(step, exchanges=[*sums, *step.exchanges[-1:]], limit_bytes=limit)
+    parts = _forward_parts(needed_s, times.forward_s)
+    first = replace(step, before_s=times.data_s, gathers=[gather(bucket) for bucket in order], ahead_bytes=limit)
+    if job.shard != "gradients" or times.count == 1:
+        return replace(first, forward=[*parts, Part(0, times.between_s)])
+    first = replace(first, forward=parts, exchanges=sums, after_s=0.0)
+    # The sums of the first pass are there already.
+    added = [replace(exchange, kept_bytes=0.0) for exchange in sums]
+    last = replace(step, exchanges=[*added, *step.exchanges[-1:]], limit_bytes=limit - sum(kept))
+    more = replace(last, before_s=times.forward_s, exchanges=added, after_s=0.0)
+    return replace(last, before_s=times.forward_s, earlier=[first, *[more] * (times.count - 2)])
+
+
+def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times: PassTimes, gather: Gather) -> Step:
+    """Gather each unit before its forward pass, and each block before its backward pass; sum them in the last pass.
+
+    The next gather starts in advance, and few sums are under way at a time, as in `engine.fsdp_collectives`.
+    """
+    starts = _starts(evidence, times.forward_s)
+    blocks = {number: starts[unit_of(b.names[0])] for number, b in enumerate(units) if is_block(unit_of(b.names[0]))}
+    others = [number for number in range(len(units)) if number not in blocks]
+    order = [*others, *sorted(blocks, key=lambda number: blocks[number])]
+    arrivals, backward = _with_needs(step.arrivals, blocks)
+    parts = _forward_parts([blocks.get(number, 0.0) for number in order], times.forward_s)
+    whole = replace(
+        step,
+        before_s=0.0,
+        arrivals=arrivals,
+        forward=parts,
+        gathers=[gather(units[number]) for number in [*order, *backward]],
+        ahead_bytes=0.0,
+        exchanges=[*(replace(exchange, nbytes=1.0) for exchange in step.exchanges[:-1]), step.exchanges[-1]],
+        limit_bytes=float(AT_ONCE),
+    )
+    added = [replace(arrival, pack_s=0.0) for arrival in arrivals]
+    earlier = replace(whole, arrivals=added, exchanges=[Exchange([])] * len(step.exchanges), after_s=0.0)
+    passes = [earlier] * (times.count - 1) + [whole]
+    passes[0] = replace(passes[0], before_s=times.data_s)
+    return replace(passes[-1], earlier=passes[:-1])
+
+
+def _with_needs(arrivals: Sequence[Arrival], blocks: Mapping[int, float]) -> tuple[list[Arrival], list[int]]:
+    """Let the first gradient of each block need a gather; return the blocks in that order, too."""
+    found: list[Arrival] = []
+    order: list[int] = []
+    for arrival in arrivals:
+        is_first = arrival.bucket in blocks and arrival.bucket not in order
+        if is_first:
+            order.append(arrival.bucket)
+        found.append(replace(arrival, needs=int(is_first)))
+    return found, order
+
+
+def _starts(evidence: Evidence, forward_s: float) -> dict[str, float]:
+    """Return when the forward pass reaches each unit: it is assumed to mirror backward."""
+    end_s = evidence.tail_s + max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
+    ready: dict[str, float] = {}
+    for gradient in evidence.gradients:
+        unit = unit_of(gradient.name)
+        ready[unit] = max(ready.get(unit, 0.0), gradient.ready_s or 0.0)
+    return {unit: forward_s * (1 - at_s / end_s) if end_s else 0.0 for unit, at_s in ready.items()}
+
+
+def _forward_parts(needed_s: Sequence[float], forward_s: float) -> list[Part]:
+    """Return the parts of a forward pass that needs gathers, which end in their order, at these times."""
+    times: list[float] = []
+    latest = forward_s
+    for needed in reversed(needed_s):
+        latest = min(latest, needed)
+        times.insert(0, latest)
+    ends = [*times, forward_s]
+    return [Part(0, ends[0]), *(Part(1, end - begin) for begin, end in zip(times, ends[1:], strict=True))]

@@ -1,0 +1,223 @@
+"""Predictions for other engines, and from their runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.held_bytes import held_bytes
+from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.timeline.whatif.bucket_plan import Gradient
+from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
+from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.whatif_run import MIB, PARTS, run_folder
+
+GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]
+"""Of a link of about 1 Gbit/s."""
+SHAPES = {"embed.weight": (1024, 512), "layers.0.w": (1024, 512), "layers.1.w": (1024, 512), "head.weight": (512, 1024)}
+"""2 MiB each; backward finishes the last one first, after 20, 40, 60 and 80 of 100 ms."""
+DIVIDED = [{"shard": "optimizer"}, {"shard": "gradients"}, {"engine": "fsdp"}]
+UPDATE_S = (PARTS["clip"] + PARTS["optimizer"]) / 1e3
+FAST: dict[str, Any] = {"bandwidth_gbit": 1e9, "latency_us": 0}
+
+
+def _run(path: Path, **changes: Any) -> Evidence:
+    given: dict[str, Any] = {"size": 2, "wait_ms": 9.0, "link": GBIT, "shapes": SHAPES, "state_bytes": (8, 4)}
+    return read_evidence(run_folder(path, **{**given, **changes}))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Evidence:
+    """2 hosts of many cores, 1 rank each, without a divided optimizer."""
+    return _run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("parallel", [{"shard": "optimizer"}, {"shard": "gradients"}, {"engine": "ddp"}])
+@pytest.mark.parametrize("changes", [{}, {"passes": 3}, {"local_size": 2, "cores": 2}, {"link": ()}])
+def test_unchanged_it_is_what_was_measured(tmp_path: Path, parallel: dict[str, str], changes: dict[str, Any]) -> None:
+    evidence = _run(tmp_path / "run", options={"parallel": parallel}, gather_ms=3.0, **changes)
+    assert predict(evidence, Change()).then.step_s == pytest.approx(evidence.step_s)
+
+
+@pytest.mark.parametrize("change", DIVIDED)
+def test_ranks_share_the_update(pair: Evidence, change: dict[str, str]) -> None:
+    """Beside it there are only copies, of 8 MiB each: to buckets as before, and to and from those that are gathered."""
+    now, then = (predict(pair, Change(**FAST, **more)).then for more in ({}, change))  # type: ignore[arg-type]
+    copies_s = then.compute_s - (now.compute_s - UPDATE_S / 2)
+    assert 0 <= copies_s < 0.02
+    more_ranks = predict(pair, Change(size=4, global_batch=16, **FAST, **change)).then  # type: ignore[arg-type]
+    assert more_ranks.compute_s < then.compute_s + 0.01 - UPDATE_S / 4
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_from_a_divided_run_one_rank_updates_all(tmp_path: Path, shard: str) -> None:
+    """The measured time is that of a half."""
+    evidence = _run(tmp_path / "run", options={"parallel": {"shard": shard}})
+    kept, whole = (predict(evidence, Change(shard=name, **FAST)).then for name in (shard, "none"))
+    assert whole.compute_s == pytest.approx(kept.compute_s + UPDATE_S, abs=0.02)
+
+
+def test_the_halves_of_an_allreduce_carry_as_many_bytes(pair: Evidence) -> None:
+    """FSDP gathers each block once more. Latency is left out."""
+    slow: dict[str, Any] = {"bandwidth_gbit": 0.1, "latency_us": 0, "algorithm": "ring"}
+    whole_s = predict(pair, Change(**slow)).then.wire_s
+    for change, factor in zip(DIVIDED, (1.0, 1.0, 1.25), strict=True):
+        found = predict(pair, Change(**slow, **change)).then
+        assert found.wire_s == pytest.approx(whole_s * factor, rel=0.01)
+
+
+@pytest.mark.parametrize("change", DIVIDED)
+def test_a_slower_link_costs_no_less(pair: Evidence, change: dict[str, str]) -> None:
+    found = [predict(pair, Change(bandwidth_gbit=gbit, **change)).then for gbit in (100, 10, 1, 0.1, 0.01)]  # type: ignore[arg-type]
+    assert all(a.step_s <= b.step_s for a, b in pairwise(found))
+    assert found[0].gather_s < 0.02 < found[-1].gather_s, "gathers are exposed"
+
+
+@pytest.mark.parametrize("change", DIVIDED)
+def test_gathers_hide_behind_computing(pair: Evidence, change: dict[str, str]) -> None:
+    """At 1 Gbit/s, 4 MiB of another rank take 36 ms to gather; forward takes 50, and backward 100."""
+    found = predict(pair, Change(bandwidth_gbit=1, **change)).then  # type: ignore[arg-type]
+    gathered_s = (1.75 if "engine" in change else 1) * 4 * MIB * 8 / 0.94e9
+    assert found.gather_s < 0.75 * gathered_s
+
+
+def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
+    evidence = _run(tmp_path / "run", passes=3)
+    once, each = (predict(evidence, Change(shard=shard)).then for shard in ("optimizer", "gradients"))
+    gathered = 8 * MIB / 2
+    assert each.handed_bytes - gathered == pytest.approx(3 * (once.handed_bytes - gathered), rel=0.01)
+
+
+def test_a_slow_link_makes_packing_wait_for_older_buckets(pair: Evidence) -> None:
+    """Two buckets of 2 MiB are exchanged at a time, so backward itself takes longer."""
+    change = Change(shard="gradients", bandwidth_gbit=0.01, bucket_mib=2)
+    found = predict(pair, change).then
+    whole = predict(pair, replace(change, bucket_mib=32)).then
+    assert found.buckets == 4
+    assert found.step_s == pytest.approx(whole.step_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Change(engine="ddp", shard="optimizer"), "--engine ddp --shard optimizer cannot be predicted"),
+        (Change(shard="parameters"), "--engine horovod --shard parameters cannot be predicted"),
+        (Change(shard="gradients", size=1), "but there is one rank"),
+        (Change(shard="gradients", compression="int8"), "with compression int8"),
+        (Change(engine="fsdp", compression="fp16"), "with compression fp16"),
+    ],
+)
+def test_what_the_model_does_not_know_is_refused(pair: Evidence, change: Change, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict(pair, change)
+
+
+def test_another_engine_divides_nothing_unless_asked(tmp_path: Path) -> None:
+    evidence = _run(tmp_path / "run", options={"parallel": {"shard": "gradients"}})
+    assert changed_job(evidence, Change(size=4)).shard == "gradients"
+    assert changed_job(evidence, Change(engine="ddp")).shard == "none"
+
+
+def test_a_run_with_fsdp_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not record when backward finishes each gradient") as caught:
+        _run(tmp_path / "run", options={"parallel": {"engine": "fsdp"}})
+    assert "--engine fsdp" in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1000, 10_000])
+def test_buckets_of_ddp_are_those_of_torch(limit: int) -> None:
+    sizes = [30, 7, 400, 1, 1, 90, 250, 3000, 5]
+    found = fill_ddp([Gradient(str(i), (size,)) for i, size in enumerate(sizes)], limit)
+    expected, _ = dist._compute_bucket_assignment_by_size([torch.empty(size) for size in sizes], [limit])
+    assert [[int(gradient.name) for gradient in bucket] for bucket in found] == expected
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 300)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 300)) for _ in range(3))
+        self.head = nn.Linear(300, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.embed(x)
+        for layer in self.layers:
+            found = layer(found)
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+def _evidence(model: nn.Module, job: Job) -> Evidence:
+    named = list(model.named_parameters())
+    gradients = [
+        Gradient(n, tuple(p.shape), ready_s=float(i), state_bytes=(8, 4)) for i, (n, p) in enumerate(named[::-1])
+    ]
+    return Evidence(job, 8, 8, 1, True, gradients, 1.0, {}, names=[name for name, _ in named])
+
+
+def test_units_are_the_blocks_of_a_model() -> None:
+    model = Net()
+    names = {module: name for name, module in model.named_modules()}
+    inside = {id(p): names[block] for block in blocks(model) for p in block.parameters()}
+    for name, parameter in model.named_parameters():
+        assert (unit_of(name) if is_block(unit_of(name)) else None) == inside.get(id(parameter))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bucket_mib", [None, 0.5, 1.0])
+def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_mib: float | None) -> None:
+    """And so are its buckets."""
+    job = Job(Ranks(size, size), "none", bucket_mib, size, 1, shard="gradients")
+    evidence = _evidence(Net(), job)
+    expected = held_bytes(evidence, job)
+    limit = int(bucket_mib * MIB) if bucket_mib else size * MIB
+
+    def body(comm: ThreadComm) -> tuple[int, int, list[list[str]]]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        engine = ShardedEngine(optimizer, model, list(model.named_parameters()), comm, limit, sums_each_pass=True)
+        engine.begin(1)
+        engine.backward(model(torch.tensor([1])).sum())
+        gradients = engine.finish()
+        summed = sum(buffer.nbytes for buffer in engine.buffers())
+        optimizer.step()
+        assert len(gradients) == len(optimizer.state)
+        state = sum(slot.nbytes for slots in optimizer.state.values() for slot in slots.values())
+        names = [[part.name for part in bucket.layout.shape.parts] for bucket in engine._buckets]
+        return summed, state, names
+
+    found = on_ranks(size, body)
+    assert {summed for summed, _, _ in found} == {expected.gradients}
+    assert max(state for _, state, _ in found) == expected.state
+    assert expected.parameters == sum(p.numel() * 4 for p in Net().parameters())
+    assert found[0][2] == [list(bucket.names) for bucket in job_buckets(evidence, job)]
+
+
+def test_memory_of_fsdp_is_that_of_rows() -> None:
+    job = Job(Ranks(3, 3), "none", None, 3, 1, engine="fsdp")
+    model = Net()
+    rows = sum(torch.chunk(parameter, 3)[0].numel() for parameter in model.parameters())
+    steps = 4 * sum(1 for _ in model.parameters())
+    found = held_bytes(_evidence(model, job), job)
+    assert (found.parameters, found.gradients, found.state) == (4 * rows, 4 * rows, 8 * rows + steps)
+    several = held_bytes(_evidence(model, job), replace(job, global_batch=6))
+    assert several.gradients == sum(4 * p.numel() for p in model.parameters()), "whole until the last pass"
+
+
+def test_unknown_state_is_unknown(tmp_path: Path) -> None:
+    evidence = _run(tmp_path / "run", state_bytes=None)
+    assert held_bytes(evidence, evidence.job).state is None
+    assert held_bytes(evidence, changed_job(evidence, Change(shard="optimizer"))).state is None
