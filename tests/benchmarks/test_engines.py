@@ -29,6 +29,7 @@ SHARDED = [peer for peer in engines.PEERS if peer not in ("no_exchange", "ddp") 
 def test_each_of_ours_trains_with_its_options() -> None:
     assert engines.contenders(engines.OURS) == list(engines.OURS)
     assert engines.kind("zero2")[0] == "ours" and engines.kind("fsdp2")[0] == "engine_loops:fsdp2"
+    assert engines.kind("fsdp")[0] == "ours" and engines.kind("fsdp_gloo")[0] == "ours_by_torch"
     assert engines.kind("zero2")[1].ours["parallel.shard"] == "gradients"
     assert engines.nested({"a.b": 1, "a.c": 2, "d": 3}) == {"a": {"b": 1, "c": 2}, "d": 3}
 
