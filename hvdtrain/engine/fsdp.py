@@ -43,9 +43,9 @@ _groups: list[torch.distributed.ProcessGroup] = []
 class FsdpEngine(DividedEngine):
     """Each rank holds rows of every parameter, with their gradients and optimizer state.
 
-    The ranks gather the parameters of a block before its forward and its backward pass, and free them after it. In the
-    last pass of a step, the gradients of a block are summed at their owners (reduce-scatter) while backward continues.
-    Earlier passes add up whole gradients on each rank, and exchange nothing.
+    The ranks gather the parameters of a block before its forward and its backward pass, and free them after it. The
+    gradients of a block are summed at their owners (reduce-scatter) while backward continues, in each pass: a rank
+    never holds all gradients.
 
     The model's parameters are DTensors from now on. The optimizer has the local rows, as plain tensors: so it also may
     be a fused one, and its state is saved as that of any divided optimizer.
@@ -72,12 +72,12 @@ class FsdpEngine(DividedEngine):
         super().__init__(optimizer, model, comm)
         self.compression = compression
         self._collectives = collectives
-        self._remaining = 0
+        self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in named}
         broadcast_parameters(model, comm)
         if not _groups:
             _groups.append(new_group(comm))
-        self._root, self._modules = _divide(model, _groups[0], device)
+        self._modules = _divide(model, _groups[0], device)
         if collectives is not None:
             collectives.use_in(self._modules)
         # The first name of a tied parameter, as before.
@@ -97,23 +97,22 @@ class FsdpEngine(DividedEngine):
             )
         self._model.zero_grad()
         self.optimizer.zero_grad()
-        self._remaining = micro_batches
+        self._sums.clear()
         if self._collectives is not None:
             self._collectives.begin()
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
-        is_last = self._remaining == 1
-        self._root.set_requires_gradient_sync(is_last)
-        self._root.set_is_last_backward(is_last)
         try:
             return call()
         except RuntimeError as error:
             raise _explained(error) from error
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, sum them at their owners. Collective: yes."""
-        self._remaining -= 1
+        """Sum the gradients of `loss` at their owners. Collective: yes."""
+        self._end_pass()
+        if self._collectives is not None:
+            self._collectives.begin_pass()
         try:
             torch.autograd.backward(loss)
         except RuntimeError as error:
@@ -121,6 +120,7 @@ class FsdpEngine(DividedEngine):
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of this rank's rows. Collective: yes."""
+        self._end_pass()
         if self._collectives is not None:
             self._collectives.finish()
         gradients = []
@@ -128,7 +128,7 @@ class FsdpEngine(DividedEngine):
             rows = self._owned[name].parameter
             if rows is None or not parameter.requires_grad:
                 continue
-            rows.grad = torch.zeros_like(rows) if parameter.grad is None else self._sum_of(parameter.grad)
+            rows.grad = self._sums.pop(name) if name in self._sums else torch.zeros_like(rows)
             if (residual := self._residuals.get(name)) is not None:
                 rows.grad += self._owned[name].cut(residual).to(rows)
             gradients.append(rows.grad)
@@ -143,11 +143,16 @@ class FsdpEngine(DividedEngine):
         """Return the names of the parameters in each collective by our communicator."""
         return {} if self._collectives is None else self._collectives.parameter_names
 
-    def _sum_of(self, gradient: Tensor) -> Tensor:
-        """Return this rank's rows of a gradient."""
-        rows = local(gradient)
-        assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
-        return rows
+    def _end_pass(self) -> None:
+        """Add this rank's rows of a pass's sums to those of the passes before."""
+        if self._collectives is not None:
+            self._collectives.finish_pass()
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            rows, parameter.grad = local(parameter.grad), None
+            assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
+            self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
@@ -155,15 +160,15 @@ class FsdpEngine(DividedEngine):
 
 def _divide(
     model: nn.Module, group: torch.distributed.ProcessGroup, device: torch.device
-) -> tuple[FSDPModule, dict[str, FSDPModule]]:
-    """Divide each block, and what is outside of blocks; return the root and all divided modules, the root first.
+) -> dict[str, FSDPModule]:
+    """Divide each block, and what is outside of blocks; return the divided modules by name, the root first.
 
     torch moves each to the device before it divides it.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
-    root = fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     modules = {name or _OUTSIDE: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for module in modules.values():
         # Sums, on any backend. Else it takes the mean over ranks, or multiplies by a factor, which Gloo cannot.
@@ -171,7 +176,7 @@ def _divide(
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13
             module.set_reduce_scatter_unused_params(True)
-    return root, modules
+    return modules
 
 
 def _own(parameter: nn.Parameter, comm: Comm) -> Owned:

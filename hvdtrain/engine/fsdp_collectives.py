@@ -52,7 +52,7 @@ class FsdpCollectives:
         self._comm, self._coding, self._spans = comm, coding, spans
         self._is_step = False
         self._running: deque[_Running] = deque()
-        self._summed: dict[str, int] = {}  # the memory of each sum of this step, by name
+        self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by name
         self.parameter_names: dict[str, list[str]] = {}
 
     def use_in(self, modules: Mapping[str, FSDPModule]) -> None:
@@ -70,17 +70,22 @@ class FsdpCollectives:
 
     def begin(self) -> None:
         """Start a step."""
-        assert not self._running
         self._is_step = True
+
+    def begin_pass(self) -> None:
+        """Start a backward pass."""
         self._summed.clear()
 
-    def finish(self) -> None:
-        """Wait for all sums of the step. Collective: yes."""
+    def finish_pass(self) -> None:
+        """Wait for all sums of the pass. Collective: yes."""
         self._wait_for_all()
+
+    def finish(self) -> None:
+        """End a step."""
         self._is_step = False
 
     def has_summed(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is a view of a sum of this step."""
+        """Return whether a gradient is a view of a sum of this pass."""
         return gradient.untyped_storage().data_ptr() in self._summed.values()
 
     def gather(self, name: str, own: Tensor, out: Tensor) -> dist.Work:
