@@ -16,6 +16,7 @@
     │   └── UnusableRunDirectoryError  trying again would fail, too
     ├── CheckpointError      a checkpoint cannot be read or does not match the model
     │   └── UnreadableCheckpointError  its files cannot be opened; it may be complete
+    ├── LostStateError       a part of the training's state was only in the memory of lost ranks
     ├── TraceError           a trace cannot be read, or is from another program
     ├── NonFiniteError       loss or gradient was inf or nan too many times in a row
     └── DriftError           parameters differ between ranks
@@ -124,6 +125,12 @@ class CheckpointError(HvdtrainError):
 
 class UnreadableCheckpointError(CheckpointError):
     """The files of a checkpoint cannot be opened, such as without permission. It may be complete, so it is kept."""
+
+
+class LostStateError(HvdtrainError):
+    """A part of the training's state was only in the memory of lost ranks."""
+
+    everywhere = True
 
 
 class TraceError(HvdtrainError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -42,8 +43,11 @@ class Comm(Protocol):
     def allgather(self, tensor: Tensor, *, name: str) -> Handle:
         """Concatenate along dimension 0 in rank order; first dimensions may differ. Collective: yes."""
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> Handle:
-        """Send an equal share of dimension 0 to each rank; return those received, in rank order. Collective: yes."""
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> Handle:
+        """Send a share of dimension 0 to each rank; return those received, in rank order. Collective: yes.
+
+        `rows` of the shares, in rank order (default: equal shares); all ranks give them, or none.
+        """
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Handle:
         """Sum over ranks and return this rank's share of dimension 0. Collective: yes.

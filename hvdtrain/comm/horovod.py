@@ -28,7 +28,7 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
 _session = 0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -140,9 +140,10 @@ class HorovodComm:
         handle = hvd.allgather_async(self._movable(tensor), name=name, process_set=self._set)
         return self._under_way(name, handle, _like(tensor))
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> HorovodHandle:
-        """Exchange equal shares of dimension 0. Collective: yes."""
-        handle = hvd.alltoall_async(self._movable(tensor), name=name, process_set=self._set)
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> HorovodHandle:
+        """Exchange shares of dimension 0. Collective: yes."""
+        splits = torch.tensor(rows, dtype=torch.int32) if rows is not None else None
+        handle = hvd.alltoall_async(self._movable(tensor), splits, name=name, process_set=self._set)
         return self._under_way(name, handle, _like(tensor))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:

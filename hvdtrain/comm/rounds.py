@@ -67,6 +67,10 @@ class Rounds(ABC):
         """Return this rank's requests at its next step: end the round, or the run (`DriverClient.requests`)."""
         return requests
 
+    def is_leaving(self) -> bool:
+        """Return whether this rank is known to leave when the round ends."""
+        return False
+
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
         """Yield a step's micro-batches; may raise an error of `is_over` once the step cannot be completed."""
         return parts
@@ -208,6 +212,10 @@ class DriverRounds(Rounds):
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Turn a SIGTERM to this rank alone into a request to leave; the others continue."""
         return self._client.requests(requests, changed, terminate)
+
+    def is_leaving(self) -> bool:
+        """Return whether the driver, or a SIGTERM, has asked this rank to leave."""
+        return self._client.is_leaving()
 
     def guard_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield `parts` until the driver reports a lost rank; Horovod itself would fail only in the last backward."""

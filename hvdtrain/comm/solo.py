@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -43,7 +45,7 @@ class SoloComm:
         """Return a copy of `tensor`."""
         return Finished(tensor.clone())
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> Finished:
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> Finished:
         """Return a copy of `tensor`: all rows stay on this rank."""
         return Finished(tensor.clone())
 

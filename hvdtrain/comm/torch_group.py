@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class TorchComm:
         sent = self._sent(tensor)
 
         def start() -> Started:
-            rows = self._rows(name, sent)
+            rows = [count for (count,) in self._counts(name, sent, [len(sent)])]
             most = max(rows)
             padded = sent if len(sent) == most else torch.cat([sent, sent.new_empty(most - len(sent), *sent.shape[1:])])
             found = sent.new_empty(self.size * most, *sent.shape[1:])
@@ -84,11 +85,23 @@ class TorchComm:
 
         return self._begin(name, sent, start)
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> TorchHandle:
-        """Exchange equal shares of dimension 0. Collective: yes."""
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> TorchHandle:
+        """Exchange shares of dimension 0. Collective: yes."""
         sent = self._sent(tensor)
-        found = torch.empty_like(sent)
-        return self._begin(name, sent, lambda: (_exchange(found, sent), lambda: found.to(tensor.device)))
+
+        def start() -> Started:
+            if rows is None:
+                equal = torch.empty_like(sent)
+                return (_exchange(equal, sent) if sent.numel() else None), lambda: equal.to(tensor.device)
+            table = self._counts(name, sent, rows)
+            received = [counts[self.rank] for counts in table]
+            found = sent.new_empty(sum(received), *sent.shape[1:])
+            row = math.prod(sent.shape[1:]) * sent.element_size()
+            shares = [[count * row for count in counts] for counts in (received, rows)]
+            work = _exchange(found, sent, *shares) if any(map(any, table)) else None
+            return work, lambda: found.to(tensor.device)
+
+        return self._begin(name, sent, start)
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks and return this rank's share. Collective: yes."""
@@ -100,7 +113,8 @@ class TorchComm:
 
         def start() -> Started:
             # Equal bytes on the network as a reduce-scatter, which takes only equal shares.
-            work = _exchange(found, sent, [shares[self.rank] * row] * self.size, [share * row for share in shares])
+            given, received = [share * row for share in shares], [shares[self.rank] * row] * self.size
+            work = _exchange(found, sent, received, given) if sent.numel() else None
             return work, lambda: found.sum(0, dtype=sent.dtype).to(tensor.device)
 
         return self._begin(name, sent, start)
@@ -136,15 +150,15 @@ class TorchComm:
             raise
         return handle
 
-    def _rows(self, name: str, sent: Tensor) -> list[int]:
-        """Return the length of dimension 0 on each rank."""
-        rows = torch.zeros(self.size, dtype=torch.int64)
-        rows[self.rank] = len(sent)
+    def _counts(self, name: str, sent: Tensor, counts: Sequence[int]) -> list[list[int]]:
+        """Return the `counts` of each rank."""
+        table = torch.zeros(self.size, len(counts), dtype=torch.int64)
+        table[self.rank] = torch.tensor(counts)
         if sent.is_cuda:  # in the thread of the caller
-            self.allreduce(rows, name=f"{name}/rows").wait()
+            self.allreduce(table, name=f"{name}/rows").wait()
         else:
-            dist.all_reduce(rows)
-        return rows.tolist()
+            dist.all_reduce(table)
+        return table.tolist()
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the backend takes: `tensor` itself, or a copy."""
@@ -158,9 +172,7 @@ def _reduce(tensor: Tensor) -> dist.Work | None:
 
 def _exchange(
     found: Tensor, sent: Tensor, received: list[int] | None = None, given: list[int] | None = None
-) -> dist.Work | None:
-    if not sent.numel():
-        return None
+) -> dist.Work:
     work: dist.Work = dist.all_to_all_single(_bytes(found), _bytes(sent), received, given, async_op=True)
     return work
 

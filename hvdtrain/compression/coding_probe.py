@@ -44,7 +44,7 @@ class _EchoComm(SoloComm):
         self.started_s = clock_s(self._device)
         return _Repeated(tensor, self.size)
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> Finished:
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> Finished:
         return self.allreduce(tensor, name=name)
 
 

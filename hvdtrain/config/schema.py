@@ -138,7 +138,7 @@ class ElasticConfig:
 
     Attributes:
         loss_s: commit the state to memory at least this often, in seconds; this bounds the training lost when it
-            rolls back. Used with roll_back, and in elastic jobs with int8, topk or powersgd
+            rolls back. Used with roll_back, and in elastic jobs with int8, topk, powersgd or a divided optimizer
         roll_back: roll back to the last commit, and skip the samples of the bad step, on: spikes (the loss jumps),
             non_finite (instead of ending the run), both, or never
     """

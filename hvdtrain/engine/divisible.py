@@ -113,6 +113,7 @@ class DividedEngine(Engine):
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
         squared = squared_norm(gradients, self._whole_shapes()).reshape(1)
+        squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
         return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
 
     def commit(self, *, applied: bool) -> None:

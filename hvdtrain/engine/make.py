@@ -58,11 +58,14 @@ def make_engine(
     shard: str = "none",
     engine: str = "horovod",
     device: torch.device | None = None,
+    *,
+    elastic: bool = False,
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
-    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model).
+    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model); in an
+    `elastic` job, ranks may join and leave.
 
     Errors:
         ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
@@ -77,7 +80,9 @@ def make_engine(
     make = kind.load()
     device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
     return make(
-        EngineParts(model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard, device)
+        EngineParts(
+            model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard, device, elastic
+        )
     )
 
 

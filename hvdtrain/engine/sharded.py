@@ -55,6 +55,7 @@ class ShardedEngine(DividedEngine):
         bucket_bytes: size limit of a bucket.
         sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2): one
             exchange for each, and a rank never holds all gradients.
+        any_size: whether ranks may own nothing, because there are many, or everything, because there is one.
 
     Errors:
         ConfigError: the model or the optimizer cannot be divided among the ranks.
@@ -70,6 +71,7 @@ class ShardedEngine(DividedEngine):
         spans: Spans | None = None,
         *,
         sums_each_pass: bool = False,
+        any_size: bool = False,
     ) -> None:
         super().__init__(optimizer, model, comm)
         self._spans = spans or Spans()
@@ -89,7 +91,7 @@ class ShardedEngine(DividedEngine):
         refuse_what_cannot_be_divided(model, named)
         self._add(named)
         owners = {rank for owned in self.owned().values() for rank in owned.owners}
-        if len(owners) < comm.size:
+        if len(owners) < comm.size and not any_size:
             raise ConfigError(
                 "the model has too few parameters to divide its optimizer among the ranks",
                 expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
@@ -250,9 +252,10 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
     """Make the engine.
 
     Errors:
-        ConfigError: there is one rank, or the model or the optimizer cannot be divided.
+        ConfigError: there is one rank, in a job that is not elastic; or the model or the optimizer cannot be divided.
     """
-    refuse_one_rank(parts.comm, f"--parallel.shard {parts.shard}", "optimizer", "--parallel.shard none")
+    if not parts.elastic:
+        refuse_one_rank(parts.comm, f"--parallel.shard {parts.shard}", "optimizer", "--parallel.shard none")
     bucket_bytes = prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib)
     if parts.bucket_mib is None:
         total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
@@ -265,4 +268,5 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
         bucket_bytes,
         parts.spans,
         sums_each_pass=parts.shard == "gradients",
+        any_size=parts.elastic,
     )

@@ -33,6 +33,7 @@ class EngineParts:
         variables: of this process's environment.
         shard: what is divided among ranks; one of the engine's `shards`.
         device: of training; the model is there already, unless the engine places it.
+        elastic: whether ranks may join and leave.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class EngineParts:
     variables: Mapping[str, str]
     shard: str
     device: torch.device
+    elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,14 @@ _CODED = tuple(kind.name for kind in COMPRESSIONS.values() if kind.coding)
 
 TABLE = (
     EngineKind("horovod", "hvdtrain.engine.make:make_exchange", (*COMPRESSIONS, AUTO), elastic=True, horovod=True),
-    EngineKind("horovod", "hvdtrain.engine.sharded:make_sharded", ("none",), ("optimizer", "gradients"), horovod=True),
+    EngineKind(
+        "horovod",
+        "hvdtrain.engine.sharded:make_sharded",
+        ("none",),
+        ("optimizer", "gradients"),
+        elastic=True,
+        horovod=True,
+    ),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
     # It always divides the parameters, so that this need not be said.
     EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none", *_CODED), ("parameters", "none"), places_model=True),

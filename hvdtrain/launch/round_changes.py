@@ -47,7 +47,7 @@ def request_leave(job: Job, why: str) -> None:
         return
     job.changed = True
     for worker in job.in_round():
-        job.send(worker, "changed", why=why)
+        job.send(worker, "changed", why=why, leaves=bool(worker.leave_reason))
     job.log_event("changed", f"{why}: a new round begins at the next step", round=job.round)
 
 

@@ -22,7 +22,8 @@ To a rank:
              "store", "timeout_s"}   its place. `round`: counted from 1; `store`: address, token and round of the
              rendezvous, as in `HOROVOD_GLOO_RENDEZVOUS_ADDR`; `host`: unique to the host; `interface`: by which ranks
              reach each other, "" for any; `timeout_s`: how long to wait for a silent rank
-    changed  {"why"}   others wait to join, or some must leave: at the next step boundary all leave the round and join
+    changed  {"why", "leaves"}   others wait to join, or some must leave: at the next step boundary all leave the round
+             and join. `leaves`: whether this rank must leave
     broken   {"round", "why"}   a rank of the round is lost: leave now; a rank that waits in a collective is woken
     stop     {"signal"}   the whole job saves and ends, as if every rank had received the signal
     stacks   {}      it hangs, and will be killed: write the stack to stderr

@@ -86,6 +86,7 @@ class DriverClient:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._changed = False
         self._draining = False
+        self._must_leave = False
         self._stopping = False
         self._broken = 0
         self._leaving = False
@@ -125,6 +126,10 @@ class DriverClient:
         """Check whether this round must end."""
         return self._changed
 
+    def is_leaving(self) -> bool:
+        """Check whether this rank must leave when the round ends: it got a SIGTERM, or has no slot any more."""
+        return self._must_leave or self._draining
+
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Return the requests of this rank's next step. SIGTERM to this rank alone makes it leave; the run continues.
 
@@ -160,10 +165,12 @@ class DriverClient:
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind in ("round", "end"):
-            self._changed = False  # here, in the order of messages: later messages belong to the new round
+            # here, in the order of messages: later messages belong to the new round
+            self._changed = self._must_leave = False
             self._answers.put(dict(message))
         elif kind == "changed":
             self._changed = True
+            self._must_leave = message.get("leaves") is True
             self.on_change()
         elif kind == "broken":
             with self._lock:

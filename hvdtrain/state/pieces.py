@@ -37,6 +37,43 @@ class Place:
         return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
 
 
+PieceKey = tuple[str, str, tuple[int, ...]]
+"""Group, name and offset of a piece."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece that not every rank holds."""
+
+    group: str
+    name: str
+    tensor: Tensor
+    place: Place
+
+    @property
+    def key(self) -> PieceKey:
+        """What distinguishes it from other pieces of a state."""
+        return self.group, self.name, self.place.offset
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it has none of the tensor's elements, though there are some."""
+        return not self.tensor.numel() and bool(math.prod(self.place.shape))
+
+    def spec(self) -> list[Any]:
+        """Return group, name, shape, dtype, shape of the whole tensor, and offset, for JSON."""
+        place = self.place
+        return [self.group, self.name, list(self.tensor.shape), str(self.tensor.dtype), place.shape, place.offset]
+
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as ``torch.float32``."""
+    return _DTYPES[name]
+
+
 @dataclass(frozen=True)
 class StateDict:
     """The pieces of a state that one rank holds, and plain values that JSON supports.
@@ -66,10 +103,15 @@ class StateDict:
     def pieces_of(self, rank: int) -> list[Key]:
         """Return the pieces that `rank`, which this is, writes: not copies of another rank's, and no empty ones."""
         return [
-            (group, name)
-            for (group, name), place in self.places.items()
-            if place.ranks[0] == rank and (self.tensors[group][name].numel() or not math.prod(place.shape))
+            (piece.group, piece.name)
+            for piece in self.pieces()
+            if piece.place.ranks[0] == rank and not piece.is_nothing
         ]
+
+    def pieces(self, keys: Iterable[Key] | None = None) -> list[Piece]:
+        """Return the pieces with these keys (default: all)."""
+        named = self.places if keys is None else keys
+        return [Piece(group, name, self.tensors[group][name], self.places[group, name]) for group, name in named]
 
     def replicated(self) -> StateDict:
         """Return the state without the pieces that only some ranks hold."""

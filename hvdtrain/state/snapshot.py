@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hvdtrain.state.buddies import Buddies, Copies
 from hvdtrain.state.pieces import Key, Place, StateDict
+from hvdtrain.state.pooling import HeldCommit
 from hvdtrain.state.train_state import TrainState
 
 MAX_COST = 0.01
@@ -121,6 +123,8 @@ class Commits:
         self._asked_s = clock()
         self._at_s = self._cost_s = 0.0
         self._snapshot = Snapshot()
+        self._copies: Copies | None = None
+        self._unsure: tuple[Snapshot, Copies] | None = None
 
     @property
     def step(self) -> int:
@@ -136,22 +140,45 @@ class Commits:
         since_s, step_s = self._asked_s - self._at_s, self._asked_s - before_s
         return self.step < 0 or is_commit_due(since_s, step_s, self._cost_s, self._loss_s)
 
-    def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
+    def commit(self, state: TrainState, buddies: Buddies | None = None, *, synchronized: bool = False) -> None:
         """Copy the state, with exchange state equal on all ranks. Collective: yes, unless it is equal, `synchronized`.
 
         It does not change the state: the time of a commit depends on clocks, but training must not.
+
+        With `buddies` (collective: yes), this rank's pieces are copied to another one, too. The commit counts when all
+        ranks have their copies. If a rank is lost while they agree on that, others may have ended the commit before
+        they notice. Then this rank keeps both commits: the ranks that remain choose one (`pool_state`).
         """
         began_s = self._clock()
         copied = state.state_dict()
         if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):
             copied = replace(copied, tensors={**copied.tensors, "exchange": exchange})
+        copies = None
+        if buddies is not None:
+            copies = buddies.copy(copied)
+            try:
+                buddies.agree()
+            except Exception:
+                self._unsure = Snapshot(), copies
+                self._unsure[0].capture(copied, state.progress.step)
+                raise
         self._snapshot.capture(copied, state.progress.step)
+        self._copies, self._unsure = copies, None
         self._at_s = self._clock()
         self._cost_s = self._at_s - began_s
 
+    def held(self) -> list[HeldCommit]:
+        """Return the commits with copies for others in this rank's memory, until the next commit."""
+        found = [(self._snapshot, self._copies)] if self._copies is not None else []
+        found += [self._unsure] if self._unsure is not None else []
+        return [HeldCommit(snapshot.step, _with_own_exchange(snapshot.state), copies) for snapshot, copies in found]
+
     def restore(self, state: TrainState) -> None:
         """Load the newest commit into `state`."""
-        saved = self._snapshot.state
-        # The exchange keeps these tensors without a copy, and the next commit overwrites the buffer.
-        exchange = {name: tensor.clone() for name, tensor in saved.tensors.get("exchange", {}).items()}
-        state.load_state_dict(replace(saved, tensors={**saved.tensors, "exchange": exchange}))
+        state.load_state_dict(_with_own_exchange(self._snapshot.state))
+
+
+def _with_own_exchange(saved: StateDict) -> StateDict:
+    """Copy the exchange's tensors: it keeps them when it loads them, and the next commit overwrites the buffer."""
+    exchange = {name: tensor.clone() for name, tensor in saved.tensors.get("exchange", {}).items()}
+    return replace(saved, tensors={**saved.tensors, "exchange": exchange})

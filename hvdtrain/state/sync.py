@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,11 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
-from hvdtrain.state.pieces import Assembly, StateDict, specs
+from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
 from hvdtrain.state.train_state import TrainState
 
 _WINDOW_BYTES = 64 << 20
 """Bytes of tensors that are broadcast at the same time."""
-
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def broadcast_state(
@@ -57,7 +55,7 @@ def broadcast_state(
 
     for group, entries in spec["tensors"].items():
         for name, (shape, dtype) in entries.items():
-            tensor = own_state.tensors[group][name].detach() if is_root else torch.empty(shape, dtype=_DTYPES[dtype])
+            tensor = own_state.tensors[group][name].detach() if is_root else _empty(shape, dtype)
             running.append((group, name, *_broadcast(tensor, comm, f"state/{group}/{name}", root)))
             while len(running) > 1 and sum(tensor.nbytes for _, _, tensor, _ in running) > _WINDOW_BYTES:
                 finish()
@@ -67,6 +65,10 @@ def broadcast_state(
         kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
         tensors["model"] = {**kept_pieces, **tensors["model"]}
         state.load_state_dict(StateDict(tensors, spec["values"]))
+
+
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype_named(dtype))
 
 
 def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor, Handle]:
@@ -103,23 +105,24 @@ def broadcast_parameters(model: nn.Module, comm: Comm, root: int = 0) -> None:
 
 
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
-    """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes.
+    """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes."""
+    return assemble_pieces(state, state.pieces(state.pieces_of(comm.rank)), comm)
 
-    All pieces pass through the memory of all ranks, one after the other.
+
+def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: int = 0) -> StateDict:
+    """Return the state with whole tensors on rank `root`, and its replicated tensors on others. Collective: yes.
+
+    `own` are the pieces that this rank contributes; together, those of all ranks are whole tensors. All of them pass
+    through the memory of all ranks, one after the other.
     """
-    own = [
-        [group, name, list(tensor.shape), str(tensor.dtype), place.shape, place.offset]
-        for group, name in state.pieces_of(comm.rank)
-        for tensor, place in ((state.tensors[group][name], state.places[group, name]),)
-    ]
     whole: dict[str, Assembly] = {}
-    for rank, pieces in enumerate(allgather_json(comm, own, name="state/pieces")):
-        for group, name, shape, dtype, whole_shape, offset in pieces:
+    for rank, pieces in enumerate(allgather_json(comm, [piece.spec() for piece in own], name="state/pieces")):
+        for number, (group, name, shape, dtype, whole_shape, offset) in enumerate(pieces):
             mine = comm.rank == rank
-            tensor = state.tensors[group][name].detach() if mine else torch.empty(shape, dtype=_DTYPES[dtype])
+            tensor = own[number].tensor.detach() if mine else _empty(shape, dtype)
             tensor, handle = _broadcast(tensor, comm, f"state/piece/{group}/{name}", rank)
             handle.wait()
-            if comm.rank == 0:
+            if comm.rank == root:
                 whole.setdefault(group, Assembly()).add(name, tensor, whole_shape, offset)
     tensors: dict[str, Mapping[str, Tensor]] = dict(state.replicated().tensors)
     for group, assembly in whole.items():

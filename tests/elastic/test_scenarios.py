@@ -14,9 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 Losses = dict[int, float]
 
 
-def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losses) -> None:
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_hosts_are_added_and_removed_and_come_back(shard: str, tmp_path: Path, losses: Losses) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
-    job = Scenario(tmp_path, "-np", "1", "--elastic", "1:4", "--discover", str(hosts.script))
+    options = ("-np", "1", "--elastic", "1:4", "--discover", str(hosts.script))
+    job = Scenario(tmp_path, *options, train=[f"--parallel.shard={shard}"])
     with nothing_lost(job.run, losses), job:
         job.until("round 1: 1 rank(s) on 1 host(s)")
         hosts.are("localhost:1 127.0.0.1:1")
@@ -26,6 +28,8 @@ def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losse
         hosts.are("localhost:1 127.0.0.1:1")
         job.until("round 4: 2 rank(s) on 2 host(s)")
         job.finish()
+    steps = [line["step"] for line in read_journal(job.run / "journal.jsonl") if "event" not in line]
+    assert len(steps) == len(set(steps)), "no step was done twice"
 
 
 @pytest.mark.parametrize(

@@ -500,10 +500,11 @@ class TestGrowth:
 class TestRemoval:
     def test_a_removed_host_leaves_at_the_next_step(self) -> None:
         job = world()
-        gone = job.living("b")
+        gone, others = job.living("b"), job.living("a")
         job.hosts({"a": 2})
         assert all(w.alive for w in gone)
         job.wait(2)
+        assert all(w.leaves for w in gone) and not any(w.leaves for w in others)
         assert [len(r) for r in job.rounds] == [4, 2] and not job.living("b") and job.code is None
         assert all(w.told == ["round", "changed", "end"] for w in gone) and "b" not in job.agents
 

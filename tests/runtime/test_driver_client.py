@@ -118,10 +118,14 @@ def test_a_change_of_the_driver_ends_the_round_at_a_step_boundary(driver: Driver
     driver.channel.send("changed", why="one more")
     while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass  # it is heard in another thread
-    driver.channel.send("changed", why="another one more")  # crosses the rank's message that it has left
+    assert not driver.client.is_leaving()
+    driver.channel.send("changed", why="no slot", leaves=True)  # crosses the rank's message that it has left
+    while not driver.client.is_leaving():
+        pass
     driver.channel.send("round", **{**PLACE, "round": 4})
     driver.client.join("changed")
     assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
+    assert not driver.client.is_leaving()
 
 
 def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> None:
@@ -143,6 +147,7 @@ def test_a_very_long_error_is_truncated(driver: Driver) -> None:
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
     assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
+    assert driver.client.is_leaving()
     assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
     driver.channel.send("round", **PLACE)
     driver.client.join("changed")  # there are too few without it: it stays until the driver says so

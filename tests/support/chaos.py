@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe.past_journal import read_journal, read_steps
-from tests.support.chaos_rank import BALLAST, PHASES, SIGNALS
+from tests.support.chaos_rank import BALLAST, COPIES, PHASES, SIGNALS
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.two_hosts import TwoHosts, two_hosts
 
@@ -45,7 +45,7 @@ TASK = [
     "--elastic.loss_s=0.2",
     "--observe.tensorboard=false",
 ]
-AFTER_STEP = ("commit", "checkpoint", "evaluation")
+AFTER_STEP = (COPIES, "commit", "checkpoint", "evaluation")
 """Phases that come after their step."""
 
 START_S = 40
@@ -68,6 +68,7 @@ class Cell:
         hosts: 1 or 2.
         rank: which it befalls.
         step: in or after which.
+        options: of training.
     """
 
     fault: str
@@ -76,6 +77,7 @@ class Cell:
     hosts: int = 1
     rank: int = 1
     step: int = STEP
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None) -> int:
     options = ["-np", str(cell.size), "--elastic", f"1:{cell.size}", "-H", slots, "--events", str(folder / "events")]
     if cell.fault == "link cut" and cell.phase == "start-up":
         options += ["--start-timeout", str(START_S)]
-    rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *TASK, f"--run_dir={disk / 'run'}"])
+    train = [*TASK, *cell.options, f"--run_dir={disk / 'run'}"]
+    rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *train])
     command = [sys.executable, "-c", LAUNCH, rank, *options]
     with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
         if hosts is None:

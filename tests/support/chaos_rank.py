@@ -36,6 +36,9 @@ SPANS = {
 MEETING = "meeting"
 """A phase that is not of the matrix: ranks are about to meet in a round, by its number in the place of a step."""
 
+COPIES = "copies"
+"""Another such phase: a commit whose copies a rank has, though not every rank may have them yet."""
+
 PHASES = ("start-up", "data", "forward", "backward", "exchange", "step", "commit", "checkpoint", "evaluation")
 BALLAST = "ballast"
 
@@ -97,6 +100,7 @@ def main(argv: list[str]) -> int:
     order.come_to("start-up", 0)
     from hvdtrain import spans
     from hvdtrain.comm.rounds import DriverRounds
+    from hvdtrain.state.buddies import Buddies
     from hvdtrain.state.snapshot import Snapshot
 
     phases = {span: phase for phase, span in SPANS.items()}
@@ -110,6 +114,7 @@ def main(argv: list[str]) -> int:
 
     _before(recorder, "__enter__", entered)
     _before(DriverRounds, "_meet", lambda rounds, place: order.come_to(MEETING, place.round, place.rank))
+    _before(Buddies, "agree", lambda buddies: order.come_to(COPIES, buddies._progress.__self__.step))
     _before(Snapshot, "capture", lambda snapshot, state, step: order.come_to("commit", step))
     from hvdtrain.__main__ import main as train
 

@@ -67,6 +67,15 @@ def alltoall_sends_rows(comm: Comm) -> None:
     assert result.tolist() == [100.0 * r + 2 * comm.rank + i for r in range(comm.size) for i in range(2)]
 
 
+def alltoall_sends_unequal_shares(comm: Comm) -> None:
+    """Rank r sends r rows of 3 bytes to the rank after it, and nothing to the others."""
+    rows = [comm.rank * (rank == (comm.rank + 1) % comm.size) for rank in range(comm.size)]
+    mine = torch.full((comm.rank, 3), comm.rank, dtype=torch.uint8)
+    result = comm.alltoall(mine, name="uneven", rows=rows).wait()
+    before = (comm.rank - 1) % comm.size
+    assert result.dtype == torch.uint8 and result.tolist() == [[before] * 3] * before
+
+
 def reducescatter_shares_rows(comm: Comm) -> None:
     rows = 2 * comm.size + 1
     result = comm.reducescatter(torch.arange(float(rows)), name="scatter").wait()
@@ -121,6 +130,7 @@ CLAUSES: list[Callable[[Comm], None]] = [
     what_is_in_flight_is_known_until_it_was_waited_for,
     allgather_joins_unequal_parts,
     alltoall_sends_rows,
+    alltoall_sends_unequal_shares,
     reducescatter_shares_rows,
     broadcast_overwrites,
     barrier_returns,

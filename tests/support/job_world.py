@@ -22,7 +22,10 @@ from hvdtrain.launch.membership import Membership
 
 @dataclass
 class FakeWorker:
-    """`told`: kinds of messages, in order. `deaf`: it does not do as it is told. `dying`: ending, but still there."""
+    """`told`: kinds of messages, in order. `deaf`: it does not do as it is told. `dying`: ending, but still there.
+
+    `leaves`: whether it was told to leave, when it last heard that the ranks change.
+    """
 
     number: int
     host: str
@@ -33,6 +36,7 @@ class FakeWorker:
     place: dict[str, Any] = field(default_factory=dict)
     inside: bool = False
     told: list[str] = field(default_factory=list)
+    leaves: bool = False
     deaf: bool = False
     dying: bool = False
     step: int = -1
@@ -165,6 +169,8 @@ class World:
         if not worker.alive or worker.dying:
             return
         worker.told.append(command.kind)
+        if command.kind == "changed":
+            worker.leaves = command.facts["leaves"]
         if command.kind == "round":
             assert not worker.inside, "it is in a round already"
             worker.round, worker.rank, worker.size = (command.facts[k] for k in ("round", "rank", "size"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -59,6 +59,12 @@ class Hub:
                 with self._turn:
                     self._ended += 1
                     self._turn.notify_all()
+
+    def break_off(self) -> None:
+        """Let every wait for a rank that has not come fail."""
+        with self._turn:
+            self._failed = True
+            self._turn.notify_all()
 
     def join(self, name: str, rank: int, part: Any) -> _Meeting:
         with self._turn:
@@ -137,9 +143,9 @@ class ThreadComm:
     def allgather(self, tensor: Tensor, *, name: str) -> ThreadHandle:
         return self._start("gather", name, tensor, torch.cat)
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> ThreadHandle:
-        rows = len(tensor) // self.size
-        return self._start("all", name, tensor.split(rows), lambda parts: torch.cat([p[self.rank] for p in parts]))
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> ThreadHandle:
+        shares = tensor.split(list(rows) if rows is not None else len(tensor) // self.size)
+        return self._start("all", name, shares, lambda parts: torch.cat([p[self.rank] for p in parts]))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> ThreadHandle:
         return self._start("scatter", name, tensor, lambda parts: torch.tensor_split(_sum(parts), self.size)[self.rank])

@@ -18,14 +18,17 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState, make_worker_state
 from tests.support.toy import toy
 
+DIVIDED = "divided"
+
 
 @pytest.fixture
 def worker(request: pytest.FixtureRequest) -> Iterator[WorkerState]:
-    """After a step under the compression of the test's parameter."""
+    """After a step under the test's parameter, a compression or `DIVIDED`."""
     run = parse_object({"task": "toy", "optimizer": {"name": "sgd", "lr": 0.1}}, None)
     torch.manual_seed(0)
     found = make_worker_state(run, toy(dropout=0.0), torch.device("cpu"), RankInfo())
-    engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), request.param)
+    compression, shard = ("none", "gradients") if request.param == DIVIDED else (request.param, "none")
+    engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), compression, shard=shard, elastic=True)
     found.state.exchange = engine
     found.step = 0  # as of the beginning of a round
     _step(found)
@@ -83,6 +86,15 @@ def test_residuals_are_those_of_the_newest_commit(worker: WorkerState) -> None:
     assert torch.equal(_residuals(worker), residuals)
 
 
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("worker", [DIVIDED], indirect=True)
+def test_where_ranks_hold_pieces_the_newest_commit_counts(worker: WorkerState, synchronized: bool) -> None:
+    worker.commits.commit(worker.state)
+    _step(worker)
+    worker.end_round(synchronized=synchronized)
+    assert worker.step == worker.offer()[0] == 1
+
+
 @pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
 def test_a_synchronized_end_of_a_round_keeps_the_state(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)
@@ -106,7 +118,7 @@ def test_a_round_broken_before_its_first_step_keeps_the_previous_state(worker: W
     assert torch.equal(_residuals(worker), residuals)
 
 
-@pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
+@pytest.mark.parametrize("worker", ["topk:0.2", DIVIDED], indirect=True)
 def test_where_there_is_no_commit_there_is_nothing_to_offer(worker: WorkerState) -> None:
     worker.end_round(synchronized=False)
     assert worker.offer() == (NOTHING, "")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import NonFiniteError
+from hvdtrain.state.buddies import Buddies
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
@@ -51,6 +52,7 @@ class RollBack:
         store: on rank 0; None elsewhere.
         needs_commits: whether losing a rank loses state, so that commits are needed under every policy; equal on all
             ranks.
+        buddies: of the ranks, where losing one loses pieces of the state; else None.
     """
 
     policy: Policy
@@ -60,6 +62,7 @@ class RollBack:
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
     needs_commits: Callable[[], bool] = lambda: False
+    buddies: Buddies | None = None
 
     def values(self) -> list[int]:
         """Return 1 if the next step ends with a commit, by rank 0's clock; the step sums it over ranks."""
@@ -71,7 +74,15 @@ class RollBack:
     def begin(self, state: TrainState, *, synchronized: bool = False) -> None:
         """Commit at the start of a round, so that all ranks have the same commit. Collective: yes."""
         if self._takes_commits():
-            self.commits.commit(state, synchronized=synchronized)
+            self.commits.commit(state, self.buddies, synchronized=synchronized)
+
+    def end_round(self, state: TrainState) -> None:
+        """Commit before ranks leave, if they take pieces of the state with them. Collective: yes.
+
+        The exchange's state is synchronized.
+        """
+        if self.buddies is not None:
+            self.begin(state, synchronized=True)
 
     def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
         """Commit, unless the last step was skipped: such a state leads nowhere. Collective: yes.

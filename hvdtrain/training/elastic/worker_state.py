@@ -50,7 +50,8 @@ class WorkerState:
         compiled: number of compiled blocks of the model.
         directory: run folder as given; None until this process knows it.
         recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
-        step: optimizer steps in this process's state; `NOTHING` if the state is not that of the run.
+        step: optimizer steps in this process's state, or in its commit where ranks hold pieces of the state;
+            `NOTHING` if that is not the run's.
         last_record: journal line of the newest step that this process has recorded.
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
@@ -122,7 +123,8 @@ class WorkerState:
         Parameters change only after the whole exchange of a step succeeded, so they are those at a step's end. But the
         residuals on a lost rank are lost with it. Then the newest commit counts, unless the exchange's state was
         `synchronized` first; that state is committed, in case the next round fails before its own first commit.
-        A process that never received the run's state has nothing to offer.
+        A process that never received the run's state has nothing to offer. Where ranks hold pieces of the state, only
+        the newest commit counts, and `pool_state` restores it in the next round.
 
         The buckets and gradients of the round are freed here, before the next round makes new ones.
         """
@@ -130,6 +132,9 @@ class WorkerState:
         if self.state.exchange is not None:
             self.state.exchange = ExchangeState(self.state.exchange)
         if not self.resumes_in_job:
+            return
+        if self.state.exchange is not None and self.state.exchange.owned() is not None:
+            self.step = self.commits.step
             return
         if self._has_residuals():
             if synchronized:

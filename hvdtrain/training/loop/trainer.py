@@ -121,6 +121,7 @@ class Trainer:
                 return self._end(reason)
             if result.sums[CHANGED] and not last:
                 self.stepper.engine.synchronize_state()
+                self.roll_back.end_round(self._state)
                 return RANKS_CHANGE
         return self._end("finished" if progress.step >= self._worker.horizon else "stop_at")
 

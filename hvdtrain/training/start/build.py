@@ -13,6 +13,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
+from hvdtrain.state.buddies import Buddies
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.step_checks import StepChecks
@@ -49,6 +50,7 @@ def build_engine(current: Round) -> Engine:
             parallel.shard,
             parallel.engine,
             worker.device,
+            elastic=current.rounds.elastic,
         )
         worker.use_exchange(engine)
     except BaseException:
@@ -92,14 +94,21 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform)
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger)
-    needs_commits = partial(_loses_residuals, current.rounds, engine)
-    event, warn = recorder.event, recorder.warn
-    roll_back = RollBack(config.elastic.roll_back, worker.commits, comm, current.store, event, warn, needs_commits)
+    roll_back = RollBack(
+        policy=config.elastic.roll_back,
+        commits=worker.commits,
+        comm=comm,
+        store=current.store,
+        event=recorder.event,
+        warn=recorder.warn,
+        needs_commits=partial(_loses_state, current.rounds, engine),
+        buddies=_make_buddies(current, engine),
+    )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
     if isinstance(engine, ExchangeEngine) and engine.undecided:
         host = read_host(worker.info.variables)
-        trial = CompressionTrial(engine, comm, device, host, batch, event, recorder.say)
+        trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
     return Trainer(
         current=current,
         stepper=stepper,
@@ -112,6 +121,15 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     )
 
 
-def _loses_residuals(rounds: Rounds, engine: Engine) -> bool:
-    """Return whether losing a rank loses the residuals that its compression has not delivered yet."""
-    return rounds.elastic and parse(engine.compression).kind.feedback
+def _loses_state(rounds: Rounds, engine: Engine) -> bool:
+    """Return whether a lost rank takes state with it: pieces, or residuals that its compression has not delivered."""
+    return rounds.elastic and (engine.owned() is not None or parse(engine.compression).kind.feedback)
+
+
+def _make_buddies(current: Round, engine: Engine) -> Buddies | None:
+    rounds = current.rounds
+    if not rounds.elastic or engine.owned() is None:
+        return None
+    info = current.worker.info
+    host = info.variables.get("HOROVOD_HOSTNAME", info.host)  # as the launcher names it
+    return Buddies(current.comm, host, rounds.is_leaving, current.spans.touch)

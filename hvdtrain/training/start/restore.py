@@ -20,6 +20,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.pooling import pool_state
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
@@ -31,10 +32,11 @@ from hvdtrain.training.start.run_directory import RunDirectory
 def resume_state(current: Round) -> int:
     """Give all ranks the state of the run; return the step to resume from. Collective: yes.
 
-    The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for.
+    The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for. Where
+    ranks hold pieces, it is the newest commit that has lost none.
 
     Errors:
-        CheckpointError, LaunchError, DriftError: on every rank.
+        CheckpointError, LaunchError, DriftError, LostStateError: on every rank.
     """
     worker, comm, claim, recorder = current.worker, current.comm, current.claim, current.recorder
     state, touch = worker.state, current.spans.touch
@@ -46,9 +48,13 @@ def resume_state(current: Round) -> int:
         resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
         broadcast_state(state, comm, touch, source=loaded[0] if loaded else None)
     else:
-        source = steps.index(newest)
-        if offers.count(offers[source]) < comm.size:
-            broadcast_state(state, comm, touch, root=source)
+        if current.engine is not None and current.engine.owned() is not None:
+            chosen = pool_state(state, worker.commits.held(), comm, touch)
+            newest, source = chosen.step, chosen.root
+        else:
+            source = steps.index(newest)
+            if offers.count(offers[source]) < comm.size:
+                broadcast_state(state, comm, touch, root=source)
         last = worker.last_record
         if steps[0] < newest:
             last = broadcast_json(comm, last, name="state/last", root=source)

@@ -1,0 +1,92 @@
+"""A divided optimizer in elastic jobs: ranks are killed, leave and join, and nothing of it is to be seen."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Task
+from hvdtrain.errors import LostStateError
+from hvdtrain.verify.data import verify_data
+from tests.support.gallery import Recorded
+from tests.support.thread_rounds import Period, train_in_rounds
+
+STEPS = 20
+
+
+def _task(optimizer: str) -> Any:
+    """Of its parameters, rank 1 of 4 owns none."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(60, 6))
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        return (model(batch[0])[:, 0] - batch[0].sum(1)).square().sum(), len(batch[0])
+
+    def build() -> Task:
+        own = copy.deepcopy(model)
+        kind = getattr(torch.optim, optimizer)
+        return Task(own, loss, data, optimizer=kind(own.parameters(), lr=1e-3))
+
+    return build
+
+
+def _train(folder: Path, *plan: Period, shard: str = "gradients", optimizer: str = "AdamW") -> Recorded:
+    folder.mkdir()
+    options = ("--train.global_batch=12", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=5")
+    options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", "--observe.tensorboard=false")
+    train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=_task(optimizer))
+    return Recorded(folder, 0, "", "")
+
+
+PLANS = {
+    "each rank in turn, to one": (
+        Period((0, 1, 2, 3), 7, killed=(1,)),
+        Period((0, 2, 3), 7, killed=(0,)),
+        Period((2, 3), 7, killed=(3,)),
+        Period((2,)),
+    ),
+    "a loss before the first step of a round, and ranks that join": (
+        Period((0, 1, 2), 7, killed=(2,)),
+        Period((0, 1, 3), 1, killed=(3,)),
+        Period((0, 1, 4, 5)),
+    ),
+    "ranks that are not neighbours": (Period((0, 1, 2, 3), 12, killed=(1, 3)), Period((0, 2, 4))),
+    "ranks leave, neighbours too, and join": (
+        Period((0, 1, 2, 3), 3),
+        Period((0, 3), 4),
+        Period((3, 4, 5), 4),
+        Period((5,), 4),
+        Period((5, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shard", "optimizer"),
+    [*((name, "gradients", "AdamW") for name in PLANS), ("each rank in turn, to one", "optimizer", "Adafactor")],
+)
+def test_laws_1_and_4(name: str, shard: str, optimizer: str, tmp_path: Path) -> None:
+    """Commits are taken with checkpoints, every 5 steps; a killed rank loses the steps since then."""
+    one = _train(tmp_path / "one", Period((0,)), shard="none", optimizer=optimizer)
+    rounds = _train(tmp_path / "rounds", *PLANS[name], shard=shard, optimizer=optimizer)
+    assert rounds.losses() == pytest.approx(one.losses(), rel=2e-6)
+    report = verify_data(rounds.run)
+    assert not report.wrong and report.last == STEPS
+    resumed = rounds.events("resumed")
+    assert [line["from"] for line in resumed] == ["memory"] * (len(PLANS[name]) - 1)
+    done = 0
+    for period, line in zip(PLANS[name], resumed, strict=False):
+        newest = done + period.steps - bool(period.killed)
+        done = line["step"]
+        assert newest // 5 * 5 <= done <= newest if period.killed else done == newest
+
+
+def test_what_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None:
+    with pytest.raises(LostStateError):
+        _train(tmp_path / "lost", Period((0, 1, 2, 3), 7, killed=(2, 3)), Period((0, 1)))
