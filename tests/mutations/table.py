@@ -669,6 +669,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/compression/test_contract.py",
     ),
     _new(
+        "compression/coding.py",
+        "self._last.zero_()[0, ",
+        "self._last[0, ",
+        "the last block of a shard holds values of another shard",
+        "tests/compression/test_coding.py",
+    ),
+    _new(
+        "engine/fsdp_collectives.py",
+        "                coding.decode(received, out.view(self._comm.size, -1))\n",
+        "                kept = own.clone()\n"
+        "                coding.decode(received, out.view(self._comm.size, -1))\n"
+        "                own.copy_(kept)\n",
+        "an owner computes with parameters that are not rounded, unlike the other ranks",
+        "tests/engine/test_fsdp_collectives.py",
+    ),
+    _new(
         "compression/powersgd.py",
         "            self._own.copy_(self._second)\n"
         '            handle = self.comm.allreduce(self._second, name=f"{self.shape.name}/q")\n',
