@@ -21,6 +21,7 @@ TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "bf16": 2.0**-7, "int8": 0.02}
 def _make(comm: ThreadComm, compression: str = "none", spans: Spans | None = None) -> FsdpCollectives:
     made = FsdpCollectives(comm, parse(compression).load_coding(torch.device("cpu")), spans or Spans())
     made.begin()
+    made.begin_pass()
     return made
 
 
@@ -65,7 +66,7 @@ def test_owners_get_the_sums_of_their_shards(compression: str, dtype: torch.dtyp
         made, out = _make(comm, compression), torch.full((LENGTH,), float("nan"), dtype=dtype)
         made.sum("gradients/a", _values(comm.rank, 3 * LENGTH, dtype), out)
         assert out.isnan().all() and list(comm.in_flight) == ["gradients/a"]
-        made.finish()
+        made.finish_pass()
         assert made.has_summed(out[7:9]) and not made.has_summed(out.clone()) and not comm.in_flight
         atol = 3 * TOLERANCES[compression] + (2.0**-6 if dtype == torch.bfloat16 else 1e-6)
         expected = total[comm.rank * LENGTH : (comm.rank + 1) * LENGTH]
@@ -85,8 +86,7 @@ def test_few_sums_are_under_way_and_a_second_one_of_a_module_is_waited_for() -> 
         assert not comm.in_flight
         for number, out in enumerate(outs):
             assert torch.equal(out, 2 * _values(number, 2 * LENGTH).view(2, -1)[comm.rank])
-        made.finish()
-        made.begin()
+        made.begin_pass()
         assert not made.has_summed(outs[0])
 
     on_ranks(2, body)
