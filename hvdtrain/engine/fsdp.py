@@ -158,9 +158,7 @@ class FsdpEngine(DividedEngine):
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
 
-def _divide(
-    model: nn.Module, group: torch.distributed.ProcessGroup, device: torch.device
-) -> dict[str, FSDPModule]:
+def _divide(model: nn.Module, group: torch.distributed.ProcessGroup, device: torch.device) -> dict[str, FSDPModule]:
     """Divide each block, and what is outside of blocks; return the divided modules by name, the root first.
 
     torch moves each to the device before it divides it.
