@@ -127,7 +127,8 @@ def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: in
     tensors: dict[str, Mapping[str, Tensor]] = dict(state.replicated().tensors)
     for group, assembly in whole.items():
         assembly.check()
-        tensors[group] = {**tensors.get(group, {}), **assembly}
+        others = tensors.get(group)
+        tensors[group] = {**others, **assembly} if others else assembly
     return StateDict(tensors, state.values)
 
 

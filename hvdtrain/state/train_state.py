@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ class TrainState:
         indices = {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         owned = self._owned()
         entries: dict[int, dict[str, Any]] = {}
-        for key, value in [*slots.items(), *plain.items()]:
+        for key, value in chain(slots.items(), plain.items()):  # one whole tensor at a time
             name, _, slot = key.rpartition("/")
             if (parameter := owned[name].parameter) is not None:
                 loaded = _stored_as(parameter, owned[name].cut(value)) if isinstance(value, Tensor) else value

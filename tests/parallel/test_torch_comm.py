@@ -56,9 +56,9 @@ def test_shares_of_rows_and_strided_tensors(by_torch: TorchComm) -> None:
 
 
 def test_the_log_of_collectives_does_not_grow(by_torch: TorchComm, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.comm import torch_group
+    from hvdtrain.comm import torch_order
 
-    monkeypatch.setattr(torch_group, "_BLOCK", 8)
+    monkeypatch.setattr(torch_order, "_BLOCK", 8)
     store = by_torch._order._store
     for _ in range(16):
         by_torch.barrier()
