@@ -63,7 +63,7 @@ def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
     assert rows == {"embed.weight": 2, "out.weight": None, "out.bias": None, "idle.weight": None, "idle.bias": None}
     assert found["plan"]["rows"] == {"embed.weight": 2}
     assert found["version"] == 1
-    assert found["by_element"] is True
+    assert (found["by_element"], found["frozen_bytes"]) == (True, 0)
     assert [p["state_bytes"] for p in found["parameters"]] == [[4, 0]] * len(names), "momentum, in fp32"
     assert spans.listeners == []
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]

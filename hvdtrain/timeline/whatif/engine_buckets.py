@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from hvdtrain.compression.sizes import plain, shard_bucket_bytes
 from hvdtrain.compression.table import Compression
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, lay_out, plan_buckets
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 
@@ -71,11 +72,21 @@ def fsdp_units(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
     """Return the gradients that FSDP exchanges together: those of each block, and all outside of blocks.
 
     They are in the order in which backward finishes them.
+
+    Errors:
+        ConfigError: there is no block.
     """
     found: dict[str, list[Gradient]] = {}
     for gradient in gradients:
         unit = unit_of(gradient.name)
         found.setdefault(unit if is_block(unit) else "", []).append(gradient)
+    if not found.keys() - {""}:
+        raise ConfigError(
+            "--engine fsdp cannot be predicted: no name of a parameter shows a block of the model",
+            expected="a number in the name, as in model.layers.3.weight",
+            found=gradients[0].name if gradients else "no parameters",
+            next_step="--shard gradients divides the optimizer of any model",
+        )
     return list(found.values())
 
 

@@ -175,6 +175,11 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
         change.shard or (was.shard if engine == was.engine else "none"),
     )
     _check_engine(job)
+    if job.engine == "fsdp" and not evidence.by_element:
+        raise ConfigError(
+            "--engine fsdp gives each rank rows of tensors, but the run's optimizer may need whole tensors",
+            next_step="--engine horovod --shard optimizer",
+        )
     return job
 
 

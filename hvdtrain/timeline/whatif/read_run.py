@@ -26,6 +26,7 @@ from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import wait_and_wire
 from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
+from hvdtrain.timeline.wording import nbytes
 
 VERSION = 1
 _WARM_UP = 3
@@ -131,6 +132,8 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 def _notes(profile: Mapping[str, Any]) -> list[str]:
     sparse = (profile["plan"] or {}).get("sparse")
     notes = [f"{len(sparse)} sparse gradient(s) are treated as dense"] if sparse else []
+    if frozen := profile.get("frozen_bytes"):
+        notes.append(f"{nbytes(frozen)} of frozen parameters are not in the model; FSDP would gather them, too")
     if profile["device"] != "cpu":
         notes.append("coding is counted as work of the computing stream, but on a GPU it has its own stream")
     return notes

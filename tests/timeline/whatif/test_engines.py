@@ -125,6 +125,14 @@ def test_what_the_model_does_not_know_is_refused(pair: Evidence, change: Change,
         predict(pair, change)
 
 
+def test_fsdp_needs_blocks_and_an_optimizer_by_element(pair: Evidence) -> None:
+    with pytest.raises(ConfigError, match="may need whole tensors"):
+        predict(replace(pair, by_element=False), Change(engine="fsdp"))
+    renamed = [replace(gradient, name=f"layer{n}.w") for n, gradient in enumerate(pair.gradients)]
+    with pytest.raises(ConfigError, match="shows a block of the model"):
+        predict(replace(pair, gradients=renamed), Change(engine="fsdp"))
+
+
 def test_another_engine_divides_nothing_unless_asked(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", options={"parallel": {"shard": "gradients"}})
     assert changed_job(evidence, Change(size=4)).shard == "gradients"
