@@ -162,18 +162,17 @@ def more_ranks(rounds: int) -> dict[str, Pair]:
 
 
 def engines(rounds: int) -> dict[str, Pair]:
-    """From the base to the other engines, and back. The gathers of fsdp count in its forward: no pace is read there."""
+    """From the base to the other engines, and back."""
     with warmed_up({n: partial(Job, "ours", _setting(tried, ADAMW)) for n, tried in ENGINES.items()}, WARM_UP) as jobs:
         turns = Turns(jobs)
         turns.go(rounds, 4.0)
-        measured_s = {name: statistics.median(s for s, _ in own) for name, own in turns.medians.items()}
         found: dict[str, Pair] = {}
         for source in [name for name in ENGINES if name != "fsdp"]:
             evidence = turns.evidence(source)
             _told(evidence)
             targets = [name for name in ENGINES if name != BASE] if source == BASE else [BASE]
             for name in targets:
-                found[f"engines/{source}_to_{name}"] = predict(evidence, ENGINES[name].change), measured_s[name]
+                found[f"engines/{source}_to_{name}"] = paired(evidence, ENGINES[name].change, turns.medians[name])
         return found
 
 

@@ -23,10 +23,10 @@ def held_bytes(evidence: Evidence, job: Job) -> HeldBytes:
     if job.engine == "fsdp":
         rows = [(g, math.prod(g.shape[1:]) * -(-g.shape[0] // job.ranks.size)) for g in trained]  # of rank 0
         own = sum(count * ITEM_BYTES[g.dtype] for g, count in rows)
-        return HeldBytes(own, own if job.passes == 1 else whole, _state(rows))
+        return HeldBytes(own, own, _state(rows))
     segments, ranks = _shards(trained, bucket_limit(evidence, job), job.ranks.size, by_element=evidence.by_element)
     states = [_state(own) for own in ranks]
-    adds_up_whole = job.shard == "optimizer" and job.passes > 1
+    adds_up_whole = not job.sums_each_pass and job.passes > 1
     known = [state for state in states if state is not None]
     return HeldBytes(whole, whole if adds_up_whole else segments, max(known) if len(known) == len(states) else None)
 

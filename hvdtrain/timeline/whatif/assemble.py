@@ -74,7 +74,7 @@ def assemble_step(
         after_s + sum(cost.commit_s for cost in coding),
     )
     step = arrange_passes(last, evidence, job, buckets, times, gather)
-    times_sent = job.passes if job.shard == "gradients" else 1
+    times_sent = job.passes if job.sums_each_pass else 1
     payload_bytes = times_sent * sum(size for collectives in sent for _, size in collectives)
     gathered = sum(one.nbytes for part in (*step.earlier, step) for one in part.gathers) / (ranks + 1)
     return AssembledStep(step, buckets, payload_bytes + gathered, all_measured)

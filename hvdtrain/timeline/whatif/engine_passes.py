@@ -96,7 +96,7 @@ def _sharded(
     step = replace(step, exchanges=[*sums, *step.exchanges[-1:]], limit_bytes=limit)
     parts = _forward_parts(needed_s, times.forward_s)
     first = replace(step, before_s=times.data_s, gathers=[gather(bucket) for bucket in order], ahead_bytes=limit)
-    if job.shard != "gradients" or times.count == 1:
+    if not job.sums_each_pass or times.count == 1:
         return replace(first, forward=[*parts, Part(0, times.between_s)])
     first = replace(first, forward=parts, exchanges=sums, after_s=0.0)
     # The sums of the first pass are there already.
@@ -107,7 +107,7 @@ def _sharded(
 
 
 def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times: PassTimes, gather: Gather) -> Step:
-    """Gather each unit before its forward pass, and each block before its backward pass; sum them in the last pass.
+    """Gather each unit before its forward pass, and each block before its backward pass; sum them in each pass.
 
     The next gather starts in advance, and few sums are under way at a time, as in `engine.fsdp_collectives`.
     """
@@ -127,8 +127,7 @@ def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times:
         exchanges=[*(replace(exchange, nbytes=1.0) for exchange in step.exchanges[:-1]), step.exchanges[-1]],
         limit_bytes=float(AT_ONCE),
     )
-    added = [replace(arrival, pack_s=0.0) for arrival in arrivals]
-    earlier = replace(whole, arrivals=added, exchanges=[Exchange([])] * len(step.exchanges), after_s=0.0)
+    earlier = replace(whole, exchanges=whole.exchanges[:-1], after_s=0.0)
     passes = [earlier] * (times.count - 1) + [whole]
     passes[0] = replace(passes[0], before_s=times.data_s)
     return replace(passes[-1], earlier=passes[:-1])

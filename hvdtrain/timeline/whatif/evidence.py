@@ -46,6 +46,11 @@ class Job:
         return self.engine == "fsdp" or self.shard != "none"
 
     @property
+    def sums_each_pass(self) -> bool:
+        """Whether gradients are exchanged in each pass, so that a rank never holds all of them."""
+        return self.engine == "fsdp" or self.shard == "gradients"
+
+    @property
     def sharers(self) -> int:
         """Number of ranks that divide the update among them."""
         return self.ranks.size if self.is_divided else 1

@@ -18,8 +18,9 @@ from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
-from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
-from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.engine_passes import update_s
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
+from hvdtrain.timeline.whatif.links import Link, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -62,12 +63,16 @@ def test_ranks_share_the_update(pair: Evidence, change: dict[str, str]) -> None:
     assert more_ranks.compute_s < then.compute_s + 0.01 - UPDATE_S / 4
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_from_a_divided_run_one_rank_updates_all(tmp_path: Path, shard: str) -> None:
-    """The measured time is that of a half."""
-    evidence = _run(tmp_path / "run", options={"parallel": {"shard": shard}})
-    kept, whole = (predict(evidence, Change(shard=name, **FAST)).then for name in (shard, "none"))
-    assert whole.compute_s == pytest.approx(kept.compute_s + UPDATE_S, abs=0.02)
+def test_the_update_is_that_of_all_parameters_over_the_ranks_that_share_it(pair: Evidence, tmp_path: Path) -> None:
+    """Of a divided run, the measured time is that of a half."""
+    free = Link(0.0, 0.0)
+    halves = _run(tmp_path / "half", options={"parallel": {"shard": "gradients"}})
+    for evidence, whole_s in ((pair, UPDATE_S), (replace(halves, fitted=FittedLink(free, "", 0.0)), 2 * UPDATE_S)):
+        found = [
+            update_s(evidence, changed_job(evidence, Change(size=size, shard=shard)), free)
+            for size, shard in ((2, "none"), (2, "optimizer"), (4, "gradients"))
+        ]
+        assert found == pytest.approx([whole_s, whole_s / 2, whole_s / 4])
 
 
 def test_the_halves_of_an_allreduce_carry_as_many_bytes(pair: Evidence) -> None:
@@ -97,6 +102,11 @@ def test_gathers_hide_behind_computing(pair: Evidence, change: dict[str, str]) -
 def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", passes=3)
     once, each = (predict(evidence, Change(shard=shard)).then for shard in ("optimizer", "gradients"))
+    slow: dict[str, Any] = {"bandwidth_gbit": 0.1, "latency_us": 0}
+    fsdp = [predict(run, Change(engine="fsdp", **slow)).then.wire_s for run in (_run(tmp_path / "one"), evidence)]
+    assert fsdp[1] == pytest.approx(3 * fsdp[0], rel=0.01)
+    halves, more = (predict(evidence, Change(shard=shard, **slow)).then.wire_s for shard in ("optimizer", "gradients"))
+    assert more == pytest.approx(2 * halves, rel=0.01), "three reduce-scatters instead of one, and a gather"
     gathered = 8 * MIB / 2
     assert each.handed_bytes - gathered == pytest.approx(3 * (once.handed_bytes - gathered), rel=0.01)
 
@@ -145,7 +155,7 @@ def test_a_run_with_fsdp_is_refused(tmp_path: Path) -> None:
     assert "--engine fsdp" in str(caught.value)
 
 
-@pytest.mark.parametrize("limit", [1, 100, 1000, 10_000])
+@pytest.mark.parametrize("limit", [1, 100, 120, 1000, 10_000])
 def test_buckets_of_ddp_are_those_of_torch(limit: int) -> None:
     sizes = [30, 7, 400, 1, 1, 90, 250, 3000, 5]
     found = fill_ddp([Gradient(str(i), (size,)) for i, size in enumerate(sizes)], limit)
@@ -221,8 +231,16 @@ def test_memory_of_fsdp_is_that_of_rows() -> None:
     steps = 4 * sum(1 for _ in model.parameters())
     found = held_bytes(_evidence(model, job), job)
     assert (found.parameters, found.gradients, found.state) == (4 * rows, 4 * rows, 8 * rows + steps)
-    several = held_bytes(_evidence(model, job), replace(job, global_batch=6))
-    assert several.gradients == sum(4 * p.numel() for p in model.parameters()), "whole until the last pass"
+
+
+def test_whole_gradients_are_held_where_only_the_last_pass_sums_them() -> None:
+    job = Job(Ranks(2, 2), "none", None, 4, 1, shard="optimizer")
+    found = [
+        held_bytes(_evidence(Net(), job), one).gradients
+        for one in (job, replace(job, shard="gradients"), replace(job, global_batch=2))
+    ]
+    assert found[0] == sum(4 * p.numel() for p in Net().parameters())
+    assert found[1] == found[2] == pytest.approx(found[0] / 2, rel=0.1)
 
 
 def test_unknown_state_is_unknown(tmp_path: Path) -> None:
