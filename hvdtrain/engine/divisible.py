@@ -117,9 +117,10 @@ class DividedEngine(Engine):
         return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
 
     def commit(self, *, applied: bool) -> None:
-        """Forget the delivered residuals, if the step was applied."""
-        if applied:
-            self._residuals = {}
+        """Forget the delivered residuals, if the step was applied; those of frozen parameters were not delivered."""
+        if applied and self._residuals:
+            trained = {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
+            self._residuals = {name: tensor for name, tensor in self._residuals.items() if name not in trained}
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""

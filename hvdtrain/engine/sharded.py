@@ -31,7 +31,7 @@ from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import Layout, lay_out, plan
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 
@@ -108,7 +108,7 @@ class ShardedEngine(DividedEngine):
             prefix = f"gradients/{len(self._buckets)}" if self._buckets else "gradients"
             for layout in lay_out(plan(part, self._bucket_bytes), dict(part), prefix):
                 whole = [not (self._by_element and p.is_contiguous()) for p in layout.parameters]
-                bucket = ShardBucket(layout, self._comm, whole)
+                bucket = self._make_bucket(layout, whole)
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
         self._names |= {parameter: name for name, parameter in named}
@@ -116,6 +116,9 @@ class ShardedEngine(DividedEngine):
         self._limit_bytes = _AT_ONCE * self._bucket_bytes + sum(bucket.segment_bytes for bucket in self._buckets)
         self._queue = BucketQueue(self._buckets, 1.0, self._spans, self._limit_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
+
+    def _make_bucket(self, layout: Layout, whole: list[bool]) -> ShardBucket:
+        return ShardBucket(layout, self._comm, whole)
 
     def _make_gathers(self) -> Gathers:
         return Gathers(self._model, self._bucket_of, self._spans, self._limit_bytes)
@@ -190,7 +193,7 @@ class ShardedEngine(DividedEngine):
 
     def _end_pass(self) -> None:
         """Wait for the sums of a pass, and begin the next one. Its sums are added to them. Collective: yes."""
-        self._queue.finish()
+        self._queue.wait()
         self._queue.begin()
 
     def finish(self) -> list[Tensor]:
@@ -256,11 +259,17 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
     """
     if not parts.elastic:
         refuse_one_rank(parts.comm, f"--parallel.shard {parts.shard}", "optimizer", "--parallel.shard none")
-    bucket_bytes = prepare_exchange(parse("none"), parts.comm, parts.variables, parts.bucket_mib)
+    compression = parse(parts.compression)
+    bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, parts.bucket_mib)
     if parts.bucket_mib is None:
         total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
         bucket_bytes = shard_bucket_bytes(bucket_bytes, total, parts.comm.size)
-    return ShardedEngine(
+    make: Callable[..., ShardedEngine] = ShardedEngine
+    if not compression.exact:
+        from hvdtrain.engine.coded_sharded import CodedShardedEngine  # which imports this module
+
+        make = partial(CodedShardedEngine, compression=compression)
+    return make(
         parts.optimizer,
         parts.model,
         parts.parameters,

@@ -86,7 +86,7 @@ TABLE = (
     EngineKind(
         "horovod",
         "hvdtrain.engine.sharded:make_sharded",
-        ("none",),
+        ("none", *_CODED),
         ("optimizer", "gradients"),
         elastic=True,
         horovod=True,

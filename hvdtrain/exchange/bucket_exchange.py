@@ -92,6 +92,11 @@ class BucketQueue:
 
     def finish(self) -> list[Tensor]:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
+        self.wait()
+        return [gradient for bucket in self._buckets for gradient in bucket.set_gradients()]
+
+    def wait(self) -> None:
+        """Start the remaining buckets, and wait for all. Collective: yes."""
         for number, bucket in enumerate(self._buckets):
             if not bucket.started:
                 if self._limit_bytes:
@@ -103,7 +108,6 @@ class BucketQueue:
         self._wait_for_all()
         for stream in self._streams:
             stream.join()
-        return [gradient for bucket in self._buckets for gradient in bucket.set_gradients()]
 
     def parameter_names(self) -> dict[str, list[str]]:
         """Return the names of each bucket's parameters, by the prefix of its collectives' names."""

@@ -21,7 +21,7 @@ from hvdtrain.state.pieces import Place
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """Rows of a parameter in the flat bucket, and the parameter of their owner's optimizer."""
 
     rows: Rows
@@ -52,7 +52,7 @@ class ShardBucket(Bucket):
             [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole
         )
         self._shards = [self._make_shard(layout, r) for r in rows]
-        self._by_index: dict[int, list[_Shard]] = {}
+        self._by_index: dict[int, list[Shard]] = {}
         for shard in self._shards:
             self._by_index.setdefault(shard.rows.index, []).append(shard)
         length = self._segment * comm.size
@@ -70,14 +70,18 @@ class ShardBucket(Bucket):
             as_views=True,
         )
 
-    def _make_shard(self, layout: Layout, rows: Rows) -> _Shard:
+    def _make_shard(self, layout: Layout, rows: Rows) -> Shard:
         parameter = layout.parameters[rows.index]
         own = rows.rank == self._comm.rank
         values = parameter.detach()[rows.begin : rows.end] if parameter.dim() else parameter.detach()
         # A gradient needs the strides of its parameter, because torch's fused optimizers ignore strides.
         stride = None if values.is_contiguous() else values.stride()
         part = Part(layout.shape.parts[rows.index].name, values.shape, rows.start, stride)
-        return _Shard(rows, part, nn.Parameter(values) if own else None)
+        return Shard(rows, part, nn.Parameter(self._own_values(values)) if own else None)
+
+    def _own_values(self, values: Tensor) -> Tensor:
+        """Return the values of an owned parameter, from those of the model."""
+        return values
 
     def begin(self) -> None:
         """Start another pass with the parameters that are trained now; its sums are added to those before."""
@@ -88,13 +92,16 @@ class ShardBucket(Bucket):
         """Free the sums of the last step."""
         self._summed = None
 
-    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+    def _check_dense(self, index: int, gradient: Tensor | None) -> None:
         if gradient is not None and gradient.is_sparse:
             raise TaskError(
                 f"the gradient of {self.layout.shape.parts[index].name} is sparse",
                 expected="dense gradients, because the optimizer is divided among ranks",
                 next_step="make it dense (nn.Embedding(sparse=False)), or train with --parallel.shard none",
             )
+
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        self._check_dense(index, gradient)
         if gradient is not None and self._is_one_tensor and weight == 1.0 and gradient.dtype == self._sum_dtype:
             self._work = gradient.contiguous().view(-1)
             return
@@ -117,7 +124,7 @@ class ShardBucket(Bucket):
         self._work = None
         self._summed = sums.view(-1) if self._summed is None else self._summed.add_(sums.view(-1))
 
-    def _trained(self) -> list[_Shard]:
+    def _trained(self) -> list[Shard]:
         """Return what this rank owns of the parameters that are trained in this step."""
         return [shard for shard in self._own if self.layout.parameters[shard.rows.index].requires_grad]
 
@@ -126,7 +133,7 @@ class ShardBucket(Bucket):
             return []
         return [self._own_part(shard).view(self._summed).to(self.layout.shape.dtype) for shard in self._trained()]
 
-    def _own_part(self, shard: _Shard) -> Part:
+    def _own_part(self, shard: Shard) -> Part:
         """Return the position of an owned shard in the segment of this rank."""
         return replace(shard.part, start=shard.part.start - self._comm.rank * self._segment)
 

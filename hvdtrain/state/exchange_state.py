@@ -10,6 +10,18 @@ from torch import Tensor, nn
 
 from hvdtrain.state.pieces import Place
 
+_MASTER = "master"
+
+
+def master_key(parameter: str) -> str:
+    """Return the key of the exact values of a parameter's owned part, where the model's are rounded."""
+    return f"{parameter}/{_MASTER}"
+
+
+def is_master(key: str) -> bool:
+    """Whether a key in the state of an exchange is that of exact values."""
+    return key.endswith(f"/{_MASTER}")
+
 
 @dataclass(frozen=True)
 class Owned:

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
-from hvdtrain.state.exchange_state import Exchange, Owned
+from hvdtrain.state.exchange_state import Exchange, Owned, is_master
 from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
 _NUMBERS = "optimizer_values"
+_NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
 
 
@@ -55,6 +56,10 @@ class TrainState:
         slots, plain, groups, places = self._optimizer_state()
         places |= {("model", name): place_of(tensor) for name, tensor in kept.items() if is_divided(tensor)}
         residuals, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
+        owned = self._owned()
+        for key in filter(is_master, residuals):
+            if (place := owned[key.rpartition("/")[0]].place) is not None:
+                places["exchange", key] = place
         values = {
             "progress": vars(self.progress).copy(),
             "aliases": aliases,
@@ -87,8 +92,9 @@ class TrainState:
             self.optimizer.param_groups[int(number)].update(values)
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
-        if self.exchange is not None and state.values.get("exchange"):  # missing in checkpoints of version 0.1
-            self.exchange.load_state_dict(state.tensors.get("exchange", {}), state.values["exchange"])
+        if self.exchange is not None:
+            values = state.values.get("exchange") or _NO_EXCHANGE  # missing in checkpoints of version 0.1
+            self.exchange.load_state_dict(state.tensors.get("exchange", {}), values)
         self.progress = Progress(**state.values["progress"])
 
     def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:

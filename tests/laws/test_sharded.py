@@ -286,7 +286,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
     ("size", "options", "message"),
     [
         (1, (), "divides the optimizer among ranks"),
-        (2, ("--parallel.compression=int8",), "does not support --parallel.compression int8"),
+        (2, ("--parallel.compression=topk",), "does not support --parallel.compression topk"),
         (8, (), "too few parameters"),
     ],
 )

@@ -105,9 +105,10 @@ class WorkerState:
             recorder.close()
 
     def use_exchange(self, engine: Engine) -> None:
-        """Pass the exchange's state of the last round to the engine of a new round."""
-        if self.state.exchange is not None and self.resumes_in_job:
-            engine.load_state_dict(*self.state.exchange.state_dict())
+        """Pass the exchange's state of the last round to the engine of a new round; `pool_state` loads pieces."""
+        last = self.state.exchange
+        if last is not None and last.owned() is None and self.resumes_in_job:
+            engine.load_state_dict(*last.state_dict())
         self.state.exchange = engine
 
     def offer(self) -> tuple[int, str]:

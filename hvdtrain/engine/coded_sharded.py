@@ -1,0 +1,121 @@
+"""The divided optimizer with compression of what the ranks send, in both directions.
+
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023. Unlike there, what
+the encoding of an update of the parameters loses is sent with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.coding import Coding
+from hvdtrain.compression.table import Compression
+from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.exchange.buckets import Layout
+from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
+from hvdtrain.spans import Spans
+
+
+class CodedShardedEngine(ShardedEngine):
+    """Sums encoded gradients at their owners, and sends encoded updates of parameters to all ranks.
+
+    Owners keep exact parameters apart from the model's. Those of the model are equal on all ranks, and exact only after
+    `synchronize_state`: so a checkpoint contains exact ones.
+
+    Args:
+        compression: has a coding.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        named: list[tuple[str, nn.Parameter]],
+        comm: Comm,
+        bucket_bytes: int,
+        spans: Spans | None = None,
+        *,
+        compression: Compression,
+        sums_each_pass: bool = False,
+        any_size: bool = False,
+    ) -> None:
+        self.compression = str(compression)
+        self._kind = compression
+        self._codings: dict[torch.device, Coding | None] = {}
+        self._coded: list[CodedShardBucket] = []
+        self._is_inexact = False  # whether the model's parameters may differ from the exact ones
+        super().__init__(
+            optimizer, model, named, comm, bucket_bytes, spans, sums_each_pass=sums_each_pass, any_size=any_size
+        )
+
+    def _make_bucket(self, layout: Layout, whole: list[bool]) -> CodedShardBucket:
+        device = layout.shape.device
+        if device not in self._codings:
+            self._codings[device] = self._kind.load_coding(device)
+        coding, keep_error = self._codings[device], self._kind.kind.feedback
+        assert coding is not None
+        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error)
+        self._coded.append(bucket)
+        return bucket
+
+    def step(self) -> None:
+        """Update what this rank owns, and start to send the update to all ranks. Collective: yes."""
+        skipped = getattr(self.optimizer, "found_inf", None)  # set if the device decides
+        for bucket in self._coded:
+            bucket.applied = None if skipped is None else 1 - skipped
+        self._is_inexact = True
+        super().step()
+
+    def commit(self, *, applied: bool) -> None:
+        """Keep or discard the new residuals."""
+        super().commit(applied=applied)
+        for bucket in self._coded:
+            bucket.commit(applied=applied)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        super().rescale(factor)
+        for bucket in self._coded:
+            bucket.rescale(factor)
+
+    def synchronize_state(self) -> None:
+        """Make residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
+        self.complete()
+        for bucket in self._coded:
+            bucket.synchronize_state()
+            if self._is_inexact:
+                bucket.gather_exactly()
+        self._is_inexact = False
+
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """Return residuals as they are after `synchronize_state`, and exact parameters. Collective: yes."""
+        return self._state([bucket.synchronized_residuals() for bucket in self._coded])
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the residuals, and the exact parameters that this rank owns if the model's may differ from them."""
+        values = {"plan": None, "ranks": self._comm.size, "inexact": self._is_inexact}
+        return self._state([bucket.residuals() for bucket in self._coded]), values
+
+    def _state(self, residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        undelivered, _ = super().state_dict()
+        found = {key: tensor / self._comm.size for key, tensor in undelivered.items()}
+        for bucket, of_bucket in zip(self._coded, residuals, strict=True):
+            for key, tensor in of_bucket.items():
+                found[key] = found[key].to(tensor) + tensor if key in found else tensor
+            found |= bucket.masters() if self._is_inexact else {}
+        return found
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load residuals, and exact parameters if there are any; otherwise those of the model are exact."""
+        for bucket in self._coded:
+            bucket.load_state_dict(tensors, int(values["ranks"]))
+        self._is_inexact = bool(values.get("inexact"))
+        loaded = {p.name for bucket in self._coded if bucket.keeps_error for p in bucket.layout.shape.parts}
+        rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}
+        super().load_state_dict(rest, values)
