@@ -28,7 +28,7 @@ VARIANTS = {
     "uneven": ("--train.global_batch=10", "--checkpoints=true", "--unequal=true"),
     "idle": ("--train.global_batch=2", "--statistics=true", "--train.clip=0"),
     "back": (*BACK, "--method=momentum"),
-    "adagrad": ("--method=adagrad",),
+    "adagrad": ("--method=adagrad", "--again=true"),
     "scaled": ("--method=adamw", "--precision=fp16"),
 }
 """Options of trainings, in which ranks have equally many micro-batches, one fewer, or none."""
@@ -63,7 +63,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks between an embedding and a tied head; a frozen layer."""
 
-    def __init__(self, checkpoints: bool, statistics: bool, dropout: float) -> None:
+    def __init__(self, checkpoints: bool, statistics: bool, dropout: float, again: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(30, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
@@ -72,11 +72,12 @@ class Stack(nn.Module):
         self.head = nn.Linear(8, 30, bias=False)
         self.head.weight = self.embedding.weight
         self._checkpoints = checkpoints
+        self._times = 2 if again else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
         odd = bool(tokens.sum() % 2)
         x = self.frozen(self.embedding(tokens))
-        for layer in self.layers:
+        for layer in [*self.layers] * self._times:
             x = checkpoint(layer, x, odd, use_reentrant=False) if self._checkpoints else layer(x, odd)
         return self.head(self.norm(x))
 
@@ -88,6 +89,7 @@ def stack(
     bad: bool = False,
     dropout: float = 0.1,
     unequal: bool = False,
+    again: bool = False,
 ) -> Task:
     """Predict the next token of random ones.
 
@@ -98,9 +100,10 @@ def stack(
         bad: whether the loss of one training sample is not a number
         dropout: share of each block that is dropped
         unequal: whether ranks begin with other parameters than rank 0, by mistake
+        again: whether a pass runs the blocks twice
     """
     torch.manual_seed(3)
-    model = Stack(checkpoints, statistics, dropout)
+    model = Stack(checkpoints, statistics, dropout, again)
     data = torch.randint(0, 29, (40, 7))
     data[5, 0] = 29
     if unequal and rank():
