@@ -82,6 +82,12 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         engine,
         shard,
     )
+    if job.is_divided and job.compression != "none":
+        raise DataError(
+            f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {job.compression}",
+            expected="a run without one of them",
+            next_step="record 15 steps with --parallel.compression none",
+        )
     gradients, tail_s, copy_s = _read_gradients(profile)
     compute_s, late_s = _times_of_ranks(start, steps)
     low, high = np.quantile([step["step"] for step in steps], (0.25, 0.75))

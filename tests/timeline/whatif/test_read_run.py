@@ -41,6 +41,12 @@ def test_a_compression_that_was_chosen_is_that_of_the_run(tmp_path: Path) -> Non
     assert read_evidence(path).job.compression == "fp16"
 
 
+def test_a_divided_run_with_compression_is_refused(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", size=2, options={"parallel": {"shard": "optimizer", "compression": "int8"}})
+    with pytest.raises(DataError, match=r"--parallel\.shard optimizer with compression int8"):
+        read_evidence(path)
+
+
 def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, link=pairs)).fitted
