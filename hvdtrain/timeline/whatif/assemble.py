@@ -18,6 +18,9 @@ from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Step
 Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 """The measured cost of coding a bucket, by compression, bucket and world size; None if it was not measured."""
 
+_COLD = 2.0
+"""What is gathered is not in the caches: time to copy it, relative to a gradient that was just written."""
+
 
 @dataclass(frozen=True)
 class AssembledStep:
@@ -59,7 +62,7 @@ def assemble_step(
     def gather(bucket: PlannedBucket) -> Exchange:
         """Copy this rank's part out, and the parts of the others to the parameters; FSDP copies all of them."""
         shared = 1.0 if job.engine == "fsdp" else (ranks - 1) / ranks
-        copy = coding_factor * (evidence.copy_s_per_byte or COPY_S_PER_BYTE) * bucket.nbytes
+        copy = coding_factor * _COLD * (evidence.copy_s_per_byte or COPY_S_PER_BYTE) * bucket.nbytes
         wire_s, cpu_s = seconds_of("allgather", bucket.nbytes / ranks)
         return Exchange([Collective(copy / ranks, wire_s, cpu_s)], copy * shared, bucket.nbytes * (ranks + 1) / ranks)
 

@@ -68,8 +68,8 @@ def engine_notes(evidence: Evidence, job: Job) -> list[str]:
         found.append(f"{job.sharers} rank(s) share clipping and optimizer; {was.sharers} shared the measured ones")
     if job.engine == "fsdp":
         found.append("FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives")
-    if job.engine == "ddp" and job.compression != "none":
-        found.append(f"{job.compression} of DDP is assumed to cost and send what hvdtrain's own does")
+    for name in {one.compression: None for one in (was, job) if one.engine == "ddp" and one.compression != "none"}:
+        found.append(f"{name} of DDP is assumed to cost and send what hvdtrain's own does")
     return found
 
 

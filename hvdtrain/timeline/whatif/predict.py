@@ -20,7 +20,7 @@ _BANDWIDTH_UNCERTAINTY = 0.1
 0.95 of it with TCP's CUBIC, and 0.83 to 0.9 with BBR."""
 _JITTER_UNCERTAINTY = 0.5
 _RESIDUAL_UNCERTAINTY = 0.3
-_ENGINE_UNCERTAINTY = 0.05
+_ENGINE_UNCERTAINTY = 0.1
 """Of a step with another engine, as a share: what engines cost in addition to computing, exchange and copies."""
 _MAX_STRETCH, _PRECISION = 64.0, 1e-7
 """How much faster early steps may have been than typical ones, and the precision to which that is found."""

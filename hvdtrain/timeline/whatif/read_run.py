@@ -118,10 +118,10 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
 
 
 def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return engine and shard of a run, if it recorded what a prediction needs.
+    """Return engine and shard of a run, if the model knows them and the run recorded what it needs.
 
     Errors:
-        DataError: it did not.
+        DataError: otherwise.
     """
     parallel = config["parallel"]
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
