@@ -114,10 +114,11 @@ def kind(name: str) -> tuple[str, Setting]:
 
 
 def step_s(job: Job, turn_s: float = TURN_S) -> float:
-    """Return the median time between the ends of two steps in a row, in one turn."""
+    """Return the median time between the ends of two steps in a row, in one turn; of slow steps, in a longer one."""
     found: list[float] = []
     while len(found) < 2:
         ends = [step["time"] for step in job.turn(turn_s)]
+        turn_s *= 2
         found = [after - before for before, after in itertools.pairwise(ends)]
     return statistics.median(found)
 
