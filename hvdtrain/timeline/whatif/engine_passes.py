@@ -50,13 +50,16 @@ def arrange_passes(
 
 
 def update_s(evidence: Evidence, job: Job, link: Link) -> float:
-    """Return the seconds to clip and to update: ranks share them, and a norm over all ranks, if they are divided."""
+    """Return the seconds to clip and to update.
+
+    Ranks that divide the update share both, and sum the norm over all ranks. Where they did so in the run, clipping is
+    left as it was: most of it is the wait for other ranks.
+    """
     was, parts = evidence.job, evidence.parts_s
-    measured_s = parts["clip"] + parts["optimizer"]
-    if was.sharers == job.sharers:
-        return measured_s
-    alone_s = max(0.0, measured_s - _norm_s(was, evidence.fitted.link or link)) * was.sharers
-    return alone_s / job.sharers + _norm_s(job, link)
+    clip_s = parts["clip"]
+    if job.is_divided and not was.is_divided:
+        clip_s = clip_s / job.sharers + collective_s(link, job.ranks, "allreduce", 0.0)[0]
+    return clip_s + parts["optimizer"] * was.sharers / job.sharers
 
 
 def engine_notes(evidence: Evidence, job: Job) -> list[str]:
@@ -65,16 +68,12 @@ def engine_notes(evidence: Evidence, job: Job) -> list[str]:
     if job.is_divided:
         found.append("parameters are assumed to be needed in forward at times that mirror those of backward")
     if job.sharers != was.sharers:
-        found.append(f"{job.sharers} rank(s) share clipping and optimizer; {was.sharers} shared the measured ones")
+        found.append(f"{job.sharers} rank(s) share the update of the optimizer; {was.sharers} shared the measured one")
     if job.engine == "fsdp":
         found.append("FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives")
     for name in {one.compression: None for one in (was, job) if one.engine == "ddp" and one.compression != "none"}:
         found.append(f"{name} of DDP is assumed to cost and send what hvdtrain's own does")
     return found
-
-
-def _norm_s(job: Job, link: Link) -> float:
-    return collective_s(link, job.ranks, "allreduce", 0.0)[0] if job.is_divided else 0.0
 
 
 def _sharded(

@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
 from hvdtrain.timeline.whatif.engine_passes import update_s
-from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
 from hvdtrain.timeline.whatif.links import Link, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
@@ -64,15 +64,18 @@ def test_ranks_share_the_update(pair: Evidence, change: dict[str, str]) -> None:
 
 
 def test_the_update_is_that_of_all_parameters_over_the_ranks_that_share_it(pair: Evidence, tmp_path: Path) -> None:
-    """Of a divided run, the measured time is that of a half."""
-    free = Link(0.0, 0.0)
+    """Of a divided run, the measured time of the optimizer is that of a half; its clipping stays."""
+    clip_s, optimizer_s = PARTS["clip"] / 1e3, PARTS["optimizer"] / 1e3
     halves = _run(tmp_path / "half", options={"parallel": {"shard": "gradients"}})
-    for evidence, whole_s in ((pair, UPDATE_S), (replace(halves, fitted=FittedLink(free, "", 0.0)), 2 * UPDATE_S)):
+    for evidence, expected in (
+        (pair, [clip_s + optimizer_s, (clip_s + optimizer_s) / 2, (clip_s + optimizer_s) / 4]),
+        (halves, [clip_s + 2 * optimizer_s, clip_s + optimizer_s, clip_s + optimizer_s / 2]),
+    ):
         found = [
-            update_s(evidence, changed_job(evidence, Change(size=size, shard=shard)), free)
+            update_s(evidence, changed_job(evidence, Change(size=size, shard=shard)), Link(0.0, 0.0))
             for size, shard in ((2, "none"), (2, "optimizer"), (4, "gradients"))
         ]
-        assert found == pytest.approx([whole_s, whole_s / 2, whole_s / 4])
+        assert found == pytest.approx(expected)
 
 
 def test_the_halves_of_an_allreduce_carry_as_many_bytes(pair: Evidence) -> None:
