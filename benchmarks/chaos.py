@@ -27,8 +27,8 @@ from typing import Any
 from common import Figure, content, figure, options, print_table
 
 from hvdtrain.files import write_text
-from tests.support.chaos import STEP, Cell, Outcome, cells, run_cell, undisturbed
-from tests.support.chaos_rank import FAULTS, PHASES
+from tests.support.chaos import DIVIDED, STEP, Cell, Outcome, cells, run_cell, undisturbed
+from tests.support.chaos_rank import COPIES, FAULTS, PHASES
 
 QUICK = ("SIGKILL 1-host 2-ranks", "SIGTERM 1-host 2-ranks")
 Row = Mapping[str, Any]
@@ -37,7 +37,8 @@ Row = Mapping[str, Any]
 def name(cell: Cell) -> str:
     """Of a cell, in words that `--only` looks for."""
     late = "" if cell.step == STEP else " late"
-    return f"{cell.fault} {cell.phase}{late} {cell.hosts}-host{'s' * (cell.hosts > 1)} {cell.size}-ranks"
+    divided = " divided" if cell.options == DIVIDED else ""
+    return f"{cell.fault} {cell.phase}{late} {cell.hosts}-host{'s' * (cell.hosts > 1)} {cell.size}-ranks{divided}"
 
 
 def row(cell: Cell, outcome: Outcome) -> dict[str, Any]:
@@ -71,10 +72,13 @@ def table(rows: Iterable[Row]) -> str:
     lines = [f"| fault | hosts | ranks | {' | '.join(PHASES)} |", "|---" * (3 + len(PHASES)) + "|"]
     for fault in FAULTS:
         for hosts in (1, 2):
-            for size in (2, 3, 4):
-                own = [rows.get(name(Cell(fault, phase, size, hosts))) for phase in PHASES]
+            for size, own_options, kind in ((2, (), ""), (3, (), ""), (4, (), ""), (3, DIVIDED, ", divided")):
+                own = [rows.get(name(Cell(fault, phase, size, hosts, options=own_options))) for phase in PHASES]
                 if any(own):
-                    lines.append(f"| {fault} | {hosts} | {size} | {' | '.join(map(_entry, own))} |")
+                    lines.append(f"| {fault} | {hosts} | {size}{kind} | {' | '.join(map(_entry, own))} |")
+    copies = [f"{r['hosts']} host(s): {_entry(r)}" for r in rows.values() if r["phase"] == COPIES]
+    if copies:
+        lines += ["", f"SIGKILL of a rank that has the copies of a commit, divided: {'; '.join(copies)}."]
     late = [r for r in rows.values() if r["step"] != STEP]
     if late:
         entries = [f"{r['hosts']} host(s), {r['size']} ranks: {'no' if r['wrong'] else 'yes'}" for r in late]

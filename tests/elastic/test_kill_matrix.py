@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import LATE, Cell, run_cell
+from tests.support.chaos import DIVIDED, LATE, Cell, run_cell
 from tests.support.chaos_rank import COPIES
 from tests.support.two_hosts import UnavailableError
 
@@ -23,7 +23,7 @@ CELLS = [
     Cell("SIGKILL", "commit"),
     Cell("disk full", "evaluation", step=LATE),
     Cell("link cut", "backward", hosts=2),
-    Cell("SIGKILL", COPIES, size=3, options=("--parallel.shard=gradients",)),
+    Cell("SIGKILL", COPIES, size=3, options=DIVIDED),
 ]
 
 

@@ -48,6 +48,9 @@ TASK = [
 AFTER_STEP = (COPIES, "commit", "checkpoint", "evaluation")
 """Phases that come after their step."""
 
+DIVIDED = ("--parallel.shard=gradients",)
+"""Options of a run whose ranks each have a part of the optimizer."""
+
 START_S = 40
 """For which a first round waits for a host behind a cut link."""
 
@@ -257,13 +260,18 @@ def _small_disk(folder: Path) -> Iterator[Path]:
 
 
 def cells(sizes: tuple[int, ...] = (2, 3, 4), hosts: tuple[int, ...] = (1, 2)) -> list[Cell]:
-    """The whole matrix: a link can be cut between two hosts only. It befalls each rank in turn."""
+    """The whole matrix: a link can be cut between two hosts only. It befalls each rank in turn.
+
+    With a divided optimizer, only ranks that are lost for good matter: it has a row of its own.
+    """
     found = []
     for host in hosts:
         for size in sizes:
             for fault in (*SIGNALS, "disk full", *(["link cut"] if host == 2 else [])):
                 found += [Cell(fault, phase, size, host, (n + 1) % size) for n, phase in enumerate(PHASES)]
             found.append(Cell("disk full", "checkpoint", size, host, 1, LATE))
+        for n, phase in enumerate((*PHASES, COPIES)):
+            found.append(Cell("SIGKILL", phase, 3, host, (n + 1) % 3, options=DIVIDED))
     return found
 
 
