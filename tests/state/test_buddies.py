@@ -65,6 +65,9 @@ class Divided:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {}, {}
 
+    def load_state_dict(self, tensors: Any, values: Any) -> None:
+        pass
+
 
 def _state(comm: ThreadComm) -> TrainState:
     model = nn.Linear(5, ROWS)
