@@ -223,6 +223,11 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
 
 def _check_job(parts: EngineParts) -> None:
     refuse_one_rank(parts.comm, "--parallel.engine fsdp", "model", "--parallel.engine horovod --parallel.shard none")
+    if parts.bucket_mib is not None:
+        raise ConfigError(
+            "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",
+            next_step="leave it out",
+        )
     if getattr(parts.comm, "through_host", False):
         raise ConfigError(
             "--parallel.engine fsdp, but ranks share a GPU",

@@ -151,6 +151,7 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
         (_task(Scalar()), 2, (), "scale has no dimension"),
         (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, (), "0 makes sparse gradients"),
         (_task(BLOCKS, SignOfMean), 2, (), "the optimizer may need whole tensors"),
+        (_task(BLOCKS), 2, ("--parallel.bucket_mib=8",), "has no buckets"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

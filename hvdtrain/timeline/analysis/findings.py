@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, IDLE, LATE, OTHER_EXCHANGE
+from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, IDLE, LATE, OTHER_EXCHANGE, PARAMETERS
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
@@ -66,8 +66,9 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
         return f"larger buckets need no fusion: {larger}"
     smaller = facts.bucket_mib(0.25)
     begin = f"smaller buckets start earlier: {smaller}; " if smaller else ""
-    if largest in (TRANSFER, EXCHANGE) and compression in (None, "none"):
-        return f"send less: --parallel.compression auto finds what pays off; {begin}".removesuffix("; ")
+    if largest in (TRANSFER, EXCHANGE, PARAMETERS) and compression in (None, "none"):
+        less = "bf16" if facts.has_other_engine() else "auto finds what pays off"
+        return f"send less: --parallel.compression {less}; {begin}".removesuffix("; ")
     return f"{begin}or a faster link" if begin else f"a faster link; or {_MORE_SAMPLES}"
 
 

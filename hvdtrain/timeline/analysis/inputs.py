@@ -77,11 +77,18 @@ class Facts:
         advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
+    def has_other_engine(self) -> bool:
+        """Return whether the run has an engine that is not the default one."""
+        engine, shard = (self.option("parallel", name) for name in ("engine", "shard"))
+        return (engine or "horovod", shard or "none") != ("horovod", "none")
+
     def bucket_mib(self, factor: float) -> str | None:
         """Return the option for buckets `factor` times as large; None if it would change nothing.
 
         The current size is that of the largest bucket, or the option if that is smaller.
         """
+        if self.option("parallel", "engine") == "fsdp":  # it has none
+            return None
         count = max((len(spans.buckets) for spans in self.run.spans), default=0)
         if factor > 1 and count == 1:
             return None

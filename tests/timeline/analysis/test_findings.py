@@ -242,6 +242,16 @@ def test_what_is_compressed_is_not_told_to_be() -> None:
     assert "compression" not in finding.advice and "--parallel.bucket_mib 2" in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("options", "buckets"), [({"engine": "fsdp"}, False), ({"engine": "ddp"}, True), ({"shard": "optimizer"}, True)]
+)
+def test_advice_is_what_the_engine_supports(options: dict[str, str], buckets: bool) -> None:
+    run = run_of(table_of(_work(), exchange_ms=6.0), config={"parallel": {"compression": "none", **options}})
+    advice = next(f for f in analyse(run).findings if f.kind == "exposed").advice
+    assert "--parallel.compression bf16" in advice and "auto" not in advice
+    assert ("--parallel.bucket_mib" in advice) == buckets
+
+
 def test_without_a_requested_bucket_size_advice_uses_the_actual_one() -> None:
     run = run_of(table_of(_work(), exchange_ms=6.0), spans=[_spans(8)], config={"parallel": {"bucket_mib": None}})
     finding = next(f for f in analyse(run).findings if f.kind == "exposed")
