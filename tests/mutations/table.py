@@ -627,6 +627,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/state/test_commits.py",
     ),
     _new(
+        "state/snapshot.py",
+        "                self._unsure = Snapshot(), copies\n"
+        "                self._unsure[0].capture(copied, state.progress.step)\n",
+        "",
+        "a rank forgets a commit that others may have ended when they notice the loss of a rank",
+        "tests/state/test_buddies.py",
+    ),
+    _new(
+        "training/loop/trainer.py",
+        "                self.roll_back.end_round(self._state)\n",
+        "",
+        "a planned change of the ranks loses the steps since the last commit of a divided optimizer",
+        "tests/laws/test_divided_rounds.py",
+    ),
+    _new(
         "comm/rounds.py",
         "            if self._client.is_broken():\n"
         '                raise HorovodInternalError("the round has lost a rank")\n'
