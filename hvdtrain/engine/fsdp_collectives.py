@@ -34,7 +34,7 @@ class FsdpCollectives:
     """The collectives of all modules that FSDP divides.
 
     The all-gather of a module runs while the one before it computes. Its sum runs while backward continues: FSDP makes
-    views of the result and does not read it, so `finish` may wait for it.
+    views of the result and does not read it, so `finish_pass` may wait for it.
 
     With a coding, a rank encodes all that it sends, also for itself: ranks compute with equal parameters, whichever
     rank owns them. Gradients are summed in fp32.
@@ -78,7 +78,8 @@ class FsdpCollectives:
 
     def finish_pass(self) -> None:
         """Wait for all sums of the pass. Collective: yes."""
-        self._wait_for_all()
+        while self._running:
+            self._running.popleft().finish()
 
     def finish(self) -> None:
         """End a step."""
@@ -106,7 +107,7 @@ class FsdpCollectives:
         """Begin to sum `given`, which has a shard for each rank, and write this rank's to `out`. Collective: yes."""
         is_another = name in self._summed  # a module that ran several times: FSDP adds this sum to the first, now
         if is_another:
-            self._wait_for_all()
+            self.finish_pass()
         while len(self._running) >= _AT_ONCE:
             self._running.popleft().finish()
         coding, shards = self._coding, given.view(self._comm.size, -1)
@@ -127,11 +128,7 @@ class FsdpCollectives:
         self._running.append(_Running(start(sent, name=name), sent, write))
         self._summed.setdefault(name, out.untyped_storage().data_ptr())
         if is_another:
-            self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        while self._running:
-            self._running.popleft().finish()
+            self.finish_pass()
 
     def _span(self) -> AbstractContextManager[object]:
         return self._spans(GATHER) if self._is_step else nullcontext()
@@ -209,7 +206,7 @@ class _ReduceScatter(_Memory):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Begin; `FsdpCollectives.finish` waits."""
+        """Begin; `FsdpCollectives.finish_pass` waits."""
         assert op == dist.ReduceOp.SUM and not async_op
         self._collectives.sum(self._name, input_tensor, output_tensor)
 

@@ -24,7 +24,7 @@ from hvdtrain.launch.membership import Membership
 class FakeWorker:
     """`told`: kinds of messages, in order. `deaf`: it does not do as it is told. `dying`: ending, but still there.
 
-    `leaves`: whether it was told to leave, when it last heard that the ranks change.
+    `leaves`: whether the newest message about changing ranks asked it to leave.
     """
 
     number: int

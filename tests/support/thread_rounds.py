@@ -99,7 +99,7 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
     for thread in threads:
         thread.join()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # a process whose place is gone ends without closing its files
+        warnings.simplefilter("ignore", ResourceWarning)  # a lost process ends without closing its files
         gc.collect()
     for error in errors:
         raise error

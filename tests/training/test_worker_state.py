@@ -57,7 +57,7 @@ def _residuals(worker: WorkerState) -> torch.Tensor:
 
 @pytest.mark.parametrize(("engine", "device"), [("horovod", "meta"), ("fsdp", "cpu")])
 def test_an_engine_that_divides_the_model_moves_it_block_by_block(engine: str, device: str) -> None:
-    """The whole need not fit on a device. Torch's "meta" stands for one here."""
+    """The whole need not fit on a device. The test uses torch's "meta" device."""
     run = parse_object({"task": "toy", "parallel": {"engine": engine}}, None)
     found = make_worker_state(run, toy(), torch.device("meta"), RankInfo())
     assert {parameter.device.type for parameter in found.state.model.parameters()} == {device}
