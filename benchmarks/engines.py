@@ -39,6 +39,8 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "replicated": {},
     "zero1": {"parallel.shard": "optimizer"},
     "zero2": {"parallel.shard": "gradients"},
+    "zero2_bf16": {"parallel.shard": "gradients", "parallel.compression": "bf16"},
+    "zero2_int8": {"parallel.shard": "gradients", "parallel.compression": "int8"},
     "ours_on_ddp": {"parallel.engine": "ddp"},
     "fsdp": {"parallel.engine": "fsdp"},
     "fsdp_gloo": {"parallel.engine": "fsdp"},
@@ -61,6 +63,8 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "zero2_over_deepspeed": ("zero2", "deepspeed_zero2"),
     "zero2_over_ddp_zero": ("zero2", "ddp_zero"),
     "zero2_over_fsdp2": ("zero2", "fsdp2"),
+    "zero2_bf16_over_zero2": ("zero2_bf16", "zero2"),
+    "zero2_int8_over_zero2": ("zero2_int8", "zero2"),
     "ddp_over_bare": ("ours_on_ddp", "ddp"),
     "fsdp_comm_over_gloo": ("fsdp", "fsdp_gloo"),
     "fsdp_int8_over_gloo": ("fsdp_int8", "fsdp_gloo"),
@@ -73,7 +77,7 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 """Of each ratio, what is divided by what."""
 
 BETWEEN_HOSTS = (
-    "replicated", "zero1", "zero2", "fsdp", "fsdp_gloo", "fsdp_int8",
+    "replicated", "zero1", "zero2", "zero2_bf16", "zero2_int8", "fsdp", "fsdp_gloo", "fsdp_int8",
     "no_exchange", "ddp", "ddp_zero", "deepspeed_zero2",
 )  # fmt: skip
 QUICK = ("replicated", "zero2", "ours_on_ddp", "no_exchange", "ddp")

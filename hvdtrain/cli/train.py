@@ -67,7 +67,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     run = parse_argv(checked, function)
     parallel = run.config.parallel
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
-        find_engine(parallel.engine, parallel.compression, parallel.shard)
+        find_engine(parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, run.config.precision)
         parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
@@ -76,7 +76,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(info, horovod=needs_horovod(parallel.engine))
+    rounds = start_rounds(info, parallel.dp_shard, horovod=needs_horovod(parallel.engine))
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

@@ -61,6 +61,12 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called this. Collective: yes."""
 
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> Comm:
+        """Return a communicator of some ranks, ascending, which contain this one. Collective: yes, among them.
+
+        `local_rank` and `local_size` count those on this host. It ends with this communicator.
+        """
+
     def close(self) -> None:
         """End communication. Collective: yes."""
 

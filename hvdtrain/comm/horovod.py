@@ -26,6 +26,8 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
 """What other modules use of Horovod."""
 
 _session = 0
+_groups: dict[tuple[int, ...], Any] = {}
+"""The process sets that Horovod was initialised with, by their ranks."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,6 +108,7 @@ class HorovodComm:
 
     Args:
         process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
+        groups: ranks of each `subset` that will be made; equal on all ranks. Horovod learns them only at its start.
 
     Errors: LaunchError on a GPU, if Horovod would report an exchange as complete before it is.
 
@@ -116,11 +119,15 @@ class HorovodComm:
 
     through_host = False
 
-    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+    def __init__(self, process_set: Any = hvd.global_process_set, groups: Sequence[Sequence[int]] = ()) -> None:
         if torch.cuda.is_available():
             refuse_early_completion()
         before = thread_ids()
-        hvd.init()  # does nothing if the program has called it
+        if not hvd.is_initialized():  # by the program
+            sets = {tuple(ranks): hvd.ProcessSet(list(ranks)) for ranks in groups}
+            hvd.init(process_sets=list(sets.values()))
+            _groups.clear()
+            _groups.update(sets)
         self.started_threads = thread_ids() - before
         self._set = process_set
         self.rank: int = process_set.rank()
@@ -162,6 +169,21 @@ class HorovodComm:
         self.in_flight["barrier"] = time.monotonic()
         hvd.barrier(process_set=self._set)
         del self.in_flight["barrier"]
+
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> HorovodComm:
+        """Return a communicator of some ranks, which were in `groups` when Horovod was initialised.
+
+        Errors: HorovodError if the program initialised Horovod itself.
+        """
+        if (process_set := _groups.get(tuple(ranks))) is None:
+            raise HorovodError(
+                f"Horovod was initialised without a process set of the ranks {', '.join(map(str, ranks))}",
+                next_step="leave out hvd.init(): hvdtrain calls it with the process sets that it needs",
+            )
+        found = HorovodComm(process_set)
+        found.local_rank, found.local_size = local_rank, local_size
+        found.in_flight, found.through_host = self.in_flight, self.through_host
+        return found
 
     def start_timeline(self, path: Path) -> None:
         """Record Horovod's Timeline into `path`, truncating it; return when it is open. Affects only rank 0.

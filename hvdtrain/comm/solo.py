@@ -60,5 +60,9 @@ class SoloComm:
     def barrier(self) -> None:
         """Return at once."""
 
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> SoloComm:
+        """Return this communicator."""
+        return self
+
     def close(self) -> None:
         """Do nothing."""

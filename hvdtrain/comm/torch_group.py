@@ -19,13 +19,16 @@ _comms = 0
 """Communicators that this process has made: each has its own keys in the store."""
 
 
-def new_group(comm: Comm) -> dist.ProcessGroup:
-    """Make a process group of torch with the ranks of `comm`. Collective: yes. End it by `end_group`.
+def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a process group of torch with `ranks` of `comm`, which contain this one (default: all).
 
-    torch's default group is made first, and kept until the process ends: a program may make it only once.
+    End it by `end_group`.
+
+    Collective: yes, among all ranks of `comm`, which may give different `ranks`. torch's default group is made first,
+    and kept until the process ends: a program may make it only once.
     """
     join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
-    group: dist.ProcessGroup = dist.new_group(timeout=FOREVER)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=FOREVER, use_local_synchronization=ranks is not None)
     return group
 
 
@@ -42,7 +45,7 @@ def join_torchrun(info: RankInfo) -> TorchComm:
 
 
 class TorchComm:
-    """All ranks of a job, by torch.distributed.
+    """All ranks of a job, or a `subset`, by torch.distributed.
 
     On CPU tensors, collectives may begin in any order: they run in one order on all ranks, which costs some exchanges
     with a store on rank 0 (or torchrun's). On GPU tensors they must begin in the same order on all ranks, also relative
@@ -55,10 +58,14 @@ class TorchComm:
 
     through_host = False
 
-    def __init__(self, ranks: RankInfo | Comm, store: dist.Store) -> None:
-        """Use the default group, which has these ranks, and `store`, which serves them all. Collective: yes."""
+    def __init__(self, ranks: RankInfo | Comm, store: dist.Store, group: dist.ProcessGroup | None = None) -> None:
+        """Use `group`, which has these ranks, and `store`, which serves them all. Collective: yes.
+
+        Default: torch's default group.
+        """
         global _comms
         _comms += 1
+        self._store, self._group = store, group
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = ranks.local_rank, ranks.local_size
         self.in_flight: dict[str, float] = {}
@@ -67,7 +74,7 @@ class TorchComm:
     def allreduce(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks, in place. Collective: yes."""
         sent = self._sent(tensor)
-        return self._begin(name, sent, lambda: (_reduce(sent), lambda: _into(tensor, sent)))
+        return self._begin(name, sent, lambda: (self._reduce(sent), lambda: _into(tensor, sent)))
 
     def allgather(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Concatenate along dimension 0. Collective: yes."""
@@ -79,7 +86,7 @@ class TorchComm:
             padded = sent if len(sent) == most else torch.cat([sent, sent.new_empty(most - len(sent), *sent.shape[1:])])
             found = sent.new_empty(self.size * most, *sent.shape[1:])
             parts = list(_bytes(found).chunk(self.size))
-            work = dist.all_gather(parts, _bytes(padded), async_op=True) if found.numel() else None
+            work = dist.all_gather(parts, _bytes(padded), self._group, async_op=True) if found.numel() else None
             kept = [found[rank * most : rank * most + count] for rank, count in enumerate(rows)]
             return work, lambda: (found if min(rows) == most else torch.cat(kept)).to(tensor.device)
 
@@ -92,13 +99,13 @@ class TorchComm:
         def start() -> Started:
             if rows is None:
                 equal = torch.empty_like(sent)
-                return (_exchange(equal, sent) if sent.numel() else None), lambda: equal.to(tensor.device)
+                return (self._exchange(equal, sent) if sent.numel() else None), lambda: equal.to(tensor.device)
             table = self._counts(name, sent, rows)
             received = [counts[self.rank] for counts in table]
             found = sent.new_empty(sum(received), *sent.shape[1:])
             row = math.prod(sent.shape[1:]) * sent.element_size()
             shares = [[count * row for count in counts] for counts in (received, rows)]
-            work = _exchange(found, sent, *shares) if any(map(any, table)) else None
+            work = self._exchange(found, sent, *shares) if any(map(any, table)) else None
             return work, lambda: found.to(tensor.device)
 
         return self._begin(name, sent, start)
@@ -114,7 +121,7 @@ class TorchComm:
         def start() -> Started:
             # Equal bytes on the network as a reduce-scatter, which takes only equal shares.
             given, received = [share * row for share in shares], [shares[self.rank] * row] * self.size
-            work = _exchange(found, sent, received, given) if sent.numel() else None
+            work = self._exchange(found, sent, received, given) if sent.numel() else None
             return work, lambda: found.sum(0, dtype=sent.dtype).to(tensor.device)
 
         return self._begin(name, sent, start)
@@ -124,7 +131,9 @@ class TorchComm:
         sent = self._sent(tensor)
 
         def start() -> Started:
-            work = dist.broadcast(_bytes(sent), root, async_op=True) if sent.numel() else None
+            work = (
+                dist.broadcast(_bytes(sent), group=self._group, async_op=True, group_src=root) if sent.numel() else None
+            )
             return work, lambda: _into(tensor, sent)
 
         return self._begin(name, sent, start)
@@ -132,6 +141,14 @@ class TorchComm:
     def barrier(self) -> None:
         """Wait for every rank. Collective: yes."""
         self.allreduce(torch.zeros(1), name="barrier").wait()
+
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> TorchComm:
+        """Return a communicator of some ranks. Collective: yes, among them."""
+        place = RankInfo("", ranks.index(self.rank), len(ranks), local_rank, local_size)
+        names = "-".join(map(str, ranks))
+        found = TorchComm(place, dist.PrefixStore(f"ranks/{names}", self._store), new_group(self, ranks))
+        found.in_flight, found.through_host = self.in_flight, self.through_host
+        return found
 
     def close(self) -> None:
         """Leave torch's default group. Collective: yes."""
@@ -157,24 +174,24 @@ class TorchComm:
         if sent.is_cuda:  # in the thread of the caller
             self.allreduce(table, name=f"{name}/rows").wait()
         else:
-            dist.all_reduce(table)
+            dist.all_reduce(table, group=self._group)
         return table.tolist()
+
+    def _reduce(self, tensor: Tensor) -> dist.Work | None:
+        return dist.all_reduce(tensor, group=self._group, async_op=True) if tensor.numel() else None
+
+    def _exchange(
+        self, found: Tensor, sent: Tensor, received: list[int] | None = None, given: list[int] | None = None
+    ) -> dist.Work:
+        work: dist.Work = dist.all_to_all_single(
+            _bytes(found), _bytes(sent), received, given, group=self._group, async_op=True
+        )
+        return work
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the backend takes: `tensor` itself, or a copy."""
         held = tensor.detach()
         return (held.to("cpu", copy=True) if self.through_host and held.is_cuda else held).contiguous()
-
-
-def _reduce(tensor: Tensor) -> dist.Work | None:
-    return dist.all_reduce(tensor, async_op=True) if tensor.numel() else None
-
-
-def _exchange(
-    found: Tensor, sent: Tensor, received: list[int] | None = None, given: list[int] | None = None
-) -> dist.Work:
-    work: dist.Work = dist.all_to_all_single(_bytes(found), _bytes(sent), received, given, async_op=True)
-    return work
 
 
 def _into(tensor: Tensor, result: Tensor) -> Tensor:

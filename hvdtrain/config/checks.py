@@ -48,6 +48,7 @@ _RULES: Mapping[str, _Rule] = {
     "optimizer.min_lr": _fraction("optimizer.lr"),
     "optimizer.decay": _fraction("all steps"),
     "parallel.bucket_mib": _POSITIVE,
+    "parallel.dp_shard": (lambda value: value >= 2, "2 or more"),
     "loader.workers": (lambda value: 0 <= value <= 1024, "0 to 1024 processes per rank"),
     "loader.prefetch": _COUNT,
     "checkpoint.every": _not_negative("at the end only"),

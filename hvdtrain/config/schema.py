@@ -53,6 +53,8 @@ class ParallelConfig:
         shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),
             gradients for the sums of each micro-batch's gradients, too (ZeRO-2), parameters for the parameters, too
             (ZeRO-3; only with engine fsdp, which implies it)
+        dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
+            size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
@@ -63,6 +65,7 @@ class ParallelConfig:
     compression: str = "none"
     bucket_mib: float | None = None
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    dp_shard: int | None = None
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
 
@@ -184,7 +187,8 @@ class Config:
 
     Attributes:
         task: what to train: image, language_model, file.py:function or module:function
-        precision: number format of forward and backward; bf16 and fp16 use autocast over fp32 weights
+        precision: number format of forward and backward; bf16 and fp16 use autocast over fp32 weights, bf16-weights
+            computes with bf16 copies of weights that the optimizer keeps in fp32 (only with engine fsdp)
         seed: seed of initial weights, sample order and dropout
         run_dir: folder for everything that the run writes (called RUN below) (default: the newest unfinished run of the
             same config under runs/, otherwise a new one)
@@ -201,7 +205,7 @@ class Config:
     """
 
     task: str = "language_model"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "bf16-weights"] = "fp32"
     seed: int = 0
     run_dir: str | None = None
     resume: str = "auto"

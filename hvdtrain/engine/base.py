@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.pieces import Place
 
 Loss = tuple[Tensor, "Tensor | float"]
 """The sum of the losses of a micro-batch, and its weight."""
@@ -93,6 +94,10 @@ class Engine(Protocol):
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
+
+    def state_place(self, key: str) -> Place | None:
+        """Return the place of a tensor of the state; None if it is whole, and equal on all ranks."""
+        return None
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the exchange's state."""

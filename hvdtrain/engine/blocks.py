@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import nn
 
 from hvdtrain.errors import ConfigError
@@ -18,6 +22,20 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         else:
             waiting += module.children()
     return list(dict.fromkeys(found))
+
+
+def before_forward(module: nn.Module, action: Callable[[], object]) -> Callable[[], object]:
+    """Call `action` before each forward pass of a module, outside of what `compile` compiled; return what ends this."""
+    inner = module._compiled_call_impl
+    if inner is None:
+        return module.register_forward_pre_hook(lambda *_: action()).remove
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        action()
+        return inner(*arguments, **keywords)
+
+    module._compiled_call_impl = call
+    return partial(setattr, module, "_compiled_call_impl", inner)
 
 
 def require_blocks(model: nn.Module, options: str, action: str, next_step: str) -> list[nn.Module]:

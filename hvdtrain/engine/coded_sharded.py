@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.compression.coding import Coding
-from hvdtrain.compression.table import Compression
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.engine.table import EngineParts
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
-from hvdtrain.spans import Spans
+from hvdtrain.state.exchange_state import is_master
+from hvdtrain.state.pieces import Place
 
 
 class CodedShardedEngine(ShardedEngine):
@@ -29,30 +29,16 @@ class CodedShardedEngine(ShardedEngine):
     `synchronize_state`: so a checkpoint contains exact ones.
 
     Args:
-        compression: has a coding.
+        parts: its compression has a coding. The rest is as of `ShardedEngine`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        named: list[tuple[str, nn.Parameter]],
-        comm: Comm,
-        bucket_bytes: int,
-        spans: Spans | None = None,
-        *,
-        compression: Compression,
-        sums_each_pass: bool = False,
-        any_size: bool = False,
-    ) -> None:
-        self.compression = str(compression)
-        self._kind = compression
+    def __init__(self, parts: EngineParts, bucket_bytes: int, **options: Any) -> None:
+        self.compression = parts.compression
+        self._kind = parse(parts.compression)
         self._codings: dict[torch.device, Coding | None] = {}
         self._coded: list[CodedShardBucket] = []
         self._is_inexact = False  # whether the model's parameters may differ from the exact ones
-        super().__init__(
-            optimizer, model, named, comm, bucket_bytes, spans, sums_each_pass=sums_each_pass, any_size=any_size
-        )
+        super().__init__(parts, bucket_bytes, **options)
 
     def _make_bucket(self, layout: Layout, whole: list[bool]) -> CodedShardBucket:
         device = layout.shape.device
@@ -64,13 +50,23 @@ class CodedShardedEngine(ShardedEngine):
         self._coded.append(bucket)
         return bucket
 
-    def step(self) -> None:
-        """Update what this rank owns, and start to send the update to all ranks. Collective: yes."""
+    def spread(self) -> None:
+        """Start to send the update to all ranks. Collective: yes."""
         skipped = getattr(self.optimizer, "found_inf", None)  # set if the device decides
         for bucket in self._coded:
             bucket.applied = None if skipped is None else 1 - skipped
         self._is_inexact = True
-        super().step()
+        super().spread()
+
+    def take_changes(self) -> None:
+        """Make exact what a program has written to the model's parameters since the last step."""
+        for bucket in self._coded:
+            bucket.take_changes()
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether the compression uses error feedback."""
+        return self._kind.kind.feedback
 
     def commit(self, *, applied: bool) -> None:
         """Keep or discard the new residuals."""
@@ -110,6 +106,10 @@ class CodedShardedEngine(ShardedEngine):
                 found[key] = found[key].to(tensor) + tensor if key in found else tensor
             found |= bucket.masters() if self._is_inexact else {}
         return found
+
+    def state_place(self, key: str) -> Place | None:
+        """Return the place of exact parameters."""
+        return self._owned[key.rpartition("/")[0]].place if is_master(key) else None
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals, and exact parameters if there are any; otherwise those of the model are exact."""

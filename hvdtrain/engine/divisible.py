@@ -18,6 +18,8 @@ from hvdtrain.state.exchange_state import Owned
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself. Others may need whole tensors."""
 
+UNDIVIDED = "do not divide the optimizer (shard: none)"
+
 
 def updates_by_element(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to update each element by itself, so that it may have rows of tensors."""
@@ -40,8 +42,12 @@ def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> Non
         )
 
 
-def refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
-    """Check that no two parameters share memory, and that gradients are dense.
+def refuse_what_cannot_be_divided(
+    model: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    without: str = "--parallel.engine horovod --parallel.shard none",
+) -> None:
+    """Check that no two parameters share memory, and that gradients are dense. `without`: how not to divide the model.
 
     Errors:
         ConfigError: the model cannot be divided.
@@ -52,15 +58,14 @@ def refuse_what_cannot_be_divided(model: nn.Module, named: list[tuple[str, nn.Pa
             raise ConfigError(
                 f"{other} and {name} are two parameters in the same memory",
                 expected="one parameter under two names",
-                next_step="assign the same nn.Parameter to both modules, or --parallel.engine horovod"
-                " --parallel.shard none",
+                next_step=f"assign the same nn.Parameter to both modules, or {without}",
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
             raise ConfigError(
                 f"{name} makes sparse gradients, which cannot be divided among ranks",
                 expected="nn.Embedding(sparse=False)",
-                next_step="or --parallel.engine horovod --parallel.shard none",
+                next_step=f"use dense gradients, or {without}",
             )
 
 
@@ -97,9 +102,9 @@ class DividedEngine(Engine):
 
     _owned: Mapping[str, Owned]
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, comm: Comm) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, comm: Comm, name: str = "gradients") -> None:
         self.optimizer = optimizer
-        self._model, self._comm = model, comm
+        self._model, self._comm, self._name = model, comm, name
         self._residuals: dict[str, Tensor] = {}
 
     def owned(self) -> Mapping[str, Owned]:
@@ -114,7 +119,7 @@ class DividedEngine(Engine):
         """Return the norm of the whole gradient. Collective: yes."""
         squared = squared_norm(gradients, self._whole_shapes()).reshape(1)
         squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
-        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+        return norm(self._comm.allreduce(squared, name=f"{self._name}/norm").wait())
 
     def commit(self, *, applied: bool) -> None:
         """Forget the delivered residuals, if the step was applied; those of frozen parameters were not delivered."""

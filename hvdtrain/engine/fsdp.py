@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import Optimizer
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import new_group
 from hvdtrain.engine.base import Loss
-from hvdtrain.engine.blocks import blocks, require_blocks
-from hvdtrain.engine.divisible import (
-    BY_ELEMENT,
-    DividedEngine,
-    refuse_one_rank,
-    refuse_what_cannot_be_divided,
-    updates_by_element,
-    use_owned,
-)
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.divisible import DividedEngine, use_owned
+from hvdtrain.engine.fsdp_checks import ELSEWHERE, check_fsdp
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
-from hvdtrain.state.divided import local, place_of
+from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.state.divided import is_divided, local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.sync import broadcast_parameters
 
-_ELSEWHERE = "--parallel.engine horovod, with --parallel.shard gradients if memory is short"
 _OUTSIDE = "outside of blocks"
 """Name of the root in collectives."""
-_METHODS = ("set_force_sum_reduction_for_comms", "set_custom_all_gather", "set_custom_reduce_scatter")
-"""Methods that the engine needs, and older versions of torch lack."""
 
-_groups: list[torch.distributed.ProcessGroup] = []
-"""The group of all engines of this process: torch remembers meshes by their ranks, and a mesh has its group."""
+_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+"""The groups of all engines of this process, by their ranks: torch remembers meshes by these, and a mesh has its group.
+"""
 
 
 class FsdpEngine(DividedEngine):
@@ -51,49 +43,41 @@ class FsdpEngine(DividedEngine):
     be a fused one, and its state is saved as that of any divided optimizer.
 
     Args:
-        model: its parameters become those of rank 0, on `device`.
-        named: the optimizer's parameters, in the model's order.
-        compression: of `collectives`.
-        collectives: by `comm`; None for those of torch, Gloo or NCCL.
+        parts: the model's parameters become those of rank 0, on the device; other ranks may have placeholders.
+        mesh: its `shard` ranks divide the model.
+        collectives: by `mesh.shard`; None for those of torch, Gloo or NCCL.
     """
 
     uniform_passes = True
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        named: list[tuple[str, nn.Parameter]],
-        comm: Comm,
-        device: torch.device,
-        compression: str = "none",
-        collectives: FsdpCollectives | None = None,
-    ) -> None:
-        super().__init__(optimizer, model, comm)
-        self.compression = compression
+    def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None = None) -> None:
+        super().__init__(parts.optimizer, parts.model, mesh.shard)
+        self.compression = parts.compression
         self._collectives = collectives
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
-        names = {parameter: name for name, parameter in named}
-        broadcast_parameters(model, comm)
-        if not _groups:
-            _groups.append(new_group(comm))
-        self._modules = _divide(model, _groups[0], device)
+        names = {parameter: name for name, parameter in parts.parameters}
+        if (ranks := tuple(mesh.shard_ranks)) not in _groups:
+            _groups[ranks] = new_group(parts.comm, ranks)
+        self._modules = _divide(parts, _groups[ranks])
+        self._names = _names_by_module(parts.model, self._modules)
         if collectives is not None:
-            collectives.use_in(self._modules)
+            collectives.use_in(self._modules, self._names)
         # The first name of a tied parameter, as before.
-        self._parameters = {name: p for name, p in model.named_parameters() if name in set(names.values())}
-        self._owned = {name: _own(parameter, comm) for name, parameter in self._parameters.items()}
+        self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
+        self._owned = {name: _own(parameter) for name, parameter in self._parameters.items()}
         self._trained = self._which_are_trained()
-        use_owned(optimizer, names, self._owned)
+        use_owned(parts.optimizer, names, self._owned)
+        self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
         self.complete()
-        if self._which_are_trained() != self._trained:
+        optimized = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self._which_are_trained() != self._trained or optimized != self._optimized:
             raise TaskError(
-                "parameters were frozen or freed during training, which --parallel.engine fsdp does not support",
+                "parameters were added, frozen or freed during training, which --parallel.engine fsdp does not support",
                 expected="the same trained parameters in every step",
-                next_step=_ELSEWHERE,
+                next_step=ELSEWHERE,
             )
         self._model.zero_grad()
         self.optimizer.zero_grad()
@@ -123,6 +107,10 @@ class FsdpEngine(DividedEngine):
         self._end_pass()
         if self._collectives is not None:
             self._collectives.finish()
+        return self._deliver()
+
+    def _deliver(self) -> list[Tensor]:
+        """Give the sums of the passes to the optimizer, and return them."""
         gradients = []
         for name, parameter in self._parameters.items():
             rows = self._owned[name].parameter
@@ -147,26 +135,37 @@ class FsdpEngine(DividedEngine):
         """Add this rank's rows of a pass's sums to those of the passes before."""
         if self._collectives is not None:
             self._collectives.finish_pass()
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
-            rows, parameter.grad = local(parameter.grad), None
-            assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
-            self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
+        for name in self._parameters:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        """Add this rank's rows of a sum of this pass, which has arrived if there is one."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            return
+        rows, parameter.grad = local(parameter.grad), None
+        assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
+        self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
 
-def _divide(model: nn.Module, group: torch.distributed.ProcessGroup, device: torch.device) -> dict[str, FSDPModule]:
+def _divide(parts: EngineParts, group: torch.distributed.ProcessGroup) -> dict[str, FSDPModule]:
     """Divide each block, and what is outside of blocks; return the divided modules by name, the root first.
 
-    torch moves each to the device before it divides it.
+    Each has the values of rank 0. torch moves it to the device before it divides it. Its whole parameters are freed
+    before the next one gets memory.
     """
-    mesh = DeviceMesh.from_group(group, device.type)
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model, mesh = parts.model, DeviceMesh.from_group(group, parts.device.type)
+    names = {module: name for name, module in model.named_modules()}
+    for part in [*blocks(model), model]:
+        broadcast_parameters(part, parts.comm, prefix=names[part])
+        whole = [parameter for parameter in part.parameters() if not is_divided(parameter)]
+        fully_shard(part, mesh=mesh, mp_policy=_formats(parts.weights, is_root=part is model))
+        for parameter in whole:  # the optimizer has it until all are divided, and others may know its shape
+            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+        return_freed_memory()
     modules = {name or _OUTSIDE: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for module in modules.values():
         # Sums, on any backend. Else it takes the mean over ranks, or multiplies by a factor, which Gloo cannot.
@@ -177,10 +176,28 @@ def _divide(model: nn.Module, group: torch.distributed.ProcessGroup, device: tor
     return modules
 
 
-def _own(parameter: nn.Parameter, comm: Comm) -> Owned:
+def _formats(weights: torch.dtype | None, *, is_root: bool) -> MixedPrecisionPolicy:
+    """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
+    if weights is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if is_root else None)
+
+
+def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:
+    """Return the names of the parameters that each of `modules` divides."""
+    owner: dict[nn.Parameter, str] = {}
+    for module, divided in modules.items():
+        owner |= dict.fromkeys(divided.parameters(), module)  # type: ignore[attr-defined]
+    found: dict[str, list[str]] = {module: [] for module in modules}
+    for name, parameter in model.named_parameters():
+        found[owner[parameter]].append(name)
+    return found
+
+
+def _own(parameter: nn.Parameter) -> Owned:
     """Return the rows of this rank as a parameter of its optimizer, in the same memory."""
     rows, place = local(parameter), place_of(parameter)  # type: ignore[arg-type]
-    owners = tuple(range(min(comm.size, -(-len(parameter) // -(-len(parameter) // comm.size)))))
+    owners = ranks_with_rows(parameter)  # type: ignore[arg-type]
     mine = nn.Parameter(rows, requires_grad=parameter.requires_grad) if rows.numel() else None
     return Owned(mine, place, owners)
 
@@ -194,7 +211,7 @@ def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
             "the model uses a parameter while the block that owns it does not run",
             expected="blocks that are called, and parameters that only their own block uses",
             found=str(error).partition("\n")[0],
-            next_step=f"see the stack trace for the place; or {_ELSEWHERE}",
+            next_step=f"see the stack trace for the place; or {ELSEWHERE}",
         )
     return error
 
@@ -202,65 +219,12 @@ def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
 def make_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors:
-        ConfigError: there is one rank, ranks share a GPU, or model or optimizer cannot be divided.
+    Errors: those of `check_fsdp`.
     """
-    _check_job(parts)
-    refuse_what_cannot_be_divided(parts.model, parts.parameters)
-    _check_model(parts.model)
-    if not updates_by_element(parts.optimizer):
-        raise ConfigError(
-            "--parallel.engine fsdp gives each rank rows of tensors, but the optimizer may need whole tensors",
-            expected=f"an optimizer of torch.optim that updates each element by itself: {', '.join(BY_ELEMENT)}",
-            found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
-            next_step="--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
-        )
-    collectives = make_collectives(parts)
-    return FsdpEngine(
-        parts.optimizer, parts.model, parts.parameters, parts.comm, parts.device, parts.compression, collectives
-    )
-
-
-def _check_job(parts: EngineParts) -> None:
-    refuse_one_rank(parts.comm, "--parallel.engine fsdp", "model", "--parallel.engine horovod --parallel.shard none")
+    check_fsdp(parts)
     if parts.bucket_mib is not None:
         raise ConfigError(
             "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",
             next_step="leave it out",
         )
-    if getattr(parts.comm, "through_host", False):
-        raise ConfigError(
-            "--parallel.engine fsdp, but ranks share a GPU",
-            expected="one GPU for each rank",
-            next_step="start fewer ranks, or --parallel.engine horovod",
-        )
-    if lacking := [name for name in _METHODS if not hasattr(FSDPModule, name)]:
-        raise ConfigError(
-            "--parallel.engine fsdp needs a newer torch",
-            expected=f"a torch with FSDPModule.{lacking[0]}",
-            found=f"torch {torch.__version__}",
-            next_step="install a newer torch, or --parallel.engine horovod",
-        )
-
-
-def _check_model(model: nn.Module) -> None:
-    found = require_blocks(model, "--parallel.engine fsdp", "divide", _ELSEWHERE)
-    names = {module: name for name, module in model.named_modules()}
-    inside = {module: block for block in found for module in block.modules()}
-    user: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.dim():
-            raise ConfigError(
-                f"--parallel.engine fsdp divides parameters by rows, but {name} has no dimension",
-                expected="shape (1,) or larger",
-                next_step=f"make it nn.Parameter(torch.ones(1)), or {_ELSEWHERE}",
-            )
-        module = inside.get(model.get_submodule(name.rpartition(".")[0]), model)
-        other, other_name = user.setdefault(parameter, (module, name))
-        if other is not module:
-            raise ConfigError(
-                f"{other_name} and {name} are one parameter, in {names[other] or 'the model'} and in"
-                f" {names[module] or 'the model'}",
-                expected="a parameter in one block only, or only outside of blocks: each is gathered by itself",
-                next_step=f"do not share it, or {_ELSEWHERE}",
-            )
+    return FsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hvdtrain.comm.base import Comm, Handle
@@ -46,27 +46,29 @@ class FsdpCollectives:
 
     Attributes:
         parameter_names: names of the parameters in each collective, by its name.
+        on_sum: called with the name of a module when a sum of its gradients has arrived.
     """
 
     def __init__(self, comm: Comm, coding: Coding | None, spans: Spans) -> None:
         self._comm, self._coding, self._spans = comm, coding, spans
         self._is_step = False
         self._running: deque[_Running] = deque()
-        self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by name
+        self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by module
         self.parameter_names: dict[str, list[str]] = {}
+        self.on_sum: Callable[[str], object] = lambda module: None
 
-    def use_in(self, modules: Mapping[str, FSDPModule]) -> None:
-        """Carry the collectives of these modules: the model, then its parts in the order in which forward uses them."""
-        owner: dict[nn.Parameter, str] = {}
+    def use_in(self, modules: Mapping[str, FSDPModule], names: Mapping[str, list[str]]) -> None:
+        """Carry the collectives of these modules: the model, then its parts in the order in which forward uses them.
+
+        `names` are those of the parameters of each.
+        """
         for name, module in modules.items():
             module.set_custom_all_gather(_AllGather(self, f"parameters/{name}"))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(self, f"gradients/{name}"))  # type: ignore[arg-type]
-            owner |= dict.fromkeys(_parameters(module).values(), name)
+            module.set_custom_reduce_scatter(_ReduceScatter(self, name))  # type: ignore[arg-type]
+            if names[name]:
+                self.parameter_names |= {f"{kind}/{name}": names[name] for kind in ("parameters", "gradients")}
         for module, following in itertools.pairwise(modules.values()):
             module.set_modules_to_forward_prefetch([following])
-        for name, parameter in _parameters(next(iter(modules.values()))).items():
-            for kind in ("parameters", "gradients"):
-                self.parameter_names.setdefault(f"{kind}/{owner[parameter]}", []).append(name)
 
     def begin(self) -> None:
         """Start a step."""
@@ -103,12 +105,15 @@ class FsdpCollectives:
 
         return _Gathering(_Running(self._comm.allgather(sent, name=name), sent, write), self._span)
 
-    def sum(self, name: str, given: Tensor, out: Tensor) -> None:
-        """Begin to sum `given`, which has a shard for each rank, and write this rank's to `out`. Collective: yes."""
-        is_another = name in self._summed  # a module that ran several times: FSDP adds this sum to the first, now
+    def sum(self, module: str, given: Tensor, out: Tensor) -> None:
+        """Begin to sum the gradients of a module, and write this rank's shard to `out`. Collective: yes.
+
+        `given` has a shard for each rank.
+        """
+        is_another = module in self._summed  # it ran several times: FSDP adds this sum to the first, now
         if is_another:
             self.finish_pass()
-        while len(self._running) >= _AT_ONCE:
+        while len(self._running) >= _AT_ONCE or (self._running and self._running[0].done()):
             self._running.popleft().finish()
         coding, shards = self._coding, given.view(self._comm.size, -1)
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).
@@ -124,9 +129,10 @@ class FsdpCollectives:
             else:
                 coding.sum(received, total := torch.empty_like(out, dtype=torch.float32))
                 out.copy_(total)
+            self.on_sum(module)
 
-        self._running.append(_Running(start(sent, name=name), sent, write))
-        self._summed.setdefault(name, out.untyped_storage().data_ptr())
+        self._running.append(_Running(start(sent, name=f"gradients/{module}"), sent, write))
+        self._summed.setdefault(module, out.untyped_storage().data_ptr())
         if is_another:
             self.finish_pass()
 
@@ -139,6 +145,10 @@ class _Running:
 
     def __init__(self, handle: Handle, sent: Tensor, write: Callable[[Tensor], None]) -> None:
         self._handle, self._sent, self._write = handle, sent, write
+
+    def done(self) -> bool:
+        """Check whether `wait` would return at once."""
+        return self._handle.done()
 
     def wait(self) -> Tensor:
         """Return what was received."""
@@ -200,19 +210,15 @@ class _AllGather(_Memory):
 class _ReduceScatter(_Memory):
     """The reduce-scatter of one module: torch's protocol `ReduceScatter`."""
 
-    def __init__(self, collectives: FsdpCollectives, name: str) -> None:
-        self._collectives, self._name = collectives, name
+    def __init__(self, collectives: FsdpCollectives, module: str) -> None:
+        self._collectives, self._module = collectives, module
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Begin; `FsdpCollectives.finish_pass` waits."""
         assert op == dist.ReduceOp.SUM and not async_op
-        self._collectives.sum(self._name, input_tensor, output_tensor)
-
-
-def _parameters(module: Any) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters())
+        self._collectives.sum(self._module, input_tensor, output_tensor)
 
 
 def make_collectives(parts: EngineParts) -> FsdpCollectives | None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.blocks import before_forward, blocks
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import GATHER, Spans
 
@@ -45,21 +45,8 @@ class Gathers:
                 self._of_unit[unit] = list(dict.fromkeys(bucket_of[p] for p in parameters))
                 for parameter in parameters:
                     self._units.setdefault(parameter, set()).add(unit)
-                self._hook(unit)
+                self._undo.append(before_forward(unit, partial(self._enter, unit)))
         self._is_compiled = any(unit._compiled_call_impl is not None for unit in self._of_unit)
-
-    def _hook(self, unit: nn.Module) -> None:
-        inner = unit._compiled_call_impl
-        if inner is None:
-            self._undo.append(unit.register_forward_pre_hook(lambda module, _: self._enter(module)).remove)
-            return
-
-        def call(*arguments: Any, **keywords: Any) -> Any:  # outside of what is compiled
-            self._enter(unit)
-            return inner(*arguments, **keywords)
-
-        unit._compiled_call_impl = call
-        self._undo.append(partial(setattr, unit, "_compiled_call_impl", inner))
 
     def _enter(self, unit: nn.Module) -> None:
         self._ran.add(unit)

@@ -19,7 +19,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.table import AUTO, EngineParts, find_engine
+from hvdtrain.engine.table import AUTO, BF16_WEIGHTS, EngineParts, find_engine
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo
@@ -58,14 +58,17 @@ def make_engine(
     shard: str = "none",
     engine: str = "horovod",
     device: torch.device | None = None,
+    dp_shard: int | None = None,
+    precision: str = "fp32",
     *,
     elastic: bool = False,
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
-    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model); in an
-    `elastic` job, ranks may join and leave.
+    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model);
+    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; in an `elastic` job, ranks may
+    join and leave.
 
     Errors:
         ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
@@ -74,14 +77,26 @@ def make_engine(
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
-    kind = find_engine(engine, compression, shard)
+    kind = find_engine(engine, compression, shard, dp_shard, precision)
     if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
     make = kind.load()
     device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
     return make(
         EngineParts(
-            model, optimizer, parameters, comm, compression, spans, bucket_mib, variables, shard, device, elastic
+            model,
+            optimizer,
+            parameters,
+            comm,
+            compression,
+            spans,
+            bucket_mib,
+            variables,
+            shard,
+            device,
+            elastic,
+            dp_shard,
+            torch.bfloat16 if precision == BF16_WEIGHTS else None,
         )
     )
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.base import Handle
 from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
+    UNDIVIDED,
     DividedEngine,
     refuse_one_rank,
     refuse_what_cannot_be_divided,
@@ -28,7 +28,7 @@ from hvdtrain.engine.divisible import (
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.table import EngineParts
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import Layout, lay_out, plan
@@ -50,31 +50,25 @@ class ShardedEngine(DividedEngine):
     While it is open, the optimizer's groups contain the owned rows instead of the model's parameters.
 
     Args:
-        model: with equal parameters on all ranks.
-        named: the optimizer's parameters, in the model's order.
+        parts: the parameters are equal on all ranks. If gradients are divided, those of each micro-batch are summed at
+            their owners at once (ZeRO-2): one exchange for each, and a rank never holds all gradients. In an elastic
+            job, ranks may own nothing, because there are many, or everything, because there is one.
         bucket_bytes: size limit of a bucket.
-        sums_each_pass: whether the gradients of each micro-batch are summed at their owners at once (ZeRO-2): one
-            exchange for each, and a rank never holds all gradients.
-        any_size: whether ranks may own nothing, because there are many, or everything, because there is one.
+        weight: applied to each gradient before the exchange.
+        name: prefix of the collectives' names.
+
+    Attributes:
+        on_gradient: called with the name and each parameter that gets a gradient; set it before `refresh`.
 
     Errors:
         ConfigError: the model or the optimizer cannot be divided among the ranks.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        named: list[tuple[str, nn.Parameter]],
-        comm: Comm,
-        bucket_bytes: int,
-        spans: Spans | None = None,
-        *,
-        sums_each_pass: bool = False,
-        any_size: bool = False,
-    ) -> None:
-        super().__init__(optimizer, model, comm)
-        self._spans = spans or Spans()
+    def __init__(self, parts: EngineParts, bucket_bytes: int, *, weight: float = 1.0, name: str = "gradients") -> None:
+        optimizer, comm, named = parts.optimizer, parts.comm, parts.parameters
+        super().__init__(optimizer, parts.model, comm, name)
+        self._weight = weight
+        self._spans = parts.spans or Spans()
         self._bucket_bytes = bucket_bytes
         self._by_element = updates_by_element(optimizer)
         self._buckets: list[ShardBucket] = []
@@ -84,19 +78,20 @@ class ShardedEngine(DividedEngine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained: list[bool] = []
         self._undelivered: dict[str, Tensor] = {}  # residuals, in this step
-        self._sums_each_pass = sums_each_pass
+        self._sums_each_pass = parts.shard == "gradients"
         self._micro_batches = self._passes = 0
         self._is_exchanging = False
+        self.on_gradient: Callable[[str, nn.Parameter], None] = self._on_gradient
         self._most: Handle | None = None
-        refuse_what_cannot_be_divided(model, named)
+        refuse_what_cannot_be_divided(parts.model, named, UNDIVIDED)
         self._add(named)
         owners = {rank for owned in self.owned().values() for rank in owned.owners}
-        if len(owners) < comm.size and not any_size:
+        if len(owners) < comm.size and not parts.elastic:
             raise ConfigError(
                 "the model has too few parameters to divide its optimizer among the ranks",
                 expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
                 found=f"parameters for {len(owners)} of {comm.size} ranks",
-                next_step="--parallel.shard none",
+                next_step=f"use fewer ranks, or {UNDIVIDED}",
             )
         use_owned(optimizer, self._names, self._owned)
         self._gathers = self._make_gathers()
@@ -105,7 +100,7 @@ class ShardedEngine(DividedEngine):
         """Make buckets of these parameters; frozen ones are in buckets of their own."""
         for is_trained in (True, False):
             part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
-            prefix = f"gradients/{len(self._buckets)}" if self._buckets else "gradients"
+            prefix = f"{self._name}/{len(self._buckets)}" if self._buckets else self._name
             for layout in lay_out(plan(part, self._bucket_bytes), dict(part), prefix):
                 whole = [not (self._by_element and p.is_contiguous()) for p in layout.parameters]
                 bucket = self._make_bucket(layout, whole)
@@ -114,7 +109,7 @@ class ShardedEngine(DividedEngine):
         self._names |= {parameter: name for name, parameter in named}
         # More are exchanged at a time while memory is free that the sums will take.
         self._limit_bytes = _AT_ONCE * self._bucket_bytes + sum(bucket.segment_bytes for bucket in self._buckets)
-        self._queue = BucketQueue(self._buckets, 1.0, self._spans, self._limit_bytes)
+        self._queue = BucketQueue(self._buckets, self._weight, self._spans, self._limit_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
     def _make_bucket(self, layout: Layout, whole: list[bool]) -> ShardBucket:
@@ -125,23 +120,43 @@ class ShardedEngine(DividedEngine):
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients. Collective: yes, if parameters were added, frozen or freed since the last step."""
-        self._refresh()
+        self.refresh()
         self.optimizer.zero_grad()
         for parameter in self._names:
             parameter.grad = None
-        for bucket in self._buckets:
-            bucket.clear()
-        self._queue.begin()
         self._gathers.begin()
         self._micro_batches, self._passes, self._most = micro_batches, 0, None
+        self.begin_exchange()
+
+    def begin_exchange(self) -> None:
+        """Free the sums of the last step, and expect the gradients of another one."""
+        self.clear()
+        self._queue.begin()
         self._undelivered = dict(self._residuals) if self._comm.rank == 0 else {}
 
-    def _refresh(self) -> None:
+    def clear(self) -> None:
+        """Free the sums."""
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def refresh(self) -> None:
+        """Look for parameters that were added, frozen or freed. Collective: yes, if there are some.
+
+        Errors:
+            TaskError: the optimizer has a new parameter from outside the model.
+            LaunchError: the ranks train different parameters; on every rank.
+        """
         known = {owned.parameter for owned in self._owned.values()}
         added = {p for group in self.optimizer.param_groups for p in group["params"] if p not in known}
         if added:
             self.complete()
             named = [(name, p) for name, p in self._model.named_parameters() if p in added]
+            if len(named) < len(added):
+                raise TaskError(
+                    "a parameter was added to the optimizer that is not one of the model",
+                    expected="parameters of the model, because the optimizer is divided among ranks",
+                    next_step="add it to the model, too; in your own loop, make the optimizer of all parameters",
+                )
             for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
                 before += [p for p in group["params"] if p in added]
             self._groups += [list(group["params"]) for group in self.optimizer.param_groups[len(self._groups) :]]
@@ -154,11 +169,11 @@ class ShardedEngine(DividedEngine):
             self._trained = trained
             self._remove_hooks()
             for parameter, name in self._names.items():
-                if parameter.requires_grad:
-                    on_gradient: Any = partial(self._on_gradient, name)
+                if parameter.requires_grad and parameter.numel():
+                    on_gradient: Any = partial(self.on_gradient, name)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
             names = [name for parameter, name in self._names.items() if parameter.requires_grad]
-            check_same_names(self._comm, names, name="gradients/trained")
+            check_same_names(self._comm, names, name=f"{self._name}/trained")
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass; the first one finds parameters that are used before their module."""
@@ -167,19 +182,23 @@ class ShardedEngine(DividedEngine):
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if self._is_exchanging:
-            self._add_residual(name, parameter)
-            self._queue.add_gradient(name)
+            self.add_gradient(name, parameter)
+
+    def add_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Take the gradient of a parameter, and exchange each bucket as soon as it is full."""
+        self._add_residual(name, parameter)
+        self._queue.add_gradient(name)
 
     def _add_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add what an earlier exchange with a compression has not delivered."""
         if (residual := self._undelivered.pop(name, None)) is not None:
-            residual = residual.to(parameter.device, parameter.dtype)
-            parameter.grad = residual.clone() if parameter.grad is None else parameter.grad.add_(residual)
+            residual = residual.to(parameter.device, parameter.dtype) / self._weight
+            parameter.grad = residual if parameter.grad is None else parameter.grad.add_(residual)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, or each pass, exchange each bucket as soon as it is full."""
         if self._sums_each_pass and self._passes:
-            self._end_pass()
+            self.end_pass()
         self._count_passes()
         self._passes += 1
         self._is_exchanging = self._sums_each_pass or self._passes == self._micro_batches
@@ -189,9 +208,9 @@ class ShardedEngine(DividedEngine):
     def _count_passes(self) -> None:
         """Begin to exchange the numbers of passes, once a step. Collective: yes."""
         if self._sums_each_pass and self._most is None:
-            self._most = self._comm.allgather(torch.tensor([self._micro_batches]), name="gradients/passes")
+            self._most = self._comm.allgather(torch.tensor([self._micro_batches]), name=f"{self._name}/passes")
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
         """Wait for the sums of a pass, and begin the next one. Its sums are added to them. Collective: yes."""
         self._queue.wait()
         self._queue.begin()
@@ -203,7 +222,7 @@ class ShardedEngine(DividedEngine):
         if self._most is not None:  # ranks with fewer micro-batches take part with zeros
             for _ in range(self._passes, int(self._most.wait().max())):
                 if self._passes:
-                    self._end_pass()
+                    self.end_pass()
                 self._passes += 1
         if self._undelivered:
             for parameter, name in self._names.items():
@@ -218,14 +237,25 @@ class ShardedEngine(DividedEngine):
         """Update what this rank owns, and start to send it to all ranks. Collective: yes."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for bucket in self._buckets:
-            bucket.clear()
+        self.spread()
+
+    def spread(self) -> None:
+        """Start to send what this rank's optimizer has updated to all ranks. Collective: yes."""
+        self.clear()
         # Now: parameters may be frozen before the last gather starts.
         self._gathers.start([bucket for bucket in reversed(self._buckets) if bucket.is_trained])
 
     def complete(self) -> None:
         """Wait for the parameters that other ranks have updated."""
         self._gathers.finish()
+
+    def take_changes(self) -> None:
+        """Use what a program has written to the model's parameters; here the optimizer's are in the same memory."""
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether the compression uses error feedback."""
+        return False
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters by bucket."""
@@ -251,8 +281,8 @@ class ShardedEngine(DividedEngine):
         self._hooks.clear()
 
 
-def make_sharded(parts: EngineParts) -> ShardedEngine:
-    """Make the engine.
+def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:
+    """Make the engine; `options` are those of `ShardedEngine`.
 
     Errors:
         ConfigError: there is one rank, in a job that is not elastic; or the model or the optimizer cannot be divided.
@@ -264,18 +294,8 @@ def make_sharded(parts: EngineParts) -> ShardedEngine:
     if parts.bucket_mib is None:
         total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
         bucket_bytes = shard_bucket_bytes(bucket_bytes, total, parts.comm.size)
-    make: Callable[..., ShardedEngine] = ShardedEngine
-    if not compression.exact:
-        from hvdtrain.engine.coded_sharded import CodedShardedEngine  # which imports this module
+    if compression.exact:
+        return ShardedEngine(parts, bucket_bytes, **options)
+    from hvdtrain.engine.coded_sharded import CodedShardedEngine  # which imports this module
 
-        make = partial(CodedShardedEngine, compression=compression)
-    return make(
-        parts.optimizer,
-        parts.model,
-        parts.parameters,
-        parts.comm,
-        bucket_bytes,
-        parts.spans,
-        sums_each_pass=parts.shard == "gradients",
-        any_size=parts.elastic,
-    )
+    return CodedShardedEngine(parts, bucket_bytes, **options)

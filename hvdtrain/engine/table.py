@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Option value: choose the compression that pays, in the first steps."""
 
+BF16_WEIGHTS = "bf16-weights"
+"""Option value of the precision: an engine gives bf16 parameters to forward and backward, and updates fp32 ones."""
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -34,6 +37,8 @@ class EngineParts:
         shard: what is divided among ranks; one of the engine's `shards`.
         device: of training; the model is there already, unless the engine places it.
         elastic: whether ranks may join and leave.
+        weights: format in which forward and backward get the parameters; None for their own.
+        dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
     """
 
     model: nn.Module
@@ -47,6 +52,8 @@ class EngineParts:
     shard: str
     device: torch.device
     elastic: bool = False
+    dp_shard: int | None = None
+    weights: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,12 @@ class EngineKind:
         name: its name in options.
         make: "module:name" of a function from `EngineParts` to an engine for several ranks.
         compressions: names of the supported compressions, and `AUTO` if it is.
-        shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. One name and shard
-            make one engine.
+        shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. Name, shard and
+            `groups` make one engine.
+        groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
+        casts_weights: whether forward and backward can get parameters in another format than the optimizer's.
         places_model: whether it moves the model to the device, part by part: the whole need not fit there.
     """
 
@@ -68,8 +77,10 @@ class EngineKind:
     make: str
     compressions: tuple[str, ...]
     shards: tuple[str, ...] = ("none",)
+    groups: bool = False
     elastic: bool = False
     horovod: bool = False
+    casts_weights: bool = False
     places_model: bool = False
 
     def load(self) -> Callable[[EngineParts], Engine]:
@@ -93,7 +104,23 @@ TABLE = (
     ),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
     # It always divides the parameters, so that this need not be said.
-    EngineKind("fsdp", "hvdtrain.engine.fsdp:make_fsdp", ("none", *_CODED), ("parameters", "none"), places_model=True),
+    EngineKind(
+        "fsdp",
+        "hvdtrain.engine.fsdp:make_fsdp",
+        ("none", *_CODED),
+        ("parameters", "none"),
+        casts_weights=True,
+        places_model=True,
+    ),
+    EngineKind(
+        "fsdp",
+        "hvdtrain.engine.hybrid:make_hybrid",
+        tuple(name for name in COMPRESSIONS if name != "powersgd"),  # its state is not by rows
+        ("parameters", "none"),
+        groups=True,
+        casts_weights=True,
+        places_model=True,
+    ),
 )
 
 
@@ -107,7 +134,15 @@ def places_model(engine: str) -> bool:
     return any(kind.places_model for kind in TABLE if kind.name == engine)
 
 
-def find_engine(engine: str, compression: str = "none", shard: str = "none", *, elastic: bool = False) -> EngineKind:
+def find_engine(
+    engine: str,
+    compression: str = "none",
+    shard: str = "none",
+    dp_shard: int | None = None,
+    precision: str = "fp32",
+    *,
+    elastic: bool = False,
+) -> EngineKind:
     """Return the engine that options name, and check that it supports the compression and the job.
 
     Errors:
@@ -115,19 +150,32 @@ def find_engine(engine: str, compression: str = "none", shard: str = "none", *, 
     """
     check_compression(compression)
     name = compression.partition(":")[0]
-    kind = next((kind for kind in TABLE if kind.name == engine and shard in kind.shards), None)
+    kinds = [kind for kind in TABLE if kind.name == engine and shard in kind.shards]
+    kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
+    if kind is None and kinds:
+        raise ConfigError(
+            f"{options} does not support --parallel.dp_shard {dp_shard}: it does not divide among groups of ranks",
+            next_step=f"leave it out, or {_with(lambda k: k.groups)}",
+        )
     if kind is None:
         raise ConfigError(
             f"--parallel.engine {engine} does not support --parallel.shard {shard}",
             expected=", ".join(shard for kind in TABLE if kind.name == engine for shard in kind.shards),
             next_step=f"choose one of these, or {_with(lambda k: shard in k.shards)}",
         )
+    options += f" with --parallel.dp_shard {dp_shard}" if dp_shard is not None else ""
     if name not in kind.compressions:
         raise ConfigError(
             f"{options} does not support --parallel.compression {compression}",
             expected=", ".join(kind.compressions),
             next_step=f"choose one of these, or {_with(lambda k: name in k.compressions)}",
+        )
+    if precision == BF16_WEIGHTS and not kind.casts_weights:
+        raise ConfigError(
+            f"{options} does not support --precision {precision}",
+            expected="fp32, bf16 or fp16",
+            next_step=f"--precision bf16, or {_with(lambda k: k.casts_weights)}",
         )
     if elastic and not kind.elastic:
         raise ConfigError(
@@ -153,5 +201,5 @@ def check_compression(text: str) -> None:
 
 def _with(supports: Callable[[EngineKind], bool]) -> str:
     """Return the options of the engines that support something."""
-    found = [kind for kind in TABLE if supports(kind)]
-    return " or ".join(f"--parallel.engine {kind.name}" + f" --parallel.shard {kind.shards[0]}" for kind in found)
+    found = [f"--parallel.engine {kind.name} --parallel.shard {kind.shards[0]}" for kind in TABLE if supports(kind)]
+    return " or ".join(dict.fromkeys(found))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import CallOrderError
 from hvdtrain.exchange.buckets import Named
@@ -37,6 +40,38 @@ class BackwardPasses:
                 self._most = number
                 self.last = number >= self.count
         return self.last
+
+
+class SentGradient(Tensor):
+    """A placeholder for a gradient that was sent to its owner: a shape without values. Operations on it are errors."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, name: str) -> SentGradient:
+        """Make one for a parameter."""
+        like = parameter.detach()
+        made: SentGradient = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        return made
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        self.of = name
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return a text without values."""
+        return f"SentGradient({self.of})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse every operation."""
+        name = next(value.of for value in tree_leaves((args, kwargs)) if isinstance(value, cls))
+        raise CallOrderError(
+            f"the gradient of {name} is not on this rank: the optimizer is divided, so backward sends it to its owner",
+            expected="gradients that only the optimizer uses",
+            found=f"{func} on {name}.grad",
+            next_step="to clip: optimizer.clip_grad_norm_(max_norm) between backward and step. Before each step's first"
+            " backward: optimizer.zero_grad(). For several backward passes a step: backward_passes_per_step",
+        )
 
 
 class FinishedGradients(dict[str, tuple[Tensor | None, int]]):

@@ -43,6 +43,7 @@ class CodedShardBucket(ShardBucket):
         self._residual = self._zeros(self.layout.shape.length) if keep_error else None
         self._left: Tensor | None = None  # what the exchanges of this step have not delivered
         self._spread: Handle | None = None
+        self._seen: list[Tensor] | None = None  # the model's values of the owned shards, as they arrived
         self.applied: Tensor | None = None
 
     def _zeros(self, length: int) -> Tensor:
@@ -124,6 +125,22 @@ class CodedShardBucket(ShardBucket):
         self._coding.decode(received, decoded.view(self._comm.size, -1))
         # In place: autograd then refuses a backward pass for which a parameter was read too early.
         torch._foreach_add_(list(map(self._model, self._shards)), [shard.part.view(decoded) for shard in self._shards])
+        self._remember()
+
+    def take_changes(self) -> None:
+        """Make exact what a program has written to the model's parameters since their last exchange."""
+        for index, shard in enumerate(self._own):
+            model, exact = self._model(shard), self._exact(shard)
+            if self._seen is None:
+                exact.copy_(model)
+            else:
+                torch.where(model == self._seen[index], exact, model, out=exact)
+        self._seen = self._seen or []
+        self._remember()
+
+    def _remember(self) -> None:
+        if self._seen is not None:
+            self._seen = [self._model(shard).clone() for shard in self._own]
 
     def gather_exactly(self) -> None:
         """Give all ranks the exact parameters, not encoded. Collective: yes."""
@@ -131,6 +148,7 @@ class CodedShardBucket(ShardBucket):
         super().finish_gather()
         for shard in self._own:
             self._model(shard).copy_(self._exact(shard))
+        self._remember()
 
     def _model(self, shard: Shard) -> Tensor:
         """Return the values of a shard in the model."""
@@ -189,4 +207,4 @@ class CodedShardBucket(ShardBucket):
 
     def buffers(self) -> list[Tensor]:
         """Return the memory in use."""
-        return [*super().buffers(), *(t for t in (self._residual, self._left) if t is not None)]
+        return [*super().buffers(), *(t for t in (self._residual, self._left) if t is not None), *(self._seen or ())]

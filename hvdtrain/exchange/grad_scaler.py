@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.optimizer import Exchange
+    from hvdtrain.exchange.own_loop import Exchange
 
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 """By the id of their optimizers, which GradScaler uses too."""
@@ -20,20 +21,18 @@ _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 def support_grad_scaler(optimizer: Optimizer, exchange: Exchange) -> None:
     """Sum the gradients before a GradScaler unscales them, and multiply the residuals when its scale changes.
 
-    GradScaler has no hooks for this. So `unscale_`, which its `step` calls too, and `update` are wrapped once, for all
-    instances.
+    GradScaler has no hooks for this. So two of its methods are wrapped once, for all instances: `update`, and that by
+    which `unscale_` and `step` read the gradients.
     """
     _exchanges[id(optimizer)] = exchange
-    unscale, update = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.update
+    unscale, update = torch.amp.GradScaler._unscale_grads_, torch.amp.GradScaler.update
     if hasattr(update, "_hvdtrain_wraps"):
         return
 
     @functools.wraps(unscale)
-    def unscale_summed(self: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        exchange = _exchanges.get(id(optimizer))
-        if exchange is not None and self.is_enabled():
-            exchange.sum_up()
-        unscale(self, optimizer)
+    def unscale_summed(self: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
+        exchange, own = _exchanges.get(id(optimizer)), partial(unscale, self, optimizer, *arguments)
+        return own() if exchange is None else exchange.unscale(own)
 
     @functools.wraps(update)
     def update_all(self: torch.amp.GradScaler, new_scale: float | Tensor | None = None) -> None:
@@ -46,5 +45,5 @@ def support_grad_scaler(optimizer: Optimizer, exchange: Exchange) -> None:
                 exchange.reducer.rescale(after / before)
 
     update_all._hvdtrain_wraps = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.unscale_ = unscale_summed  # type: ignore[method-assign]
+    torch.amp.GradScaler._unscale_grads_ = unscale_summed  # type: ignore[assignment, method-assign]
     torch.amp.GradScaler.update = update_all  # type: ignore[method-assign]

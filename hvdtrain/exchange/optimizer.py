@@ -3,159 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain.errors import CallOrderError, TaskError
+from hvdtrain.errors import TaskError
 from hvdtrain.exchange.grad_scaler import support_grad_scaler
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.own_loop import Exchange
 
-_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-def fresh_name(ranks: int) -> str:
-    """Return the prefix of the collectives' names of a new optimizer in process set number `ranks`.
+def fresh_name(process_set: Any) -> str:
+    """Return the prefix of the collectives' names of a new optimizer of a Horovod process set.
 
     It is equal on all ranks of the set if they make its optimizers in the same order.
     """
-    number = next(_numbers[ranks])
-    return "gradients" + (f".set{ranks}" if ranks else "") + (f".{number}" if number else "")
-
-
-class Exchange:
-    """The exchange of one optimizer: a step lasts from its first gradient until the optimizer has used the sums.
-
-    Args:
-        reducer: counts backward passes.
-        terms: returns (comm, weight, factor) for `Reducer.restart`.
-        session: returns another number after the ranks have changed.
-    """
-
-    def __init__(
-        self, reducer: Reducer, terms: Callable[[], tuple[Any, float, float]], session: Callable[[], int]
-    ) -> None:
-        self.reducer = reducer
-        self._terms = terms
-        self._session = session
-        self._last_session = session()
-        self._skip = False
-        self._synchronized = False
-        self._warned = False
-        reducer.before = self._begin_step
-        reducer.forget()  # the first gradient makes it read the parameters
-
-    def _begin_step(self) -> None:
-        self._synchronized = False
-        if self._session() != self._last_session:
-            self.restart()
-        self.reducer.refresh()
-
-    def synchronize(self) -> None:
-        """Sum the current gradients, even if they were summed before. Collective: yes."""
-        if self.reducer.over:
-            self._end()
-        self.sum_up()
-        self._synchronized = True
-
-    def sum_up(self) -> None:
-        """Sum the gradients, unless this step has done so before. Collective: yes."""
-        if not self.reducer.over:
-            self.reducer.finish()
-
-    def clear(self) -> None:
-        """Drop the current step, because its gradients will be cleared.
-
-        Errors:
-            CallOrderError: some gradients are being exchanged.
-        """
-        if self.reducer.over:
-            self.reducer.commit(applied=False)
-        elif self.reducer.begun:
-            raise CallOrderError(
-                "optimizer.zero_grad() was called after backward, while gradients were being exchanged",
-                next_step="call optimizer.step() or optimizer.synchronize() first, on every rank",
-            )
-        self.forget()
-
-    @contextmanager
-    def skipping(self) -> Iterator[None]:
-        """Return a context in which a step uses the gradients without an exchange."""
-        self._skip = True
-        try:
-            yield
-        finally:
-            self._skip = False
-
-    def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Sum the gradients, let the optimizer `update` the parameters, begin the next step.
-
-        The loss that a closure returns is averaged (or summed) as gradients are.
-        """
-        if closure is not None:
-            return self._step_with(update, closure)
-        if self._synchronized and not self._skip:
-            warnings.warn(
-                "optimizer.step() after optimizer.synchronize() exchanges the gradients a second time, as in Horovod; "
-                "call it within optimizer.skip_synchronize()",
-                stacklevel=3,
-            )
-            self.synchronize()
-        if not self._skip or self.reducer.begun:
-            self.sum_up()
-        if self.reducer.over and not self.reducer.finite():
-            return self._skip_step()
-        result = update()
-        self._end()
-        return result
-
-    def _skip_step(self) -> None:
-        """Skip the step on all ranks, because its compressed gradients are not finite."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn("skipping a step: its compressed gradients are not finite (shown once)", stacklevel=4)
-        self.reducer.commit(applied=False)
-        self.forget()
-
-    def _step_with(self, update: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        if self.reducer.begun:
-            self.sum_up()
-
-        def summed() -> Any:
-            if self.reducer.over:
-                self._end()
-            with torch.enable_grad():
-                loss = closure()
-            self.sum_up()
-            # A line search must decide by the same loss on all ranks.
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                return torch.full_like(loss, self.reducer.total(loss.item()))
-            return self.reducer.total(loss) if isinstance(loss, float) else loss
-
-        result = update(summed)
-        self._end()
-        return result
-
-    def _end(self) -> None:
-        self.reducer.commit(applied=True)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the current step and start another one."""
-        self.reducer.forget()
-        self._synchronized = False
-
-    def restart(self) -> None:
-        """Start another step with the current ranks."""
-        self._last_session = self._session()
-        self.reducer.restart(*self._terms())
+    own = process_set.process_set_id
+    # A removed set's number is used again, maybe for other ranks. The global set keeps its number when ranks change.
+    number = next(_numbers[tuple(process_set.ranks) if own else ()])
+    return "gradients" + (f".set{own}" if own else "") + (f".{number}" if number else "")
 
 
 def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
@@ -167,8 +38,7 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     Errors:
         TaskError: it has an exchange already.
     """
-    if hasattr(optimizer, "_hvdtrain_exchange"):
-        raise TaskError("the optimizer is distributed already", next_step="call DistributedOptimizer once")
+    refuse_second(optimizer)
     kind = type(optimizer)
     optimizer.__class__ = _distributed(kind)
     # An existing scheduler has set an attribute that wraps the former class's step.
@@ -176,6 +46,12 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     optimizer._hvdtrain_exchange = exchange  # type: ignore[attr-defined]
     support_grad_scaler(optimizer, exchange)
     return optimizer
+
+
+def refuse_second(optimizer: Optimizer) -> None:
+    """Check that an optimizer has no exchange. Errors: TaskError."""
+    if hasattr(optimizer, "_hvdtrain_exchange"):
+        raise TaskError("the optimizer is distributed already", next_step="call DistributedOptimizer once")
 
 
 def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
@@ -194,8 +70,7 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
 
         def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
             """Clear the gradients; none may be in an exchange."""
-            self._hvdtrain_exchange.clear()
-            kind.zero_grad(self, *arguments, **keywords)
+            self._hvdtrain_exchange.zero_grad(partial(kind.zero_grad, self), *arguments, **keywords)
 
         def synchronize(self) -> None:
             """Make every gradient the sum (or mean) over ranks; each call sums again. Collective: yes."""
@@ -207,8 +82,29 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Load a state, on any of the ranks, and drop the current step."""
-            kind.load_state_dict(self, state_dict)
-            self._hvdtrain_exchange.forget()
+            self._hvdtrain_exchange.load_state_dict(partial(kind.load_state_dict, self), state_dict)
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return the state; an error if the optimizer is divided."""
+            state: dict[str, Any] = self._hvdtrain_exchange.state_dict(partial(kind.state_dict, self))
+            return state
+
+        def gather_state_dict(self) -> dict[str, Any]:
+            """Return the whole state on rank 0, as `state_dict` of an undivided optimizer; an empty one on others.
+
+            If the optimizer is divided and compressed, this also makes the model's parameters exact. Collective: yes.
+            """
+            state: dict[str, Any] = self._hvdtrain_exchange.gather_state_dict(partial(kind.state_dict, self))
+            return state
+
+        def clip_grad_norm_(self, max_norm: float) -> Tensor:
+            """Clip the summed gradients by their norm, between backward and `step`; return it. Collective: yes."""
+            total: Tensor = self._hvdtrain_exchange.clip(self, max_norm)
+            return total
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add parameters, on every rank; an error if the optimizer is divided."""
+            self._hvdtrain_exchange.add_param_group(partial(kind.add_param_group, self), param_group)
 
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Exchange gradients after this many backward passes, from the next step on."""

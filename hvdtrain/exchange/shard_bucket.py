@@ -89,15 +89,15 @@ class ShardBucket(Bucket):
         self.missing = {i for i, parameter in enumerate(self.layout.parameters) if parameter.requires_grad}
 
     def clear(self) -> None:
-        """Free the sums of the last step."""
-        self._summed = None
+        """Free the sums of the last step, and what was packed of it and not exchanged."""
+        self._work = self._summed = None
 
     def _check_dense(self, index: int, gradient: Tensor | None) -> None:
         if gradient is not None and gradient.is_sparse:
             raise TaskError(
                 f"the gradient of {self.layout.shape.parts[index].name} is sparse",
                 expected="dense gradients, because the optimizer is divided among ranks",
-                next_step="make it dense (nn.Embedding(sparse=False)), or train with --parallel.shard none",
+                next_step="make it dense (nn.Embedding(sparse=False)), or do not divide the optimizer (shard: none)",
             )
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:

@@ -1,4 +1,4 @@
-"""Keep freed memory for the next step instead of giving it back to the kernel. glibc only."""
+"""Keep freed memory for the next step, or give it back to the kernel. glibc only."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # musl, macOS
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the kernel, also between memory in use.
+
+    Tensors of less than 32 MiB may leave gaps that no tensor of the same size fits into (glibc before 2.38).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

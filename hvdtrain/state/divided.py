@@ -36,7 +36,20 @@ def place_of(tensor: DTensor) -> Place:
     rank, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
     assert tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard(0)
     first = min(rank * -(-len(tensor) // size), len(tensor))
-    return Place(tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), (rank,))
+    return Place(tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), _ranks_at(tensor, range(rank, rank + 1)))
+
+
+def ranks_with_rows(tensor: DTensor) -> tuple[int, ...]:
+    """Return the ranks that hold rows."""
+    return _ranks_at(tensor, range(-(-len(tensor) // -(-len(tensor) // tensor.device_mesh.size()))))
+
+
+def _ranks_at(tensor: DTensor, indices: range) -> tuple[int, ...]:
+    """Return the ranks with these indices in their group; each group of consecutive ranks divides the tensor."""
+    from torch.distributed import get_world_size
+
+    size = tensor.device_mesh.size()
+    return tuple(rank for rank in range(get_world_size()) if rank % size in indices)
 
 
 def take_rows(tensor: Tensor, divided: Tensor | None) -> Tensor:

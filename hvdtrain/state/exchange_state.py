@@ -73,6 +73,9 @@ class Exchange(Protocol):
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors by name, and plain values."""
 
+    def state_place(self, key: str) -> Place | None:
+        """Return the place of a tensor of the state; None if it is whole, and equal on all ranks."""
+
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them, possibly without a copy."""
 
@@ -82,6 +85,7 @@ class ExchangeState(Exchange):
 
     def __init__(self, exchange: Exchange) -> None:
         self._state = exchange.state_dict()
+        self._places = {key: exchange.state_place(key) for key in self._state[0]}
         self._owned = exchange.owned()
 
     def complete(self) -> None:
@@ -101,6 +105,10 @@ class ExchangeState(Exchange):
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the plain values."""
         return self._state
+
+    def state_place(self, key: str) -> Place | None:
+        """Return the place in the round that has ended."""
+        return self._places.get(key)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Replace them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,12 @@ class Piece:
         """Whether it has none of the tensor's elements, though there are some."""
         return not self.tensor.numel() and bool(math.prod(self.place.shape))
 
+    @property
+    def writer(self) -> int:
+        """The rank that writes it to a checkpoint: one of those that hold it, so that all write about as much."""
+        ranks = self.place.ranks
+        return ranks[zlib.crc32(repr(self.key).encode()) % len(ranks)]
+
     def spec(self) -> list[Any]:
         """Return group, name, shape, dtype, shape of the whole tensor, and offset, for JSON."""
         place = self.place
@@ -102,11 +109,7 @@ class StateDict:
 
     def pieces_of(self, rank: int) -> list[Key]:
         """Return the pieces that `rank`, which this is, writes: not copies of another rank's, and no empty ones."""
-        return [
-            (piece.group, piece.name)
-            for piece in self.pieces()
-            if piece.place.ranks[0] == rank and not piece.is_nothing
-        ]
+        return [(piece.group, piece.name) for piece in self.pieces() if piece.writer == rank and not piece.is_nothing]
 
     def pieces(self, keys: Iterable[Key] | None = None) -> list[Piece]:
         """Return the pieces with these keys (default: all)."""

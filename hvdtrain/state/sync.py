@@ -13,7 +13,9 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
+from hvdtrain.state.divided import is_divided
 from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
+from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import TrainState
 
 _WINDOW_BYTES = 64 << 20
@@ -82,22 +84,34 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
     return there, comm.broadcast(there.reshape(-1).view(torch.uint8), name=name, root=root)
 
 
-def broadcast_parameters(model: nn.Module, comm: Comm, root: int = 0) -> None:
-    """Copy the parameters from rank `root` to every rank, in place. Collective: yes.
+def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: str = "") -> None:
+    """Copy the parameters of a module that are not divided yet from rank `root` to every rank. Collective: yes.
 
-    The models have equal parameters in the same order, as `check_same` checks.
+    A `Placeholder` becomes a parameter with memory, on the CPU. `prefix`: of names in the model. The modules have equal
+    parameters in the same order, as `check_same` checks.
     """
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((each, name))
     running: deque[tuple[nn.Parameter, Tensor, Handle]] = deque()
 
     def finish() -> None:
         parameter, there, handle = running.popleft()
         handle.wait()
-        if comm.rank != root:
+        if isinstance(parameter, Placeholder):
+            whole = nn.Parameter(there, parameter.requires_grad)
+            for user, name in users[parameter]:
+                setattr(user, name, whole)
+        elif comm.rank != root:
             with torch.no_grad():
                 parameter.copy_(there)
 
-    for name, parameter in model.named_parameters():
-        running.append((parameter, *_broadcast(parameter.detach(), comm, f"parameters/{name}", root)))
+    for name, parameter in list(module.named_parameters(prefix)):
+        if is_divided(parameter):
+            continue
+        tensor = parameter.detach() if comm.rank == root else torch.empty(parameter.shape, dtype=parameter.dtype)
+        running.append((parameter, *_broadcast(tensor, comm, f"parameters/{name}", root)))
         while len(running) > 1 and sum(there.nbytes for _, there, _ in running) > _WINDOW_BYTES:
             finish()
     while running:

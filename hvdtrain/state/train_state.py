@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
-from hvdtrain.state.exchange_state import Exchange, Owned, is_master
+from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
-_NUMBERS = "optimizer_values"
+NUMBERS = "optimizer_values"
+"""The group of plain numbers in the state of a divided optimizer."""
 _NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
 
@@ -56,9 +57,8 @@ class TrainState:
         slots, plain, groups, places = self._optimizer_state()
         places |= {("model", name): place_of(tensor) for name, tensor in kept.items() if is_divided(tensor)}
         residuals, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
-        owned = self._owned()
-        for key in filter(is_master, residuals):
-            if (place := owned[key.rpartition("/")[0]].place) is not None:
+        for key in residuals:
+            if self.exchange is not None and (place := self.exchange.state_place(key)) is not None:
                 places["exchange", key] = place
         values = {
             "progress": vars(self.progress).copy(),
@@ -84,7 +84,7 @@ class TrainState:
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         self._check_optimizer(state)
         self.model.load_state_dict({name: take_rows(stored[source], own.get(name)) for name, source in names.items()})
-        numbers = {key: value.item() for key, value in state.tensors.get(_NUMBERS, {}).items()}
+        numbers = {key: value.item() for key, value in state.tensors.get(NUMBERS, {}).items()}
         self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
             group.update(start)
@@ -101,7 +101,7 @@ class TrainState:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
         if group == "model" and is_divided(parameter := self._parameter(name)):
             return place_of(parameter).cut(whole, local(parameter).shape).clone()
-        if group not in ("optimizer", _NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
+        if group not in ("optimizer", NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
             return whole
         if own.parameter is None:
             return None
@@ -146,7 +146,7 @@ class TrainState:
             for slot, value in slots.items():
                 kind = "optimizer"
                 if own.place is not None and isinstance(value, (int, float)):  # other ranks do not have it
-                    kind, value = _NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
+                    kind, value = NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
                 if isinstance(value, Tensor):
                     tensors.setdefault(kind, {})[f"{name}/{slot}"] = value
                     if (place := own.place_of(value)) is not None:
@@ -168,7 +168,7 @@ class TrainState:
         return tensors, plain, groups, places
 
     def _check_optimizer(self, state: StateDict) -> None:
-        keys = [*state.tensors["optimizer"], *state.tensors.get(_NUMBERS, {}), *state.values["optimizer"]]
+        keys = [*state.tensors["optimizer"], *state.tensors.get(NUMBERS, {}), *state.values["optimizer"]]
         unknown = {key.rpartition("/")[0] for key in keys} - self._owned().keys()
         numbers = {str(number) for number in range(len(self.optimizer.param_groups))}
         unknown |= {f"group {number}" for number in state.values["groups"].keys() - numbers}
@@ -187,13 +187,13 @@ class TrainState:
         for key, value in chain(slots.items(), plain.items()):  # one whole tensor at a time
             name, _, slot = key.rpartition("/")
             if (parameter := owned[name].parameter) is not None:
-                loaded = _stored_as(parameter, owned[name].cut(value)) if isinstance(value, Tensor) else value
+                loaded = stored_as(parameter, owned[name].cut(value)) if isinstance(value, Tensor) else value
                 entries.setdefault(indices[parameter], {})[slot] = loaded
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return a copy of `value` with the parameter's strides, which torch's fused optimizers assume."""
     if value.shape != parameter.shape or parameter.is_contiguous():
         return value.clone()

@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import choices, info  # first: it prepares the environment for the next imports
 
 from hvdtrain.comm.horovod import begin_session, hvd, mpi_ops  # isort: skip
+from hvdtrain.engine.own_exchange import DividedExchange  # isort: skip
 from hvdtrain.torch.elastic import elastic_program  # isort: skip
 from hvdtrain.training.start.device import set_torch_threads  # isort: skip
 
@@ -67,6 +68,24 @@ def join(*arguments: Any, **keywords: Any) -> int:
     last: int = hvd.join(*arguments, **keywords)
     begin_session()  # this rank lacks what compression has learned meanwhile
     return last
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """Copy the optimizer's state from a rank to all: `horovod.torch.broadcast_optimizer_state`. Collective: yes.
+
+    Of a divided optimizer, only the options of its groups, such as the learning rate: no rank has the whole state.
+
+    Errors:
+        TaskError: it is divided, and a state was loaded on some ranks only; on every rank.
+    """
+    exchange = getattr(optimizer, "_hvdtrain_exchange", None)
+    if not isinstance(exchange, DividedExchange):
+        hvd.broadcast_optimizer_state(optimizer, root_rank, model)
+        return
+    ranks = list(optimizer.process_set.ranks)
+    if root_rank not in ranks:
+        raise ConfigError("root_rank is not a rank of the optimizer", expected=f"one of {ranks}", found=str(root_rank))
+    exchange.broadcast_options(ranks.index(root_rank))
 
 
 def _scale_before_reducescatter(name: str) -> None:

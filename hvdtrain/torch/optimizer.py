@@ -18,8 +18,10 @@ info, choices = prepare()  # before Horovod and MPI are loaded
 from hvdtrain.comm.horovod import HorovodComm, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
 from hvdtrain.engine.make import prepare_exchange, resolve_compression  # noqa: E402
+from hvdtrain.engine.own_optimizer import SHARDS, divide_optimizer  # noqa: E402
 from hvdtrain.errors import ConfigError  # noqa: E402
-from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
+from hvdtrain.exchange.optimizer import exchanging, fresh_name, refuse_second  # noqa: E402
+from hvdtrain.exchange.own_loop import Exchange  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 
 if TYPE_CHECKING:
@@ -45,12 +47,19 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
     gradient_as_bucket_view: bool = False,
+    shard: str = "none",
 ) -> Optimizer:
     """Make an optimizer use gradients averaged over all ranks: `hvd.DistributedOptimizer` with our exchange.
 
     It changes and returns the given optimizer; its state, schedulers and type stay. The optimizer gains `synchronize`,
-    `skip_synchronize` and `set_backward_passes_per_step`, and for the state of compression `exchange_state_dict` and
+    `skip_synchronize` and `set_backward_passes_per_step`; `clip_grad_norm_(max_norm)`, to be called between backward
+    and `step`; `gather_state_dict`; and for the state of compression `exchange_state_dict` and
     `load_exchange_state_dict`.
+
+    With ``shard="optimizer"`` each rank has and updates a part of the optimizer's state (ZeRO-1). `step` returns when
+    all ranks have all new parameters. All ranks call `DistributedOptimizer`, `clip_grad_norm_` and `gather_state_dict`,
+    which returns the whole state on rank 0; each rank passes a whole state to `load_state_dict`. The summed gradients
+    are at their owners: ``p.grad`` of a parameter cannot be used after its backward pass.
 
     Args:
         optimizer: with the interface of torch's optimizers.
@@ -66,10 +75,13 @@ def DistributedOptimizer(
         process_set: the ranks to average over; any other rank trains alone.
         gradient_as_bucket_view: make gradients views of the exchange buffers, as in ``DistributedDataParallel``. This
             saves the memory of the gradients and a copy a step. Between backward and `synchronize` or `step`,
-            parameters then have no gradient, and afterwards a different tensor than before.
+            parameters then have no gradient, and afterwards a different tensor than before. No effect with `shard`.
+        shard: what is divided among the ranks: "none"; "optimizer"; or "gradients", which also sums the gradients of
+            each of several backward passes at once, so that no rank keeps them (ZeRO-2).
 
     Errors:
-        ConfigError: an invalid argument, such as missing or duplicate names; it is a ValueError.
+        ConfigError: an invalid argument, such as missing or duplicate names, or what `shard` does not support; it is a
+            ValueError.
         TaskError: the optimizer is already distributed.
     """
     attributes = {
@@ -80,6 +92,8 @@ def DistributedOptimizer(
         "process_set": process_set,
     }
     groups = num_groups or None if groups is None else groups
+    if shard != "none":
+        _check_shard(shard, op, compression, groups, sparse_as_dense=sparse_as_dense)
     ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
     if op not in (hvd.Average, hvd.Sum) or ours is None:
         wrapped: Optimizer = hvd.DistributedOptimizer(
@@ -121,6 +135,25 @@ def DistributedOptimizer(
 
     grouped = _groups(groups, trained())
     comm, weight, factor = terms()
+    name = fresh_name(process_set)
+    if shard != "none":
+        refuse_second(optimizer)
+        divided = divide_optimizer(
+            optimizer,
+            _all_named(names, optimizer),
+            comm,
+            ours,
+            session,
+            shard=shard,
+            variables=info.variables,
+            weight=weight,
+            factor=factor,
+            passes=backward_passes_per_step,
+            name=name,
+        )
+        wrapped = exchanging(optimizer, divided)
+        wrapped.__dict__.update(attributes)
+        return wrapped
     device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
     chosen = resolve_compression(ours, device, info.variables)
     reducer = Reducer(
@@ -134,11 +167,44 @@ def DistributedOptimizer(
         groups=grouped,
         sparse_as_dense=sparse_as_dense,
         as_views=gradient_as_bucket_view,
-        name=fresh_name(process_set.process_set_id),
+        name=name,
     )
     wrapped = exchanging(optimizer, Exchange(reducer, terms, session))
     wrapped.__dict__.update(attributes)
     return wrapped
+
+
+def _check_shard(shard: str, op: Any, compression: Any, groups: Any, *, sparse_as_dense: bool) -> None:
+    """Check that `shard` supports the other arguments, and the job.
+
+    Errors:
+        ConfigError: it does not, or there is no such shard.
+    """
+    if shard not in SHARDS:
+        raise ConfigError("invalid shard of DistributedOptimizer", expected=", ".join(SHARDS), found=repr(shard))
+    refused = {
+        "op": op not in (hvd.Average, hvd.Sum),
+        "compression of your own": not isinstance(compression, str) and compression not in _COMPRESSIONS,
+        "groups": groups is not None,
+        "sparse_as_dense": sparse_as_dense,
+        "an elastic job": info.variables.get("HOROVOD_ELASTIC", "0") not in ("", "0"),
+    }
+    if found := [argument for argument, is_refused in refused.items() if is_refused]:
+        raise ConfigError(
+            f'shard="{shard}" does not support {", ".join(found)}',
+            expected="op=Average or Sum, a compression by name, buckets by size, dense gradients, and constant ranks",
+            next_step='change these, or use shard="none"',
+        )
+
+
+def _all_named(names: dict[nn.Parameter, str], optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the optimizer, in the order of their names."""
+    own = {
+        parameter: f"group{number}.{index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+    }
+    return [(name, p) for p, name in names.items() if p in own] or [(name, p) for p, name in own.items()]
 
 
 def _names(

@@ -73,7 +73,7 @@ def train(
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        rounds = start_rounds(info, horovod=needs_horovod(run.config.parallel.engine))
+        rounds = start_rounds(info, run.config.parallel.dp_shard, horovod=needs_horovod(run.config.parallel.engine))
         return run_training(run, build, rounds, timeline, info, sinks)
     except NoPlace:
         sys.exit(0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.engine.table import find_engine
+from hvdtrain.engine.table import find_engine, places_model
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -24,7 +25,7 @@ from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
 from hvdtrain.training.start.device import check_device_is_own, pick_device, training_stream
-from hvdtrain.training.start.make_task import check_same_data, make_task, refuse_exit
+from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
 
@@ -45,9 +46,21 @@ def run_training(
     """
     parallel = run.config.parallel
     # before anything costs time
-    find_engine(parallel.engine, parallel.compression, parallel.shard, elastic=rounds.elastic)
+    find_engine(
+        parallel.engine,
+        parallel.compression,
+        parallel.shard,
+        parallel.dp_shard,
+        run.config.precision,
+        elastic=rounds.elastic,
+    )
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
-    worker = make_worker_state(run, make_task(build, run.config, info.variables), device, info)
+    make = partial(make_task, build, run.config, info.variables)
+    # An engine that places the model is for jobs of one round only.
+    by_rank = places_model(parallel.engine)
+    task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")
+    worker = make_worker_state(run, task, device, info)
+    worker.warning = warning
     why, text = STARTED, ""
     failed: Round | None = None
     with worker.signals if rounds.elastic else nullcontext():

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hvdtrain.state.pieces import StateDict
 
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2, "bf16-weights": 5e-2}
 """Relative tolerance of losses by precision: another world size sums in another order."""
 
-TENSOR_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
+TENSOR_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5, "bf16-weights": 0.5}
 """Tolerance relative to a tensor's L2 norm. If a gradient is near 0, adaptive optimizers amplify its last bits."""
 
 

@@ -100,14 +100,14 @@ def test_the_options_of_train_are_those_of_its_parser() -> None:
         ("train --train.st", ["--train.steps", "--train.stop_at"]),
         ("--train.st", ["--train.steps", "--train.stop_at"]),
         ("--train.steps 5 --checkpoint.", ["--checkpoint.every", "--checkpoint.keep"]),
-        ("train --precision ", ["fp32", "bf16", "fp16"]),
-        ("train --precision = b", ["bf16"]),  # bash makes three words of --precision=b
-        ("train --precision =", ["fp32", "bf16", "fp16"]),
+        ("train --precision ", ["fp32", "bf16", "fp16", "bf16-weights"]),
+        ("train --precision = b", ["bf16", "bf16-weights"]),  # bash makes three words of --precision=b
+        ("train --precision =", ["fp32", "bf16", "fp16", "bf16-weights"]),
         ("train --train.compile ", ["true", "false"]),
         ("train --act ", ["relu", "tanh"]),
         ("train --config ru", ["run 1.yaml"]),
         ("launch -np 2 --env A -- --train.st", ["--train.steps", "--train.stop_at"]),
-        ("launch -np 2 -- --precision ", ["fp32", "bf16", "fp16"]),
+        ("launch -np 2 -- --precision ", ["fp32", "bf16", "fp16", "bf16-weights"]),
         ("launch -np 2 -- --config ru", ["run 1.yaml"]),
         ("timeline re", ["report"]),
         ("timeline report ru", ["run 1.yaml"]),
@@ -127,7 +127,7 @@ _KEYS = [
     ("hvdtrain tr\t", ["train"]),
     ("hvdtrain launch --restart\t2", ["launch", "--restarts", "2"]),
     ("hvdtrain train --train.ste\t3", ["train", "--train.steps", "3"]),
-    ("hvdtrain train --precision b\t", ["train", "--precision", "bf16"]),
+    ("hvdtrain train --precision fp3\t", ["train", "--precision", "fp32"]),
     ("hvdtrain train --config ru\t", ["train", "--config", "run 1.yaml"]),
     ("hvdtrain launch -np 2 -- --train.ste\t3", ["launch", "-np", "2", "--", "--train.steps", "3"]),
     ("hvdtrain launch -np 2 -- --seed 1 --precision f\t16", ["launch", "-np", "2", "--", "--seed", "1", *_FP16]),
@@ -166,7 +166,7 @@ def test_fish_offers(tmp_path: Path) -> None:
         ("hvdtrain tr", "train"),
         ("hvdtrain launch --restar", "--restarts"),
         ("hvdtrain train --train.ste", "--train.steps"),
-        ("hvdtrain train --precision b", "bf16"),
+        ("hvdtrain train --precision fp3", "fp32"),
         ("hvdtrain timeline rep", "report"),
     ):
         program = f"source {shlex.quote(str(file))}; complete -C {shlex.quote(line)}"

@@ -8,7 +8,7 @@ from tests.support.launch import ROOT, run
 
 pytestmark = pytest.mark.slow
 
-FILES = [f"tests/parallel/{name}.py" for name in ("test_drop_in", "test_drop_in_misuse")]
+FILES = [f"tests/parallel/{name}.py" for name in ("test_drop_in", "test_drop_in_divided", "test_drop_in_misuse")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -100,7 +100,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
     [
         ("--train.steps=five", "a whole number", "five"),
         ("--optimizer.lr=fast", "a number", "fast"),
-        ("--precision=fp8", "one of fp32, bf16, fp16", "fp8"),
+        ("--precision=fp8", "one of fp32, bf16, fp16, bf16-weights", "fp8"),
         ("--train.eval_every=x", "a whole number or null", "x"),
         ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),

@@ -64,7 +64,7 @@ def test_owners_get_the_sums_of_their_shards(compression: str, dtype: torch.dtyp
 
     def body(comm: ThreadComm) -> None:
         made, out = _make(comm, compression), torch.full((LENGTH,), float("nan"), dtype=dtype)
-        made.sum("gradients/a", _values(comm.rank, 3 * LENGTH, dtype), out)
+        made.sum("a", _values(comm.rank, 3 * LENGTH, dtype), out)
         assert out.isnan().all() and list(comm.in_flight) == ["gradients/a"]
         made.finish_pass()
         assert made.has_summed(out[7:9]) and not made.has_summed(out.clone()) and not comm.in_flight
@@ -80,9 +80,9 @@ def test_few_sums_are_under_way_and_a_second_one_of_a_module_is_waited_for() -> 
         made = _make(comm)
         outs = [torch.zeros(LENGTH) for _ in range(6)]
         for number, out in enumerate(outs[:5]):
-            made.sum(f"gradients/{number}", _values(number, 2 * LENGTH), out)
+            made.sum(f"{number}", _values(number, 2 * LENGTH), out)
             assert len(comm.in_flight) <= 2
-        made.sum("gradients/4", _values(5, 2 * LENGTH), outs[5])
+        made.sum("4", _values(5, 2 * LENGTH), outs[5])
         assert not comm.in_flight
         for number, out in enumerate(outs):
             assert torch.equal(out, 2 * _values(number, 2 * LENGTH).view(2, -1)[comm.rank])

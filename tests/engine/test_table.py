@@ -19,7 +19,7 @@ def test_each_line_makes_an_engine_and_has_an_option(kind) -> None:  # type: ign
     assert set(kind.shards) <= set(get_args(options["shard"]))
     for compression in kind.compressions:
         for shard in kind.shards:
-            assert find_engine(kind.name, compression, shard) is kind
+            assert find_engine(kind.name, compression, shard, 2 if kind.groups else None) is kind
 
 
 @pytest.mark.parametrize("compression", ["int8", "int8-stochastic", "topk:0.1", "auto"])
@@ -49,3 +49,10 @@ def test_ddp_divides_nothing() -> None:
 def test_which_engines_need_horovod() -> None:
     assert needs_horovod("horovod")
     assert not needs_horovod("ddp")
+
+
+def test_only_some_engines_cast_weights() -> None:
+    assert find_engine("fsdp", precision="bf16-weights").name == "fsdp"
+    with pytest.raises(ConfigError, match="horovod does not support --precision bf16-weights") as caught:
+        find_engine("horovod", precision="bf16-weights")
+    assert "--parallel.engine fsdp" in str(caught.value.next_step)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.optimizer import Exchange, exchanging
+from hvdtrain.exchange.optimizer import exchanging
+from hvdtrain.exchange.own_loop import Exchange
 from hvdtrain.exchange.reducer import Reducer
 from tests.support.thread_comm import ThreadComm, on_ranks
 

@@ -42,13 +42,16 @@ def _check_equal(one: Recorded, divided: Recorded) -> None:
     assert found.values["aliases"] == expected.values["aliases"] != {}
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("job", ["fsdp/two", "fsdp/four", "hybrid/mpirun", "hybrid/torchrun"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_law_9_parameters_are_those_of_one_rank(variant: str, ranks: str, gallery: Gallery, tmp_path: Path) -> None:
+def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery: Gallery, tmp_path: Path) -> None:
     """Plain SGD, most of them: a wrong factor of a gradient shows in its parameter."""
-    divided = Recorded(gallery["fsdp"].folder / ranks / variant, 0, "", "")
+    recording, _, ranks = job.partition("/")
+    divided = Recorded(gallery[recording].folder / ranks / variant, 0, "", "")
     _check_equal(_whole(tmp_path, *VARIANTS[variant]), divided)
     assert len(divided.events("rolled_back")) == (2 if variant == "back" else 0)
+    whole = [event["text"] for event in divided.events("warning") if "built the whole model" in event["text"]]
+    assert [text[:30] for text in whole] == (["1 rank(s) besides rank 0 have "] if variant == "uneven" else [])
 
 
 @pytest.mark.parametrize(("ranks", "size"), [("two", 2), ("four", 4)])
@@ -60,14 +63,18 @@ def test_repeated_micro_batches_leave_no_trace_in_buffers(
 
 
 def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
-    for ranks, count in (("two", 2), ("four", 4)):
-        (saved,) = (gallery["fsdp"].folder / ranks / "even" / "run" / "checkpoints").glob("step-*")
+    for job, count in (("fsdp/two", 2), ("fsdp/four", 4), ("hybrid/mpirun", 4)):
+        recording, _, ranks = job.partition("/")
+        (saved,) = (gallery[recording].folder / ranks / "even" / "run" / "checkpoints").glob("step-*")
         assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-@pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 1e-2)])
-def test_a_compression_stays_near(name: str, error: float, ranks: str, gallery: Gallery) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 1e-2), ("weights", 1e-2), ("int8_weights", 2e-2)],
+)
+def test_rounded_parameters_stay_near(name: str, error: float, ranks: str, gallery: Gallery) -> None:
     """Parameters and gradients are rounded on their way; the owner's parameters are not, so the checkpoint has them."""
     plain, coded = (Recorded(gallery["fsdp"].folder / ranks / each, 0, "", "") for each in ("even", name))
     assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
@@ -77,16 +84,51 @@ def test_a_compression_stays_near(name: str, error: float, ranks: str, gallery: 
         assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
 
 
+@pytest.mark.parametrize("job", ["mpirun", "torchrun"])
+@pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 2e-3), ("topk:0.5", 0.05)])
+def test_groups_exchange_compressed_gradients(name: str, error: float, job: str, gallery: Gallery) -> None:
+    """Inside a group nothing is rounded, and parameters are not sent between groups."""
+    plain, coded = (Recorded(gallery["hybrid"].folder / job / each, 0, "", "") for each in ("even", name))
+    assert coded.losses()[0] == plain.losses()[0]
+    assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
+
+
+def test_groups_share_the_residuals_of_their_ranks(gallery: Gallery, tmp_path: Path) -> None:
+    """Groups of a run with int8 save residuals of rows; one rank resumes them, and groups resume those of two ranks."""
+    folder = gallery["hybrid"].folder / "mpirun"
+    plain = Recorded(folder / "even", 0, "", "").losses()
+    for name, sizes in (("crossed", [4, 1]), ("joined", [2, 4])):
+        both = Recorded(folder / name, 0, "", "")
+        assert [event["size"] for event in both.events("started")] == sizes
+        assert both.losses() == pytest.approx(plain, rel=2e-3)
+    residuals = Recorded(folder / "int8", 0, "", "").state().tensors["exchange"]
+    shapes = {name: t.shape for name, t in Recorded(folder / "int8", 0, "", "").state().tensors["model"].items()}
+    assert {key.rpartition("/")[0] for key in residuals} > {"layers.0.inner.weight", "embedding.weight"}
+    for key, residual in residuals.items():
+        assert residual.shape == shapes[key.rpartition("/")[0]]
+        assert residual.abs().sum() > 0 or "never" in key or "sometimes" in key or residual.numel() < 9, key
+
+
+def test_law_3_a_replica_that_differs_is_found(gallery: Gallery) -> None:
+    """By a hash before a step; only rank 1 of the other group has the same rows as rank 3."""
+    (line, *_) = [text for text in gallery["hybrid"].out.splitlines() if "wandering" in text]
+    assert "layers.0.inner.weight differs on rank(s) 3" in line
+    assert len(Recorded(gallery["hybrid"].folder / "mpirun" / "wandering", 0, "", "").losses()) == 5
+
+
 @pytest.mark.slow
-def test_compiled_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "groups"), [(2, ()), (4, ("--parallel.dp_shard=2",))])
+def test_compiled_blocks(size: int, groups: tuple[str, ...], tmp_path: Path) -> None:
     options = ("--train.global_batch=6", "--dropout=0")  # compiled dropout draws other numbers
-    train_by_fsdp(tmp_path / "two", [("compiled", (*options, "--train.compile=true"))], 2, "mpirun")
-    _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "two" / "compiled", 0, "", ""))
+    train_by_fsdp(tmp_path / "job", [("compiled", (*options, "--train.compile=true"))], size, "mpirun", *groups)
+    _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "job" / "compiled", 0, "", ""))
 
 
+@pytest.mark.parametrize("job", ["fsdp/two", "hybrid/mpirun"])
 @pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves")])
-def test_law_2_resumed_equals_uninterrupted(one: str, other: str, gallery: Gallery) -> None:
-    whole, halves = (Recorded(gallery["fsdp"].folder / "two" / name, 0, "", "") for name in (one, other))
+def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gallery: Gallery) -> None:
+    recording, _, ranks = job.partition("/")
+    whole, halves = (Recorded(gallery[recording].folder / ranks / name, 0, "", "") for name in (one, other))
     assert halves.losses() == whole.losses()
     for name, tensor in whole.state().tensors["model"].items():
         assert torch.equal(halves.state().tensors["model"][name], tensor), name
@@ -135,6 +177,12 @@ class Scalar(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3).t())
+
+
 BLOCKS = nn.Sequential(nn.Linear(1, 1))
 
 
@@ -149,9 +197,21 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
         (_task(nn.Linear(1, 1)), 2, (), "has no blocks to divide"),
         (_task(Tied()), 2, (), r"layers\.0\.weight and layers\.1\.weight are one parameter"),
         (_task(Scalar()), 2, (), "scale has no dimension"),
+        (_task(nn.Sequential(Transposed())), 2, (), r"0\.weight is not contiguous"),
         (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, (), "0 makes sparse gradients"),
         (_task(BLOCKS, SignOfMean), 2, (), "the optimizer may need whole tensors"),
         (_task(BLOCKS), 2, ("--parallel.bucket_mib=8",), "has no buckets"),
+        (_task(BLOCKS), 4, ("--parallel.dp_shard=3",), "4 ranks cannot form groups of --parallel.dp_shard 3"),
+        (_task(BLOCKS), 2, ("--parallel.dp_shard=4",), "2 ranks cannot form groups of --parallel.dp_shard 4"),
+        (_task(BLOCKS), 2, ("--parallel.dp_shard=1",), "--parallel.dp_shard is 1, which is out of range"),
+        (_task(BLOCKS), 1, ("--parallel.dp_shard=2",), "divides the model among ranks"),
+        (
+            _task(BLOCKS),
+            4,
+            ("--parallel.dp_shard=2", "--parallel.engine=ddp"),
+            "does not support --parallel.dp_shard 2",
+        ),
+        (_task(BLOCKS), 4, ("--parallel.dp_shard=2", "--parallel.compression=powersgd"), "does not support"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.compression.table import parse
 from hvdtrain.engine.coded_sharded import CodedShardedEngine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
@@ -91,9 +91,10 @@ class Rank:
         self.comm, self.passes, self.model = comm, passes, Two()
         named = list(self.model.named_parameters())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.engine = CodedShardedEngine(
-            self.optimizer, self.model, named, comm, 1 << 20, compression=parse(compression), sums_each_pass=passes > 1
-        )
+        shard = "gradients" if passes > 1 else "optimizer"
+        made = make_engine(self.optimizer, self.model, comm, compression, bucket_mib=1.0, shard=shard)
+        assert isinstance(made, CodedShardedEngine)
+        self.engine = made
         scaler = torch.amp.GradScaler(enabled=False)
         self.state = TrainState(self.model, self.optimizer, scaler, Progress(), exchange=self.engine)
         self.given = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named}

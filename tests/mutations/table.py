@@ -274,8 +274,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "exchange/optimizer.py",
-        "kind.zero_grad(self, *arguments, **keywords)",
-        "kind.zero_grad(self)",
+        "partial(kind.zero_grad, self), *arguments, **keywords)",
+        "partial(kind.zero_grad, self))",
         "zero_grad ignores set_to_none",
         DROP_IN,
     ),
@@ -691,6 +691,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/compression/test_coding.py",
     ),
     _new(
+        "state/placeholder.py",
+        "            _fill_another(func, *args, **named)\n",
+        "            pass\n",
+        "a rank that builds a model without memory draws other data than rank 0",
+        "tests/state/test_placeholder.py",
+    ),
+    _new(
+        "state/placeholder.py",
+        'if func.namespace != "aten" or _writes_values(func, args, named):',
+        'if func.namespace != "aten":',
+        "data that is computed from parameters without values is wrong, without an error",
+        "tests/state/test_placeholder.py",
+    ),
+    _new(
         "engine/fsdp_collectives.py",
         "                coding.decode(received, out.view(self._comm.size, -1))\n",
         "                kept = own.clone()\n"
@@ -764,8 +778,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "training/diagnostics/drift.py",
-        "if self.comm.size * squares != total * total:",
-        "if self.comm.size * squares < total * total:",
+        "if any(n * square != total * total for",
+        "if any(n * square < total * total for",
         "parameters that differ between ranks are never noticed",
         "tests/training/test_drift.py",
     ),
@@ -791,6 +805,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/cli/test_report_at_end.py",
         "tests/cli/test_train.py",
         "tests/cli/test_launchers.py",
+    ),
+    _new(
+        "engine/hybrid.py",
+        "if self._remaining or self._runs[module] != 1:",
+        "if self._runs[module] != 1:",
+        "groups of ranks exchange the gradients of each pass instead of their sum",
+        "tests/engine/test_fsdp_engine.py",
     ),
     _new(
         "doctor/hosts/survey.py",

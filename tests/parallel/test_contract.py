@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import LaunchError
-from tests.support.contract import CLAUSES
+from tests.support.contract import CLAUSES, halves
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sets_of_halves(job: Comm) -> Iterator[None]:
+    """Process sets for `subset`; other tests may make the same ones, which Horovod has only once."""
+    if job.size == 1:
+        yield
+        return
+    from hvdtrain.comm.horovod import _groups, hvd
+
+    made = {tuple(ranks): hvd.add_process_set(ranks) for ranks in halves(job.size)}
+    _groups.update(made)
+    yield
+    for ranks, process_set in made.items():
+        del _groups[ranks]
+        hvd.remove_process_set(process_set)
 
 
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)

@@ -97,6 +97,31 @@ def barrier_returns(comm: Comm) -> None:
         comm.barrier()
 
 
+def halves(size: int) -> list[list[int]]:
+    """The ranks that `a_subset_has_ranks_of_its_own` asks for."""
+    return [list(range(size // 2)), list(range(size // 2, size))]
+
+
+def a_subset_has_ranks_of_its_own(comm: Comm) -> None:
+    """The second half of the ranks is one; the ranks of both halves begin the same names at once."""
+    ranks = next(half for half in halves(comm.size) if comm.rank in half)
+    part = comm.subset(ranks, comm.rank - ranks[0], len(ranks))
+    assert (part.rank, part.size) == (ranks.index(comm.rank), len(ranks))
+    assert (part.local_rank, part.local_size) == (part.rank, part.size)
+    for clause in (
+        allreduce_sums_in_place,
+        collectives_match_by_name_in_any_order,
+        what_is_in_flight_is_known_until_it_was_waited_for,
+        allgather_joins_unequal_parts,
+        alltoall_sends_unequal_shares,
+        reducescatter_shares_rows,
+        broadcast_overwrites,
+        barrier_returns,
+    ):
+        clause(part)
+    assert comm.allreduce(torch.ones(1), name="all").wait().item() == comm.size
+
+
 def objects_travel_as_json(comm: Comm) -> None:
     value = {"rank": comm.rank, "text": "ä" * 1000 * (comm.rank + 1), "none": None}
     assert broadcast_json(comm, value, name="json") == {"rank": 0, "text": "ä" * 1000, "none": None}
@@ -134,6 +159,7 @@ CLAUSES: list[Callable[[Comm], None]] = [
     reducescatter_shares_rows,
     broadcast_overwrites,
     barrier_returns,
+    a_subset_has_ranks_of_its_own,
     objects_travel_as_json,
     an_error_of_rank_0_is_raised_everywhere,
 ]

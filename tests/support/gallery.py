@@ -326,15 +326,16 @@ def language(folder: Path) -> Recorded:
 def fsdp(folder: Path) -> Recorded:
     """FSDP on two ranks by mpirun, then on four by torchrun: each of `VARIANTS`, and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics`` and with compressions, and
-    ``two/halves`` and ``two/int8_halves`` runs that are stopped and resumed. Another engine resumes ``two/crossed``, of
-    int8.
+    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics``, with compressions and bf16 weights,
+    and ``two/halves`` and ``two/int8_halves`` runs that are stopped and resumed. Another engine resumes
+    ``two/crossed``, of int8.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
     """
     resized = f"--run_dir={folder / 'resized' / 'run'}"
     int8, stop = "--parallel.compression=int8", "--train.stop_at=3"
     halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
     coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "int8")]
+    coded += [("weights", ("--precision=bf16-weights",)), ("int8_weights", (int8, "--precision=bf16-weights"))]
     both = [*VARIANTS.items(), ("statistics", STATISTICS), *coded]
     first = [*both, *halves, ("crossed", (int8, stop)), ("", (resized, "--train.stop_at=2"))]
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")
@@ -346,10 +347,37 @@ def fsdp(folder: Path) -> Recorded:
     return Recorded(folder, 0, out, "")
 
 
-def train_by_fsdp(folder: Path, variants: list[tuple[str, tuple[str, ...]]], size: int, launcher: str) -> str:
+@_recording
+def hybrid(folder: Path) -> Recorded:
+    """FSDP in two groups of two ranks, by mpirun and by torchrun: each of `VARIANTS`, and with compressions.
+
+    By mpirun also ``mpirun/halves`` and ``mpirun/int8_halves``, which are stopped and resumed. One rank resumes
+    ``mpirun/crossed``, of int8, and groups resume ``mpirun/joined``, of two ranks with int8. In ``mpirun/wandering``,
+    rank 3 changes its rows.
+    """
+    int8, stop = "--parallel.compression=int8", "--train.stop_at=3"
+    halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
+    coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "topk:0.5")]
+    # A save makes residuals equal on all ranks.
+    coded += [("int8", (int8, "--checkpoint.every=3")), ("weights", ("--precision=bf16-weights",))]
+    (folder / "mpirun").mkdir()
+    joined = f"--run_dir={folder / 'mpirun' / 'joined' / 'run'}"
+    train_on_threads(*STACK, joined, int8, stop, size=2)
+    both = [*VARIANTS.items(), *coded]
+    first = [*both, *halves, ("crossed", (int8, stop)), ("joined", ())]
+    first += [("wandering", ("--wanders=true", "--train.check_every=2"))]
+    out = train_by_fsdp(folder / "mpirun", first, 4, "mpirun", "--parallel.dp_shard=2")
+    train_on_threads(*STACK, f"--run_dir={folder / 'mpirun' / 'crossed' / 'run'}", size=1)
+    out += train_by_fsdp(folder / "torchrun", both, 4, "torchrun", "--parallel.dp_shard=2")
+    return Recorded(folder, 0, out, "")
+
+
+def train_by_fsdp(
+    folder: Path, variants: list[tuple[str, tuple[str, ...]]], size: int, launcher: str, *options: str
+) -> str:
     """Train each in one job, in ``folder/NAME/run``; return the output. Each rank writes what it holds."""
-    folder.mkdir()
-    common = (*STACK, "--parallel.engine=fsdp")
+    folder.mkdir(exist_ok=True)
+    common = (*STACK, "--parallel.engine=fsdp", *options)
     listed = folder / "trainings.json"
     listed.write_text(json.dumps([[*common, f"--run_dir={folder / n / 'run'}", *more] for n, more in variants]))
     script = str(ROOT / "tests/support/trainings.py")

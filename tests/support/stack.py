@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ VARIANTS = {
     "back": (*BACK, "--method=momentum"),
     "adagrad": ("--method=adagrad", "--again=true"),
     "scaled": ("--method=adamw", "--precision=fp16"),
+    "rounded": ("--method=momentum", "--precision=bf16"),
 }
 """Options of trainings, in which ranks have equally many micro-batches, one fewer, or none."""
 STATISTICS = ("--train.global_batch=10", "--statistics=true")
@@ -90,6 +92,7 @@ def stack(
     dropout: float = 0.1,
     unequal: bool = False,
     again: bool = False,
+    wanders: bool = False,
 ) -> Task:
     """Predict the next token of random ones.
 
@@ -99,8 +102,9 @@ def stack(
         statistics: whether the model has running statistics, for batches of 6 tokens
         bad: whether the loss of one training sample is not a number
         dropout: share of each block that is dropped
-        unequal: whether ranks begin with other parameters than rank 0, by mistake
+        unequal: whether ranks begin with other parameters than rank 0, by mistake; rank 1 also reads them
         again: whether a pass runs the blocks twice
+        wanders: whether rank 3 changes rows of a parameter in its fourth training pass
     """
     torch.manual_seed(3)
     model = Stack(checkpoints, statistics, dropout, again)
@@ -109,8 +113,14 @@ def stack(
     if unequal and rank():
         for parameter in model.parameters():
             parameter.data.add_(1.0)
+            if rank() == 1:
+                float(parameter.sum())
+
+    passes = count(1)
 
     def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        if wanders and rank() == 3 and model.training and next(passes) == 4:
+            dict(model.named_parameters())["layers.0.inner.weight"].to_local().data.add_(1e-3)  # type: ignore[attr-defined]
         logits = model(batch[0][:, :-1])
         total = nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten(), reduction="sum")
         is_bad = bad and bool((batch[0] == 29).any())
@@ -119,3 +129,12 @@ def stack(
     train, heldout = torch.utils.data.TensorDataset(data[:33]), torch.utils.data.TensorDataset(data[33:])
     chosen = OPTIMIZERS[method]([p for p in model.parameters() if p.requires_grad])
     return Task(model, loss, train, heldout, optimizer=chosen, nominal_weight=6)
+
+
+def wide() -> Task:
+    """Four blocks of 1 MiB each."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+    data = torch.utils.data.TensorDataset(torch.randn(32, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Task(model, lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])), data, optimizer=optimizer)

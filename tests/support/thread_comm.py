@@ -66,13 +66,13 @@ class Hub:
             self._failed = True
             self._turn.notify_all()
 
-    def join(self, name: str, rank: int, part: Any) -> _Meeting:
+    def join(self, name: str, rank: int, part: Any, size: int) -> _Meeting:
         with self._turn:
             number = self._round.get((name, rank), 0)
             self._round[name, rank] = number + 1
             meetings = self._open.setdefault(name, [])
             while len(meetings) <= number:
-                meetings.append(_Meeting(self.size))
+                meetings.append(_Meeting(size))
             meeting = meetings[number]
             meeting.parts[rank] = part
             meeting.missing -= 1
@@ -125,16 +125,17 @@ class ThreadHandle:
 
 
 class ThreadComm:
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int, ranks: Sequence[int] | None = None) -> None:
         self._hub = hub
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = hub.size
+        self._ranks = list(range(hub.size)) if ranks is None else list(ranks)
+        self.rank = self.local_rank = self._ranks.index(rank)
+        self.size = self.local_size = len(self._ranks)
         self.in_flight: dict[str, float] = {}
 
     def _start(self, kind: str, name: str, part: Any, result: Callable[[list[Any]], Tensor]) -> ThreadHandle:
         copy = part.clone() if isinstance(part, Tensor) else [p.clone() for p in part]
         self.in_flight[name] = time.monotonic()
-        meeting = self._hub.join(f"{kind}/{name}", self.rank, copy)
+        meeting = self._hub.join(f"{self._ranks}/{kind}/{name}", self.rank, copy, self.size)
         return ThreadHandle(self._hub, meeting, result, lambda: self.in_flight.pop(name, None))
 
     def allreduce(self, tensor: Tensor, *, name: str) -> ThreadHandle:
@@ -155,6 +156,11 @@ class ThreadComm:
 
     def barrier(self) -> None:
         self._start("barrier", "", torch.zeros(0), _sum).wait()
+
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ThreadComm:
+        found = ThreadComm(self._hub, self.rank, ranks)
+        found.local_rank, found.local_size, found.in_flight = local_rank, local_size, self.in_flight
+        return found
 
     def close(self) -> None:
         pass

@@ -87,7 +87,7 @@ class Facts:
 
         The current size is that of the largest bucket, or the option if that is smaller.
         """
-        if self.option("parallel", "engine") == "fsdp":  # it has none
+        if self.option("parallel", "engine") == "fsdp" and not self.option("parallel", "dp_shard"):  # it has none
             return None
         count = max((len(spans.buckets) for spans in self.run.spans), default=0)
         if factor > 1 and count == 1:

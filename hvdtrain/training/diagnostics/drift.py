@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
-from hvdtrain.state.divided import is_divided
+from hvdtrain.state.divided import is_divided, local
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
 
@@ -24,7 +24,9 @@ have equal hashes once in 65,536 times; the next check finds them."""
 class Drift:
     """A hash of this rank's parameters and persistent buffers, which some steps sum over ranks.
 
-    The hashes are equal if ``size * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
+    N hashes are equal if ``N * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
+
+    If groups of ranks divide the parameters, rank i of each group has the same rows: there is one more hash for each i.
 
     Attributes:
         every: steps between two checks; 0 for none.
@@ -37,14 +39,23 @@ class Drift:
     share: Callable[[Mapping[str, list[int]]], None]
     warn: Callable[[str], None]
 
+    def __post_init__(self) -> None:
+        """Find the groups."""
+        self._group = _group_size(self.state.model, self.comm.size)
+
     def values(self) -> list[int]:
-        """Return this rank's hash and its square; zeros if no check is due."""
+        """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
+        found = [0] * (2 + 2 * self._group)
         if not self.every or self.state.progress.step % self.every:
-            return [0, 0]
+            return found
         if self.state.exchange is not None:
             self.state.exchange.complete()
-        mine = model_hash(self.state.model)
-        return [mine, mine * mine]
+        mine = tensors_hash(replicated(self.state.model))
+        found[:2] = mine, mine * mine
+        if self._group:
+            mine, first = tensors_hash(own_rows(self.state.model)), 2 + 2 * (self.comm.rank % self._group)
+            found[first : first + 2] = mine, mine * mine
+        return found
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Check the state before step `step` by the sums. Collective: yes.
@@ -52,17 +63,17 @@ class Drift:
         Errors:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        total, squares = sums
-        if self.comm.size * squares != total * total:
+        ranks = [self.comm.size, *[self.comm.size // max(self._group, 1)] * self._group]
+        if any(n * squares != total * total for n, total, squares in zip(ranks, sums[::2], sums[1::2], strict=True)):
             found = check_equal(self.state.model, self.comm, name="drift/found")
             self.share(found)
             if not found:
                 self.warn(f"parameters differed between ranks before step {step}, and are equal again after it")
 
 
-def model_hash(model: nn.Module) -> int:
-    """Return a hash of `_BITS` bits of all replicated tensors. Waits for the device."""
-    found = digests(replicated(model).values())
+def tensors_hash(tensors: Mapping[str, Tensor]) -> int:
+    """Return a hash of `_BITS` bits of all tensors. Waits for the device."""
+    found = digests(tensors.values())
     places = torch.arange(1, len(found) + 1, dtype=torch.int64) * 2654435761 + 97
     # Multiply by an odd number, so that the highest bits depend on all others (Knuth's multiplicative hashing).
     mixed = int((found * places).sum()) * 0x9E3779B97F4A7C15
@@ -73,6 +84,17 @@ def replicated(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that every rank has a copy of: parameters, then persistent buffers."""
     parameters = {name: p for name, p in model.named_parameters() if not is_divided(p)}
     return {**parameters, **persistent_buffers(model)}
+
+
+def own_rows(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's rows of divided parameters."""
+    return {name: local(parameter) for name, parameter in model.named_parameters() if is_divided(parameter)}
+
+
+def _group_size(model: nn.Module, ranks: int) -> int:
+    """Return how many ranks divide the parameters, if several groups of ranks do; else 0."""
+    sizes = {parameter.device_mesh.size() for parameter in model.parameters() if is_divided(parameter)}
+    return next((size for size in sizes if size < ranks), 0)
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
@@ -95,13 +117,14 @@ def _digest(tensor: Tensor) -> Tensor:
     return (columns * (weights * 2654435761 + 97)).sum()
 
 
-def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[str, list[int]]:
+def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str, group: int = 1) -> dict[str, list[int]]:
     """Return the names of the tensors that are not bit-equal on all ranks, with the ranks that differ from rank 0.
 
-    Equal on all ranks. Collective: yes.
+    With a `group`, ranks of the same remainder are compared: rank 5 of groups of 4 with rank 1. Equal on all ranks.
+    Collective: yes.
     """
     everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
-    unequal = everyone != everyone[0]
+    unequal = everyone != everyone[torch.arange(comm.size) % group]
     return {
         tensor: unequal[:, index].nonzero().view(-1).tolist()
         for index, tensor in enumerate(tensors)
@@ -116,9 +139,12 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
         Persistent buffers that differ, with the ranks on which they differ from rank 0.
 
     Errors:
-        DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0.
+        DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or from
+            the rank of the first group with the same rows.
     """
     found = find_unequal(replicated(model), comm, name=name)
+    if group := _group_size(model, comm.size):
+        found |= find_unequal(own_rows(model), comm, name=name, group=group)
     parameters = dict(model.named_parameters())
     wrong = [tensor for tensor in found if tensor in parameters]
     if not wrong:

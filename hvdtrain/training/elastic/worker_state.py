@@ -55,6 +55,7 @@ class WorkerState:
         last_record: journal line of the newest step that this process has recorded.
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
+        warning: about how the task was made; recorded when training starts.
     """
 
     task: Task
@@ -74,6 +75,7 @@ class WorkerState:
     last_record: Mapping[str, Any] | None = None
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
     evaluated: int = -1
+    warning: str = ""
 
     @property
     def resumes_in_job(self) -> bool:

@@ -24,7 +24,7 @@ class Precision:
     """Number formats of forward and backward: autocast, and loss scaling for fp16.
 
     Args:
-        name: fp32, bf16 or fp16.
+        name: fp32, bf16, fp16, or bf16-weights, which the engine provides.
 
     Attributes:
         scaler: torch's GradScaler; it passes values through unless the format is fp16.

@@ -52,7 +52,8 @@ class FirstPass:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         own = config.observe.peak_tflops
         tf32 = torch.get_float32_matmul_precision() != "highest"
-        peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, config.precision, tf32=tf32)
+        precision = config.precision.removesuffix("-weights")
+        peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=tf32)
         return {
             "event": "flops",
             "per_sample": (1 + _BACKWARD) * flops / config.train.micro_batch,

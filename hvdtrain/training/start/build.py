@@ -50,6 +50,8 @@ def build_engine(current: Round) -> Engine:
             parallel.shard,
             parallel.engine,
             worker.device,
+            parallel.dp_shard,
+            run.config.precision,
             elastic=current.rounds.elastic,
         )
         worker.use_exchange(engine)

@@ -1,7 +1,8 @@
-"""Build a task under the run's seed, and check it."""
+"""Build a task under the run's seed, and check it. Only rank 0 may need the values of the model's parameters."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import random
 import traceback
@@ -20,6 +21,7 @@ from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.runtime.environment import change_variables
+from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import describe
 
@@ -71,6 +73,48 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
             found=describe(task.loss),
         )
     return task
+
+
+def make_task_by_rank(make: Callable[[], Task], comm: Comm) -> tuple[Task, str]:
+    """Make the task; on ranks other than 0, the model's parameters have no memory. Collective: yes.
+
+    If that fails on a rank, it makes the task again, as rank 0 does. So it does if it has drawn other random numbers
+    than rank 0, because its data could differ.
+
+    Returns:
+        The task; and a warning if ranks other than 0 have made the whole model, else "".
+    """
+    task, reason, placeholders = None, "", list[str]()
+    if comm.rank:
+        try:
+            with parameters_without_memory() as placeholders:
+                task = make()
+            refuse_other_placeholders(task.model)
+        except Exception as error:
+            if not placeholders:
+                raise
+            task, reason = None, f"{type(error).__name__}: {error}".partition("\n")[0]
+    if task is None:
+        task = make()
+    states = allgather_json(comm, _random_state(), name="task/random")
+    if placeholders and not reason and states[comm.rank] != states[0]:
+        reason = "it draws other random numbers than on rank 0"
+        task = make()
+    reasons = allgather_json(comm, reason, name="task/whole")
+    whole = [rank for rank, reason in enumerate(reasons) if reason]
+    if not whole:
+        return task, ""
+    return task, (
+        f"{len(whole)} rank(s) besides rank 0 have built the whole model in the memory of their host, because the task"
+        f" cannot be made without values of parameters: {reasons[whole[0]]} (rank {whole[0]})"
+    )
+
+
+def _random_state() -> str:
+    """Return a hash of the generators that `make_task` seeds."""
+    numpys: Any = np.random.get_state()
+    states = torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2:]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.held_bytes import held_bytes
+from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
@@ -209,7 +210,8 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
-        engine = ShardedEngine(optimizer, model, list(model.named_parameters()), comm, limit, sums_each_pass=True)
+        engine = make_engine(optimizer, model, comm, "none", bucket_mib=limit / MIB, shard="gradients")
+        assert isinstance(engine, ShardedEngine)
         engine.begin(1)
         engine.backward(model(torch.tensor([1])).sum())
         gradients = engine.finish()

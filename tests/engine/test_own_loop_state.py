@@ -1,0 +1,195 @@
+"""The state of a divided optimizer in a user's loop: gathered, loaded, and that of its compression."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import LaunchError
+from tests.support.own_loops import (
+    OPTIMIZERS,
+    Model,
+    distribute,
+    loss_of,
+)
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+def test_a_state_fits_any_division() -> None:
+    """Whole, then divided by two, three and two ranks, as without interruption; momentum of each parameter counts."""
+    sizes = (1, 2, 3, 2)
+    states: list[Any] = [None, None]
+    losses: list[float] = []
+
+    def body(comm: ThreadComm, shard: str, first: int, count: int) -> Any:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+        if states[0] is not None:
+            model.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+            for parameter, slots in optimizer.state.items():
+                assert all(v.stride() == parameter.stride() for v in slots.values() if v.shape == parameter.shape)
+        found = []
+        for step in range(first, first + count):
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, step)  # equal on all ranks
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return model.state_dict(), optimizer.gather_state_dict(), found
+
+    for number, size in enumerate(sizes):
+        shard = "none" if size == 1 else "optimizer"
+        done = on_ranks(size, lambda comm, s=shard, n=number: body(comm, s, 2 * n, 2))
+        states = copy.deepcopy(list(done[0][:2]))
+        for slots in states[1]["state"].values():
+            slots.update({slot: value.contiguous() for slot, value in slots.items()})  # as some formats save them
+        losses += done[0][2]
+    states = [None, None]
+    alone = on_ranks(1, lambda comm: body(comm, "none", 0, 2 * len(sizes)))
+    assert losses == pytest.approx(alone[0][2], rel=1e-5)
+
+
+def test_residuals_are_saved_and_loaded() -> None:
+    def body(comm: ThreadComm) -> tuple[list[float], list[float]]:
+        def make() -> tuple[nn.Module, Any]:
+            model = Model()
+            return model, distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer", "int8")
+
+        def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+            losses = []
+            for step in steps:
+                optimizer.zero_grad()
+                loss = loss_of(model, comm.rank, step)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+        model, optimizer = make()
+        train(model, optimizer, range(3))
+        residuals = copy.deepcopy(optimizer.exchange_state_dict())
+        whole = copy.deepcopy(optimizer.gather_state_dict())
+        saved = copy.deepcopy(model.state_dict())
+        states[comm.rank] = whole
+        comm.barrier()
+        uninterrupted = train(model, optimizer, range(3, 6))
+        model, optimizer = make()
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(states[0])
+        optimizer.load_exchange_state_dict(residuals)
+        return uninterrupted, train(model, optimizer, range(3, 6))
+
+    states: dict[int, Any] = {}
+    for uninterrupted, resumed in on_ranks(2, body):
+        assert resumed == uninterrupted
+
+
+def test_a_save_keeps_what_the_program_has_written() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer", "int8")
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+        model.embedding.weight.data[7] = 5.0
+        optimizer.gather_state_dict()
+        assert torch.equal(model.embedding.weight[7], torch.full((256,), 5.0))
+        parameters = dict(model.named_parameters())
+        for name, own in optimizer._hvdtrain_exchange.reducer.engine.owned().items():
+            assert own.parameter is None or torch.equal(own.cut(parameters[name]), own.parameter), name
+
+    on_ranks(2, body)
+
+
+def test_residuals_of_another_compression_are_delivered() -> None:
+    def residuals(comm: ThreadComm) -> Any:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "none", "int8")
+        loss_of(model, comm.rank, 0).backward()
+        optimizer.step()
+        return copy.deepcopy(optimizer.exchange_state_dict())
+
+    def body(comm: ThreadComm, shard: str, loaded: Any) -> dict[str, Tensor]:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+        if loaded is not None:
+            optimizer.load_exchange_state_dict(copy.deepcopy(loaded))
+        loss_of(model, comm.rank, 0).backward()
+        optimizer.step()
+        return copy.deepcopy(model.state_dict())
+
+    state = on_ranks(2, residuals)[0]
+    without, whole, divided = (
+        on_ranks(2, lambda comm, s=s, t=t: body(comm, s, t))[0]
+        for s, t in (("none", None), ("none", state), ("optimizer", state))
+    )
+    name = "layers.0.weight"
+    change = whole[name] - without[name]
+    assert change.norm() > 0
+    torch.testing.assert_close(divided[name] - without[name], change, rtol=1e-2, atol=2e-8)
+
+
+def test_a_large_max_norm_changes_nothing() -> None:
+    def body(comm: ThreadComm, shard: str, *, clips: bool) -> Tensor:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+        loss_of(model, comm.rank, 0).backward()
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        return model.embedding.weight.detach()
+
+    for shard in ("none", "optimizer"):
+        clipped, plain = (on_ranks(2, lambda comm, s=shard, c=c: body(comm, s, clips=c))[0] for c in (True, False))
+        assert torch.equal(clipped, plain)
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_a_state_that_is_loaded_drops_the_step(compression: str) -> None:
+    def body(comm: ThreadComm, *, drops: bool) -> Tensor:
+        model = Model()
+        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer", compression)
+        if drops:
+            loss_of(model, comm.rank, 5).backward()
+            optimizer.load_state_dict(OPTIMIZERS["momentum"](Model().parameters()).state_dict())
+            model.zero_grad()
+        loss_of(model, comm.rank, 0).backward()
+        optimizer.step()
+        return model.embedding.weight.detach()
+
+    dropped, plain = (on_ranks(2, lambda comm, d=d: body(comm, drops=d))[0] for d in (True, False))
+    assert torch.equal(dropped, plain)
+
+
+def test_ranks_with_other_models_are_refused() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Linear(300, 300 + comm.rank)
+        with pytest.raises(LaunchError, match="the model of rank 1 is not that of rank 0"):
+            distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer")
+
+    on_ranks(2, body)
+
+
+def test_a_parameter_without_elements() -> None:
+    def body(comm: ThreadComm, shard: str, loaded: Any) -> Any:
+        model = Model()
+        model.empty = nn.Parameter(torch.zeros(0, 3))
+        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+        if loaded is not None:
+            optimizer.load_state_dict(copy.deepcopy(loaded))
+        for step in range(2):
+            optimizer.zero_grad()
+            (loss_of(model, comm.rank, step) + model.empty.sum()).backward()
+            optimizer.step()
+        return optimizer.gather_state_dict(), model.embedding.weight.detach()
+
+    state = on_ranks(2, lambda comm: body(comm, "none", None))[0][0]
+    assert not all(slot.numel() for slots in state["state"].values() for slot in slots.values())
+    whole, divided = (on_ranks(2, lambda comm, s=s: body(comm, s, state))[0][1] for s in ("none", "optimizer"))
+    assert torch.equal(whole, divided)

@@ -1,0 +1,175 @@
+"""How a model that FSDP divides comes into being: only rank 0 ever has the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvdtrain import Task
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import Config
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.make import make_engine
+from hvdtrain.state.placeholder import Placeholder
+from hvdtrain.training.start.make_task import make_task, make_task_by_rank
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def ranks(job: Comm) -> None:
+    if job.size == 1:
+        pytest.skip("one rank has the whole model: mpirun -np 2")
+
+
+def _task(model: nn.Module) -> Task:
+    return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), TensorDataset(torch.rand(4, 3)))
+
+
+def _make(build: Callable[[], Task], job: Comm) -> tuple[Task, str]:
+    return make_task_by_rank(partial(make_task, build, Config(), {}), job)
+
+
+def _divide(task: Task, job: Comm) -> Engine:
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
+    return make_engine(optimizer, task.model, job, "none", engine="fsdp")
+
+
+class Tied(nn.Module):
+    """Of a block and outside of blocks, of two dtypes; one has fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)))
+        self.layers[0][1].weight = self.layers[0][0].weight
+        self.head, self.wide = nn.Linear(3, 1), nn.Parameter(torch.rand(5, 2).double(), requires_grad=False)
+        self.embedding, self.out = nn.Embedding(7, 3), nn.Linear(3, 7)
+        self.out.weight = self.embedding.weight
+
+
+def test_every_rank_gets_rows_of_rank_0(job: Comm) -> None:
+    """Also one that has made a model with values, other ones."""
+    expected = dict(make_task(lambda: _task(Tied()), Config(), {}).model.named_parameters(remove_duplicate=False))
+
+    def build() -> Task:
+        model = Tied()
+        if job.rank % 2:
+            assert float(model.out.weight.detach().sum()) != 0
+            nn.init.zeros_(model.out.weight)
+        return _task(model)
+
+    for make in (lambda: _task(Tied()), build):
+        task, _ = _make(make, job)
+        engine = _divide(task, job)
+        found: dict[str, Any] = dict(task.model.named_parameters(remove_duplicate=False))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name].full_tensor(), tensor), name
+            assert found[name].requires_grad == tensor.requires_grad
+        assert task.model.layers[0][1].weight is task.model.layers[0][0].weight
+        assert task.model.out.weight is task.model.embedding.weight
+        assert not any(isinstance(p, Placeholder) for group in engine.optimizer.param_groups for p in group["params"])
+        engine.close()
+
+
+class Square(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width))
+
+
+def _reads() -> Task:
+    model = nn.Linear(3, 1)
+    return _task(model) if model.weight.sum().item() < 99 else _task(nn.Linear(3, 2))
+
+
+def _keeps() -> Task:
+    model = nn.Linear(3, 1)
+    model.first_weight = model.weight.detach().clone()
+    return _task(model)
+
+
+def _draws() -> Task:
+    """Other random numbers, where parameters are not torch's own."""
+    model = nn.Linear(3, 1)
+    if type(model.weight) is nn.Parameter:
+        torch.rand(1)
+    return _task(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (_reads, r"RuntimeError: .*item"),
+        (_keeps, r"of shape \(1, 3\) is computed from"),
+        (_draws, "draws other random"),
+    ],
+)
+def test_a_task_that_needs_values_is_made_again(build: Callable[[], Task], reason: str, job: Comm) -> None:
+    """With the same data. (Of the law 9's runs, some are of jobs where one rank does so.)"""
+    task, warning = _make(build, job)
+    assert warning.startswith(f"{job.size - 1} rank(s) besides rank 0 have built the whole model")
+    assert re.search(reason, warning) and warning.endswith("(rank 1)")
+    assert not any(isinstance(parameter, Placeholder) for parameter in task.model.parameters())
+    data = allgather_json(job, [task.train_data[i][0].tolist() for i in range(4)], name="data")
+    assert all(each == data[0] for each in data)
+
+
+def test_an_error_before_the_model_is_raised_at_once(job: Comm) -> None:
+    calls = []
+
+    def build() -> Task:
+        calls.append(1)
+        raise FileNotFoundError("no data")
+
+    with pytest.raises(FileNotFoundError, match="no data"):
+        _make(build, job)
+    assert len(calls) == 1
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process's memory: now (VmRSS), or at most since the peak was forgotten (VmHWM)."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) << 10
+
+
+def test_a_rank_holds_its_rows_and_one_block(job: Comm) -> None:
+    """8 blocks of 16 MiB: rank 0 begins with all, and the others never hold more than rows / size + a block."""
+    width, blocks, slack = 2048, 8, 12 * MIB
+    block = width * width * 4
+    _divide(_make(lambda: _task(nn.Sequential(nn.Linear(3, 3))), job)[0], job).close()  # imports
+
+    def build() -> Task:
+        """Parameters with memory, one after the other; then other values for all, as transformers' models do."""
+        model = nn.Sequential(*(Square(width) for _ in range(blocks)))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return _task(model)
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("this kernel cannot forget a peak")
+    before = _resident("VmRSS")
+    task, warning = _make(build, job)
+    built = _resident("VmHWM") - before
+    engine = _divide(task, job)
+    peak, now = _resident("VmHWM") - before, _resident("VmRSS") - before
+    rows = blocks * block // job.size
+    assert not warning
+    assert now < rows + slack
+    if job.rank:
+        assert built < block + slack
+        assert peak < rows + block + slack
+    else:
+        assert peak < blocks * block + block + slack
+    engine.close()
