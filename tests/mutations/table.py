@@ -778,8 +778,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "training/diagnostics/drift.py",
-        "if any(n * square != total * total for",
-        "if any(n * square < total * total for",
+        "if any(n * squares != total * total for",
+        "if any(n * squares < total * total for",
         "parameters that differ between ranks are never noticed",
         "tests/training/test_drift.py",
     ),
