@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import find_engine, needs_horovod
+    from hvdtrain.engine.table import engine_of, needs_horovod
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
@@ -67,7 +67,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     run = parse_argv(checked, function)
     parallel = run.config.parallel
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
-        find_engine(parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, run.config.precision)
+        engine_of(run.config)
         parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())

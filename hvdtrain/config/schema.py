@@ -71,6 +71,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Memory of the device.
+
+    Attributes:
+        offload: what is kept in the memory of the host instead: optimizer for the state and the update of a divided
+            optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
+    """
+
+    offload: Literal["none", "optimizer"] = "none"
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length of training and batch sizes.
 
@@ -197,6 +209,7 @@ class Config:
         log_level: lowest level of messages on stderr
         optimizer: update rule and learning rate; unused if the task brings its own
         parallel: exchange of gradients between ranks
+        memory: memory of the device
         train: length of training and batch sizes
         loader: loading of samples
         checkpoint: when to save and what to keep
@@ -212,6 +225,7 @@ class Config:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

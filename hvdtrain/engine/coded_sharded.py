@@ -46,7 +46,7 @@ class CodedShardedEngine(ShardedEngine):
             self._codings[device] = self._kind.load_coding(device)
         coding, keep_error = self._codings[device], self._kind.kind.feedback
         assert coding is not None
-        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error)
+        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error, on_host=self._offload)
         self._coded.append(bucket)
         return bucket
 
@@ -113,9 +113,9 @@ class CodedShardedEngine(ShardedEngine):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals, and exact parameters if there are any; otherwise those of the model are exact."""
-        for bucket in self._coded:
-            bucket.load_state_dict(tensors, int(values["ranks"]))
-        self._is_inexact = bool(values.get("inexact"))
         loaded = {p.name for bucket in self._coded if bucket.keeps_error for p in bucket.layout.shape.parts}
         rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}
         super().load_state_dict(rest, values)
+        for bucket in self._coded:
+            bucket.load_state_dict(tensors, int(values["ranks"]))
+        self._is_inexact = bool(values.get("inexact"))

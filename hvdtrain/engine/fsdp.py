@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
@@ -159,10 +159,12 @@ def _divide(parts: EngineParts, group: torch.distributed.ProcessGroup) -> dict[s
     """
     model, mesh = parts.model, DeviceMesh.from_group(group, parts.device.type)
     names = {module: name for name, module in model.named_modules()}
+    offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
     for part in [*blocks(model), model]:
         broadcast_parameters(part, parts.comm, prefix=names[part])
         whole = [parameter for parameter in part.parameters() if not is_divided(parameter)]
-        fully_shard(part, mesh=mesh, mp_policy=_formats(parts.weights, is_root=part is model))
+        formats = _formats(parts.weights, is_root=part is model)
+        fully_shard(part, mesh=mesh, mp_policy=formats, offload_policy=offload)
         for parameter in whole:  # the optimizer has it until all are divided, and others may know its shape
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
         return_freed_memory()
@@ -219,9 +221,15 @@ def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
 def make_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors: those of `check_fsdp`.
+    Errors: those of `check_fsdp`; ConfigError: an option that it does not support.
     """
     check_fsdp(parts)
+    if parts.offload and parts.compression != "none":
+        raise ConfigError(
+            f"--memory.offload optimizer with --parallel.compression {parts.compression}: with --parallel.engine fsdp,"
+            " torch copies sums to the host before ours have arrived",
+            next_step="leave one of them out, or --parallel.engine horovod --parallel.shard gradients",
+        )
     if parts.bucket_mib is not None:
         raise ConfigError(
             "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",

@@ -61,23 +61,25 @@ def make_engine(
     dp_shard: int | None = None,
     precision: str = "fp32",
     *,
+    offload: bool = False,
     elastic: bool = False,
 ) -> Engine:
     """Make the engine that fits the job. Collective: yes.
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
     ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model);
-    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; in an `elastic` job, ranks may
+    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; with `offload` the
+    optimizer is in the memory of the host; in an `elastic` job, ranks may
     join and leave.
 
     Errors:
-        ConfigError: `shard` and `compression`, the model or the optimizer do not fit together.
+        ConfigError: `shard` and `compression`, the model, the optimizer or the device do not fit together.
         LaunchError: model or optimizer differ between ranks; on every rank.
         TaskError: the optimizer has a parameter from outside the model.
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
-    kind = find_engine(engine, compression, shard, dp_shard, precision)
+    kind = find_engine(engine, compression, shard, dp_shard, precision, offload=offload)
     if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
     make = kind.load()
@@ -97,6 +99,7 @@ def make_engine(
             elastic,
             dp_shard,
             torch.bfloat16 if precision == BF16_WEIGHTS else None,
+            offload,
         )
     )
 

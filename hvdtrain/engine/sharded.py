@@ -6,7 +6,7 @@ ZeroRedundancyOptimizer is not used: each rank sums all gradients with it, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,7 @@ class ShardedEngine(DividedEngine):
     def __init__(self, parts: EngineParts, bucket_bytes: int, *, weight: float = 1.0, name: str = "gradients") -> None:
         optimizer, comm, named = parts.optimizer, parts.comm, parts.parameters
         super().__init__(optimizer, parts.model, comm, name)
-        self._weight = weight
+        self._weight, self._offload = weight, parts.offload
         self._spans = parts.spans or Spans()
         self._bucket_bytes = bucket_bytes
         self._by_element = updates_by_element(optimizer)
@@ -113,7 +113,7 @@ class ShardedEngine(DividedEngine):
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
     def _make_bucket(self, layout: Layout, whole: list[bool]) -> ShardBucket:
-        return ShardBucket(layout, self._comm, whole)
+        return ShardBucket(layout, self._comm, whole, on_host=self._offload)
 
     def _make_gathers(self) -> Gathers:
         return Gathers(self._model, self._bucket_of, self._spans, self._limit_bytes)
@@ -251,6 +251,12 @@ class ShardedEngine(DividedEngine):
 
     def take_changes(self) -> None:
         """Use what a program has written to the model's parameters; here the optimizer's are in the same memory."""
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load residuals, after the model's parameters were loaded."""
+        super().load_state_dict(tensors, values)
+        for bucket in self._buckets:
+            bucket.read_model()
 
     @property
     def keeps_error(self) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hvdtrain.comm.base import Comm
+    from hvdtrain.config.schema import Config
     from hvdtrain.engine.base import Engine
     from hvdtrain.spans import Spans
 
@@ -38,6 +39,7 @@ class EngineParts:
         device: of training; the model is there already, unless the engine places it.
         elastic: whether ranks may join and leave.
         weights: format in which forward and backward get the parameters; None for their own.
+        offload: whether this rank's optimizer keeps its state, and what it updates, in the memory of the host.
         dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
     """
 
@@ -54,6 +56,7 @@ class EngineParts:
     elastic: bool = False
     dp_shard: int | None = None
     weights: torch.dtype | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class EngineKind:
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
         casts_weights: whether forward and backward can get parameters in another format than the optimizer's.
         places_model: whether it moves the model to the device, part by part: the whole need not fit there.
+        offloads: whether it can keep the optimizer in the memory of the host.
     """
 
     name: str
@@ -82,6 +86,7 @@ class EngineKind:
     horovod: bool = False
     casts_weights: bool = False
     places_model: bool = False
+    offloads: bool = False
 
     def load(self) -> Callable[[EngineParts], Engine]:
         """Return the function that makes the engine. Imports torch."""
@@ -101,6 +106,7 @@ TABLE = (
         ("optimizer", "gradients"),
         elastic=True,
         horovod=True,
+        offloads=True,
     ),
     EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
     # It always divides the parameters, so that this need not be said.
@@ -111,6 +117,7 @@ TABLE = (
         ("parameters", "none"),
         casts_weights=True,
         places_model=True,
+        offloads=True,
     ),
     EngineKind(
         "fsdp",
@@ -141,6 +148,7 @@ def find_engine(
     dp_shard: int | None = None,
     precision: str = "fp32",
     *,
+    offload: bool = False,
     elastic: bool = False,
 ) -> EngineKind:
     """Return the engine that options name, and check that it supports the compression and the job.
@@ -177,6 +185,11 @@ def find_engine(
             expected="fp32, bf16 or fp16",
             next_step=f"--precision bf16, or {_with(lambda k: k.casts_weights)}",
         )
+    if offload and not kind.offloads:
+        raise ConfigError(
+            f"{options} does not support --memory.offload optimizer",
+            next_step=f"leave it out, or {_with(lambda k: k.offloads)}",
+        )
     if elastic and not kind.elastic:
         raise ConfigError(
             f"{options} does not support an elastic job",
@@ -184,6 +197,13 @@ def find_engine(
             next_step=f"start the job without --elastic, or use {_with(lambda k: k.elastic)}",
         )
     return kind
+
+
+def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
+    """Return the engine of a run. Errors: those of `find_engine`."""
+    parallel, offload = config.parallel, config.memory.offload != "none"
+    options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, config.precision
+    return find_engine(*options, offload=offload, elastic=elastic)
 
 
 def check_compression(text: str) -> None:

@@ -32,13 +32,23 @@ class CodedShardBucket(ShardBucket):
         whole: for each parameter, whether one rank must own all of it.
         coding: of shards.
         keep_error: whether to use error feedback.
+        on_host: as of `ShardBucket`.
 
     Attributes:
         applied: 0 on the device if the last update was skipped there; None or 1 if not.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, whole: list[bool], coding: Coding, *, keep_error: bool) -> None:
-        super().__init__(layout, comm, whole)
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Comm,
+        whole: list[bool],
+        coding: Coding,
+        *,
+        keep_error: bool,
+        on_host: bool = False,
+    ) -> None:
+        super().__init__(layout, comm, whole, on_host=on_host)
         self._coding = coding
         self._residual = self._zeros(self.layout.shape.length) if keep_error else None
         self._left: Tensor | None = None  # what the exchanges of this step have not delivered
@@ -50,7 +60,7 @@ class CodedShardBucket(ShardBucket):
         return torch.zeros(length, device=self.layout.shape.device)
 
     def _own_values(self, values: Tensor) -> Tensor:
-        return values.clone()
+        return super()._own_values(values) if self._on_host else values.clone()
 
     @property
     def keeps_error(self) -> bool:
@@ -107,7 +117,8 @@ class CodedShardBucket(ShardBucket):
         """Start to send how much this rank's parameters differ from the model's. Collective: yes."""
         difference = self._zeros(self._segment)
         for shard in self._own:
-            torch.sub(self._exact(shard), self._model(shard), out=self._own_part(shard).view(difference))
+            exact = self._exact(shard).to(difference.device)
+            torch.sub(exact, self._model(shard), out=self._own_part(shard).view(difference))
         if self.applied is not None:
             difference.mul_(self.applied)
         sent = self._coding.encode(difference.view(1, -1))

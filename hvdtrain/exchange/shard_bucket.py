@@ -43,10 +43,12 @@ class ShardBucket(Bucket):
         layout: parameters and their order; it is equal on all ranks.
         comm: the ranks.
         whole: for each parameter, whether one rank must own all of it.
+        on_host: whether owned parameters, and their gradients, are copies in the memory of the host. Others are views
+            of the model's.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, whole: list[bool]) -> None:
-        self._comm = comm
+    def __init__(self, layout: Layout, comm: Comm, whole: list[bool], *, on_host: bool = False) -> None:
+        self._comm, self._on_host = comm, on_host
         shape = layout.shape
         rows, self._segment = divide(
             [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole
@@ -81,7 +83,7 @@ class ShardBucket(Bucket):
 
     def _own_values(self, values: Tensor) -> Tensor:
         """Return the values of an owned parameter, from those of the model."""
-        return values
+        return _copy_to_host(values) if self._on_host else values
 
     def begin(self) -> None:
         """Start another pass with the parameters that are trained now; its sums are added to those before."""
@@ -140,6 +142,8 @@ class ShardBucket(Bucket):
     def set_gradients(self) -> list[Tensor]:
         """Make the sums the gradients of the owned parameters; return them."""
         sums = self._sums()
+        if self._on_host:
+            sums = [_copy_to_host(total) for total in sums]
         for shard, total in zip(self._trained(), sums, strict=True):
             assert shard.owned is not None
             shard.owned.grad = total
@@ -163,6 +167,12 @@ class ShardBucket(Bucket):
                 offset = (own.rows.begin, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
                 found[name] = Owned(own.owned, Place(tuple(parameter.shape), offset, (self._comm.rank,)), owners)
         return found
+
+    def read_model(self) -> None:
+        """Make owned parameters on the host equal to the model's, which were loaded."""
+        for shard in self._own if self._on_host else ():
+            assert shard.owned is not None
+            shard.owned.detach().copy_(shard.view(self.layout.parameters[shard.rows.index].detach()))
 
     def start_gather(self) -> None:
         """Start to send this rank's parameters to all ranks. Collective: yes."""
@@ -201,7 +211,7 @@ class ShardBucket(Bucket):
         received = handle.wait()
         if received.is_cuda:  # its memory may belong to another stream
             received.record_stream(torch.cuda.current_stream(received.device))
-        others = [shard for shard in self._shards if shard.owned is None]
+        others = [shard for shard in self._shards if shard.owned is None or self._on_host]
         if others:
             # In place: autograd then refuses a backward pass for which a parameter was read too early.
             torch._foreach_copy_(
@@ -213,3 +223,8 @@ class ShardBucket(Bucket):
         """Return the memory in use."""
         sent = [] if self._gather is None else [self._gather[0]]
         return [tensor for tensor in (self._work, self._summed, *sent) if tensor is not None]
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in the memory of the host; page-locked if the tensor is on a GPU, which is fast to copy."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

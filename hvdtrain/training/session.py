@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.engine.table import find_engine, places_model
+from hvdtrain.engine.table import engine_of, places_model
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -46,14 +46,7 @@ def run_training(
     """
     parallel = run.config.parallel
     # before anything costs time
-    find_engine(
-        parallel.engine,
-        parallel.compression,
-        parallel.shard,
-        parallel.dp_shard,
-        run.config.precision,
-        elastic=rounds.elastic,
-    )
+    engine_of(run.config, elastic=rounds.elastic)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
     make = partial(make_task, build, run.config, info.variables)
     # An engine that places the model is for jobs of one round only.

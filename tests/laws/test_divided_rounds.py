@@ -43,6 +43,7 @@ def _train(
     options = ("--train.global_batch=12", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=5")
     options += (f"--parallel.compression={compression}",)
     options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", "--observe.tensorboard=false")
+    options += ("--memory.offload=optimizer",) if shard == "optimizer" else ()
     train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=_task(optimizer))
     return Recorded(folder, 0, "", "")
 

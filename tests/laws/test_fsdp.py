@@ -70,6 +70,14 @@ def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
+def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(ranks: str, gallery: Gallery) -> None:
+    plain, offload = (Recorded(gallery["fsdp"].folder / ranks / each, 0, "", "") for each in ("even", "offload"))
+    assert offload.losses() == plain.losses()
+    for name, tensor in plain.state().tensors["model"].items():
+        assert torch.equal(offload.state().tensors["model"][name], tensor), name
+
+
+@pytest.mark.parametrize("ranks", ["two", "four"])
 @pytest.mark.parametrize(
     ("name", "error"),
     [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 1e-2), ("weights", 1e-2), ("int8_weights", 2e-2)],
@@ -212,6 +220,8 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
             "does not support --parallel.dp_shard 2",
         ),
         (_task(BLOCKS), 4, ("--parallel.dp_shard=2", "--parallel.compression=powersgd"), "does not support"),
+        (_task(BLOCKS), 2, ("--memory.offload=optimizer", "--parallel.compression=int8"), "leave one of them out"),
+        (_task(BLOCKS), 4, ("--memory.offload=optimizer", "--parallel.dp_shard=2"), "does not support --memory.offload"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

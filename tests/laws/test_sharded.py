@@ -242,6 +242,18 @@ def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     _equal(parts.state(), whole.state())
 
 
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: str, tmp_path: Path) -> None:
+    """Also after a resume: the parameters there are those of the checkpoint then."""
+    options = (*LANGUAGE, SHARD, f"--parallel.compression={compression}", "--checkpoint.every=3")
+    device = _train(tmp_path / "device", *options, size=2)
+    for stop in (3, 8):
+        host = _train(tmp_path / "host", *options, "--memory.offload=optimizer", f"--train.stop_at={stop}", size=2)
+    assert host.losses() == device.losses()
+    _equal(host.state(), device.state())
+    assert any("saves nothing on CPUs" in event["text"] for event in host.events("warning"))
+
+
 def test_law_10_a_checkpoint_fits_any_division(tmp_path: Path) -> None:
     """1 rank, 3 divided ones, 2 whole ones, 4 divided ones: the curve is that of one rank."""
     one = _train(tmp_path / "one", *LANGUAGE, size=1)
@@ -290,6 +302,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
         (1, (), "divides the optimizer among ranks"),
         (2, ("--parallel.compression=topk",), "does not support --parallel.compression topk"),
         (8, (), "too few parameters"),
+        (2, ("--memory.offload=optimizer", "--parallel.shard=none"), "does not support --memory.offload optimizer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(size: int, options: tuple[str, ...], message: str, tmp_path: Path) -> None:

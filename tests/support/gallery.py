@@ -326,7 +326,7 @@ def language(folder: Path) -> Recorded:
 def fsdp(folder: Path) -> Recorded:
     """FSDP on two ranks by mpirun, then on four by torchrun: each of `VARIANTS`, and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics``, with compressions and bf16 weights,
+    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics``, with compressions, bf16 weights and offload,
     and ``two/halves`` and ``two/int8_halves`` runs that are stopped and resumed. Another engine resumes
     ``two/crossed``, of int8.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
@@ -336,6 +336,7 @@ def fsdp(folder: Path) -> Recorded:
     halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
     coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "int8")]
     coded += [("weights", ("--precision=bf16-weights",)), ("int8_weights", (int8, "--precision=bf16-weights"))]
+    coded += [("offload", ("--memory.offload=optimizer",))]
     both = [*VARIANTS.items(), ("statistics", STATISTICS), *coded]
     first = [*both, *halves, ("crossed", (int8, stop)), ("", (resized, "--train.stop_at=2"))]
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")

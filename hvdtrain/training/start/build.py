@@ -52,6 +52,7 @@ def build_engine(current: Round) -> Engine:
             worker.device,
             parallel.dp_shard,
             run.config.precision,
+            offload=run.config.memory.offload != "none",
             elastic=current.rounds.elastic,
         )
         worker.use_exchange(engine)
@@ -73,6 +74,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
     counts_flops = comm.rank == 0 and current.is_new
     around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
+    offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     stepper = Stepper(
         task=task,
@@ -87,11 +89,13 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         buffers=buffers,
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
-        by_device=device.type == "cuda" and takes_scale(worker.state.optimizer),
+        by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
     )
     uniform = engine.uniform_passes
     if uniform and config.observe.histograms_every:
         recorder.warn("no histograms: no rank has whole parameters (--observe.histograms_every 0 turns this line off)")
+    if offload != "none" and device.type == "cpu":
+        recorder.warn(f"--memory.offload {offload} saves nothing on CPUs: their memory is the host's")
     batch = (train.global_batch, train.micro_batch)
     stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform)
     ledger = Ledger(current.layout.ledger, recorder.warn)
