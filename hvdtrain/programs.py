@@ -49,8 +49,10 @@ def run_program(
     except BaseException as error:
         if end_s:
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=end_s)
+            end = time.monotonic() + end_s
+            while process.poll() is None and time.monotonic() < end:  # what it started may keep the pipes open
+                with suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=0.1)
         _kill_group(process)
         for pipe in (process.stdout, process.stderr):
             if pipe:

@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.relative_to(here).parts[0] in _OF_HOSTS:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("hosts"))
+        elif "gallery" in getattr(item, "fixturenames", ()):  # others would wait while one process makes a recording
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -53,10 +53,10 @@ def test_each_part_runs_whatever_the_others_do(tmp_path: Path, capsys: pytest.Ca
 def test_a_part_past_its_limit_is_killed_and_its_results_stay(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     child = f"p = subprocess.Popen(['sleep', '600']); open({str(started)!r}, 'w').write(str(p.pid))"
-    slow = _part("slow", f"import subprocess, time; {child}; {ONE.format(ok=True)}; time.sleep(600)", limit_s=15.0)
+    slow = _part("slow", f"import subprocess, time; {child}; {ONE.format(ok=True)}; time.sleep(600)", limit_s=6.0)
     assert gpu.run_all([slow, _part("next", "pass")], _options(tmp_path)) == 1
     first, second = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert first["state"] == "stopped at its limit of 15 s" and len(first["results"]) == 1 and second["state"] == "ok"
+    assert first["state"] == "stopped at its limit of 6 s" and len(first["results"]) == 1 and second["state"] == "ok"
     assert not is_alive(int(started.read_text()))
 
 

@@ -20,6 +20,7 @@ from tests.support.stack import STACK, STATISTICS, VARIANTS
 from tests.support.thread_job import train_on_threads
 
 FSDP = "--parallel.engine=fsdp"
+BY_TORCHRUN = [pytest.param(f"by_torchrun/{ranks}", marks=pytest.mark.slow) for ranks in ("four", "groups")]
 
 
 def _whole(folder: Path, *options: str, size: int = 1) -> Recorded:
@@ -42,12 +43,26 @@ def _check_equal(one: Recorded, divided: Recorded) -> None:
     assert found.values["aliases"] == expected.values["aliases"] != {}
 
 
-@pytest.mark.parametrize("job", ["fsdp/two", "fsdp/four", "hybrid/mpirun", "hybrid/torchrun"])
-@pytest.mark.parametrize("variant", VARIANTS)
+def _recorded(gallery: Gallery, job: str, name: str) -> Recorded:
+    """Return one of the trainings of a job, which is called RECORDING/RANKS."""
+    recording, _, ranks = job.partition("/")
+    return Recorded(gallery[recording].folder / ranks / name, 0, "", "")
+
+
+SLOW = [
+    pytest.param(variant, f"by_torchrun/{ranks}", marks=pytest.mark.slow)
+    for variant in VARIANTS
+    for ranks in ("four", "groups")
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "job"),
+    [*((v, job) for v in VARIANTS for job in ("fsdp/two", "hybrid/four")), ("uneven", "fsdp/four"), *SLOW],
+)
 def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery: Gallery, tmp_path: Path) -> None:
     """Plain SGD, most of them: a wrong factor of a gradient shows in its parameter."""
-    recording, _, ranks = job.partition("/")
-    divided = Recorded(gallery[recording].folder / ranks / variant, 0, "", "")
+    divided = _recorded(gallery, job, variant)
     _check_equal(_whole(tmp_path, *VARIANTS[variant]), divided)
     assert len(divided.events("rolled_back")) == (2 if variant == "back" else 0)
     whole = [event["text"] for event in divided.events("warning") if "built the whole model" in event["text"]]
@@ -63,28 +78,30 @@ def test_repeated_micro_batches_leave_no_trace_in_buffers(
 
 
 def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
-    for job, count in (("fsdp/two", 2), ("fsdp/four", 4), ("hybrid/mpirun", 4)):
-        recording, _, ranks = job.partition("/")
-        (saved,) = (gallery[recording].folder / ranks / "even" / "run" / "checkpoints").glob("step-*")
+    for job, count in (("fsdp/two", 2), ("fsdp/four", 4), ("hybrid/four", 4)):
+        (saved,) = (_recorded(gallery, job, "even").run / "checkpoints").glob("step-*")
         assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
-def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(ranks: str, gallery: Gallery) -> None:
-    plain, offload = (Recorded(gallery["fsdp"].folder / ranks / each, 0, "", "") for each in ("even", "offload"))
+@pytest.mark.parametrize("job", ["fsdp/two", BY_TORCHRUN[0]])
+def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(job: str, gallery: Gallery) -> None:
+    plain, offload = (_recorded(gallery, job, each) for each in ("even", "offload"))
     assert offload.losses() == plain.losses()
     for name, tensor in plain.state().tensors["model"].items():
         assert torch.equal(offload.state().tensors["model"][name], tensor), name
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
+ERRORS = {"fp16": 2e-4, "bf16": 2e-3, "int8": 1e-2, "weights": 1e-2, "int8_weights": 2e-2}
+
+
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 1e-2), ("weights", 1e-2), ("int8_weights", 2e-2)],
-)
-def test_rounded_parameters_stay_near(name: str, error: float, ranks: str, gallery: Gallery) -> None:
+    ("name", "job"),
+    [*((name, "fsdp/two") for name in ERRORS), ("int8", "fsdp/four"),
+     *(pytest.param(name, "by_torchrun/four", marks=pytest.mark.slow) for name in ERRORS)],
+)  # fmt: skip
+def test_rounded_parameters_stay_near(name: str, job: str, gallery: Gallery) -> None:
     """Parameters and gradients are rounded on their way; the owner's parameters are not, so the checkpoint has them."""
-    plain, coded = (Recorded(gallery["fsdp"].folder / ranks / each, 0, "", "") for each in ("even", name))
+    plain, coded, error = *(_recorded(gallery, job, each) for each in ("even", name)), ERRORS[name]
     assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
     for key, tensor in plain.state().tensors["model"].items():
         found = coded.state().tensors["model"][key]
@@ -92,18 +109,18 @@ def test_rounded_parameters_stay_near(name: str, error: float, ranks: str, galle
         assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
 
 
-@pytest.mark.parametrize("job", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("job", ["hybrid/four", BY_TORCHRUN[1]])
 @pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 2e-3), ("topk:0.5", 0.05)])
 def test_groups_exchange_compressed_gradients(name: str, error: float, job: str, gallery: Gallery) -> None:
     """Inside a group nothing is rounded, and parameters are not sent between groups."""
-    plain, coded = (Recorded(gallery["hybrid"].folder / job / each, 0, "", "") for each in ("even", name))
+    plain, coded = (_recorded(gallery, job, each) for each in ("even", name))
     assert coded.losses()[0] == plain.losses()[0]
     assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
 
 
 def test_groups_share_the_residuals_of_their_ranks(gallery: Gallery, tmp_path: Path) -> None:
     """Groups of a run with int8 save residuals of rows; one rank resumes them, and groups resume those of two ranks."""
-    folder = gallery["hybrid"].folder / "mpirun"
+    folder = gallery["hybrid"].folder / "four"
     plain = Recorded(folder / "even", 0, "", "").losses()
     for name, sizes in (("crossed", [4, 1]), ("joined", [2, 4])):
         both = Recorded(folder / name, 0, "", "")
@@ -121,7 +138,7 @@ def test_law_3_a_replica_that_differs_is_found(gallery: Gallery) -> None:
     """By a hash before a step; only rank 1 of the other group has the same rows as rank 3."""
     (line, *_) = [text for text in gallery["hybrid"].out.splitlines() if "wandering" in text]
     assert "layers.0.inner.weight differs on rank(s) 3" in line
-    assert len(Recorded(gallery["hybrid"].folder / "mpirun" / "wandering", 0, "", "").losses()) == 5
+    assert len(_recorded(gallery, "hybrid/four", "wandering").losses()) == 5
 
 
 @pytest.mark.slow
@@ -132,11 +149,10 @@ def test_compiled_blocks(size: int, groups: tuple[str, ...], tmp_path: Path) -> 
     _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "job" / "compiled", 0, "", ""))
 
 
-@pytest.mark.parametrize("job", ["fsdp/two", "hybrid/mpirun"])
+@pytest.mark.parametrize("job", ["fsdp/two", "hybrid/four"])
 @pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves")])
 def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gallery: Gallery) -> None:
-    recording, _, ranks = job.partition("/")
-    whole, halves = (Recorded(gallery[recording].folder / ranks / name, 0, "", "") for name in (one, other))
+    whole, halves = (_recorded(gallery, job, name) for name in (one, other))
     assert halves.losses() == whole.losses()
     for name, tensor in whole.state().tensors["model"].items():
         assert torch.equal(halves.state().tensors["model"][name], tensor), name
@@ -221,7 +237,12 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
         ),
         (_task(BLOCKS), 4, ("--parallel.dp_shard=2", "--parallel.compression=powersgd"), "does not support"),
         (_task(BLOCKS), 2, ("--memory.offload=optimizer", "--parallel.compression=int8"), "leave one of them out"),
-        (_task(BLOCKS), 4, ("--memory.offload=optimizer", "--parallel.dp_shard=2"), "does not support --memory.offload"),
+        (
+            _task(BLOCKS),
+            4,
+            ("--memory.offload=optimizer", "--parallel.dp_shard=2"),
+            "does not support --memory.offload",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

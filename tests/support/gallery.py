@@ -322,27 +322,41 @@ def language(folder: Path) -> Recorded:
     return _trained(folder, *LANGUAGE, "--run_dir=run")
 
 
+_INT8, _STOP = "--parallel.compression=int8", "--train.stop_at=3"
+_HALVES = [("halves", (_STOP,)), ("halves", ()), ("int8_halves", (_INT8, _STOP)), ("int8_halves", (_INT8,))]
+_ALONE: dict[str, tuple[str, ...]] = {
+    **VARIANTS,
+    "statistics": STATISTICS,
+    **{name: (f"--parallel.compression={name}",) for name in ("fp16", "bf16", "int8")},
+    "weights": ("--precision=bf16-weights",),
+    "int8_weights": (_INT8, "--precision=bf16-weights"),
+    "offload": ("--memory.offload=optimizer",),
+}
+"""Trainings by FSDP in one group, by name."""
+_IN_GROUPS: dict[str, tuple[str, ...]] = {
+    **VARIANTS,
+    **{name: (f"--parallel.compression={name}",) for name in ("fp16", "bf16", "topk:0.5")},
+    "int8": (_INT8, "--checkpoint.every=3"),  # a save makes residuals equal on all ranks
+    "weights": ("--precision=bf16-weights",),
+}
+"""Trainings by FSDP in groups, by name."""
+
+
 @_recording
 def fsdp(folder: Path) -> Recorded:
-    """FSDP on two ranks by mpirun, then on four by torchrun: each of `VARIANTS`, and one run through all stages.
+    """FSDP on two ranks by mpirun: each of `_ALONE`; then on four by torchrun; and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs of the variants, of ``statistics``, with compressions, bf16 weights and offload,
-    and ``two/halves`` and ``two/int8_halves`` runs that are stopped and resumed. Another engine resumes
-    ``two/crossed``, of int8.
+    ``two/NAME`` and ``four/NAME`` have the runs, and ``two/halves`` and ``two/int8_halves`` runs that are stopped and
+    resumed. Another engine resumes ``two/crossed``, of int8. `by_torchrun` has those on four that are not here.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
     """
     resized = f"--run_dir={folder / 'resized' / 'run'}"
-    int8, stop = "--parallel.compression=int8", "--train.stop_at=3"
-    halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
-    coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "int8")]
-    coded += [("weights", ("--precision=bf16-weights",)), ("int8_weights", (int8, "--precision=bf16-weights"))]
-    coded += [("offload", ("--memory.offload=optimizer",))]
-    both = [*VARIANTS.items(), ("statistics", STATISTICS), *coded]
-    first = [*both, *halves, ("crossed", (int8, stop)), ("", (resized, "--train.stop_at=2"))]
+    first = [*_ALONE.items(), *_HALVES, ("crossed", (_INT8, _STOP)), ("", (resized, "--train.stop_at=2"))]
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")
     train_on_threads(*STACK, f"--run_dir={folder / 'two' / 'crossed' / 'run'}", size=1)
     train_on_threads(*STACK, resized, "--train.stop_at=3", size=1)
-    last = [*both, ("", (resized, "--train.stop_at=5"))]
+    some = [(name, _ALONE[name]) for name in ("even", "uneven", "statistics", "int8")]
+    last = [*some, ("", (resized, "--train.stop_at=5"))]
     out += train_by_fsdp(folder / "four", last, 4, "torchrun")
     train_on_threads(*STACK, resized, "--parallel.shard=optimizer", size=2)
     return Recorded(folder, 0, out, "")
@@ -350,26 +364,26 @@ def fsdp(folder: Path) -> Recorded:
 
 @_recording
 def hybrid(folder: Path) -> Recorded:
-    """FSDP in two groups of two ranks, by mpirun and by torchrun: each of `VARIANTS`, and with compressions.
+    """FSDP in two groups of two ranks by mpirun: each of `_IN_GROUPS`, in ``four/NAME``.
 
-    By mpirun also ``mpirun/halves`` and ``mpirun/int8_halves``, which are stopped and resumed. One rank resumes
-    ``mpirun/crossed``, of int8, and groups resume ``mpirun/joined``, of two ranks with int8. In ``mpirun/wandering``,
-    rank 3 changes its rows.
+    Also ``four/halves`` and ``four/int8_halves``, which are stopped and resumed. One rank resumes ``four/crossed``, of
+    int8, and groups resume ``four/joined``, of two ranks with int8. In ``four/wandering``, rank 3 changes its rows.
     """
-    int8, stop = "--parallel.compression=int8", "--train.stop_at=3"
-    halves = [("halves", (stop,)), ("halves", ()), ("int8_halves", (int8, stop)), ("int8_halves", (int8,))]
-    coded = [(name, (f"--parallel.compression={name}",)) for name in ("fp16", "bf16", "topk:0.5")]
-    # A save makes residuals equal on all ranks.
-    coded += [("int8", (int8, "--checkpoint.every=3")), ("weights", ("--precision=bf16-weights",))]
-    (folder / "mpirun").mkdir()
-    joined = f"--run_dir={folder / 'mpirun' / 'joined' / 'run'}"
-    train_on_threads(*STACK, joined, int8, stop, size=2)
-    both = [*VARIANTS.items(), *coded]
-    first = [*both, *halves, ("crossed", (int8, stop)), ("joined", ())]
-    first += [("wandering", ("--wanders=true", "--train.check_every=2"))]
-    out = train_by_fsdp(folder / "mpirun", first, 4, "mpirun", "--parallel.dp_shard=2")
-    train_on_threads(*STACK, f"--run_dir={folder / 'mpirun' / 'crossed' / 'run'}", size=1)
-    out += train_by_fsdp(folder / "torchrun", both, 4, "torchrun", "--parallel.dp_shard=2")
+    (folder / "four").mkdir()
+    joined = f"--run_dir={folder / 'four' / 'joined' / 'run'}"
+    train_on_threads(*STACK, joined, _INT8, _STOP, size=2)
+    listed = [*_IN_GROUPS.items(), *_HALVES, ("crossed", (_INT8, _STOP)), ("joined", ())]
+    listed += [("wandering", ("--wanders=true", "--train.check_every=2"))]
+    out = train_by_fsdp(folder / "four", listed, 4, "mpirun", "--parallel.dp_shard=2")
+    train_on_threads(*STACK, f"--run_dir={folder / 'four' / 'crossed' / 'run'}", size=1)
+    return Recorded(folder, 0, out, "")
+
+
+@_recording
+def by_torchrun(folder: Path) -> Recorded:
+    """FSDP on four ranks by torchrun: ``four/NAME`` of `_ALONE`, and ``groups/NAME`` of `_IN_GROUPS`."""
+    out = train_by_fsdp(folder / "four", [*_ALONE.items()], 4, "torchrun")
+    out += train_by_fsdp(folder / "groups", [*_IN_GROUPS.items()], 4, "torchrun", "--parallel.dp_shard=2")
     return Recorded(folder, 0, out, "")
 
 
