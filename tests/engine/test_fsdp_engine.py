@@ -145,3 +145,10 @@ def test_blocks_compute_with_bf16_copies_of_fp32_weights(begun: list[str]) -> No
     assert loss.dtype == torch.float32 and all(block.seen == {torch.bfloat16} for block in model.blocks)
     assert {gradient.dtype for gradient in engine.finish()} == {torch.float32}
     assert {p.dtype for group in engine.optimizer.param_groups for p in group["params"]} == {torch.float32}
+
+
+def test_rows_are_on_the_host_if_the_optimizer_is(begun: list[str]) -> None:
+    for offload in (False, True):
+        _make(model := Model(1, begun), begun, offload=offload)
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in model.blocks]  # type: ignore[operator, union-attr]
+        assert [group.offload_to_cpu for part in groups for group in part.fsdp_params] == [offload] * 3
