@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from activation_bytes import measure_checkpointing
 from common import Figure, figure, options, ratios, report
 from engines import CONSTANT, OURS, contenders
 from jobs import Job, Setting
@@ -91,12 +92,16 @@ def measure_size(size: int, model: str, names: list[str], starts: int) -> list[F
 def measure(arguments: argparse.Namespace) -> list[Figure]:
     names = contenders(QUICK if arguments.quick else CONTENDERS)
     starts = 1 if arguments.quick else 3
-    return [f for size in SIZES for f in measure_size(size, arguments.model, names, starts)]
+    checkpointing = measure_checkpointing(5 if arguments.quick else 25)
+    if arguments.checkpointing:
+        return checkpointing
+    return checkpointing + [f for size in SIZES for f in measure_size(size, arguments.model, names, starts)]
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--model", default=MODELS[0], choices=MODELS)
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing only")
     given = parser.parse_args()
     use_packages()  # for their versions
     report(measure(given), given.json)

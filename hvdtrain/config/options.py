@@ -36,7 +36,8 @@ _METAVARS: Mapping[str, str] = {
     "observe.profile": "STEPS",
 }
 """Placeholders of options for which the last part of the name says nothing new."""
-_SECTIONS = ("", "model", "data", "train", "optimizer", "parallel", "checkpoint", "loader", "elastic", "observe")
+_SECTIONS = ("", "model", "data", "train", "optimizer", "parallel", "memory", "checkpoint", "loader", "elastic",
+             "observe")  # fmt: skip
 """The order in which a newcomer needs the sections. Other sections of a task come last."""
 
 _WIDTH = 110

@@ -77,9 +77,12 @@ class MemoryConfig:
     Attributes:
         offload: what is kept in the memory of the host instead: optimizer for the state and the update of a divided
             optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
+        checkpointing: activations that backward computes again instead of keeping them: full for all inside the blocks
+            of the model, selective for all but the results of most matrix products, convolutions and attention
     """
 
     offload: Literal["none", "optimizer"] = "none"
+    checkpointing: Literal["none", "full", "selective"] = "none"
 
 
 @dataclass(frozen=True)

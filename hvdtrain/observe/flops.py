@@ -69,8 +69,8 @@ def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: 
 
 _OWN = {"_grouped_mm": _grouped_mm, "_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu}
 
-_FORMULAS = dict(flop_registry)
-_FORMULAS |= {getattr(torch.ops.aten, name): own for name, own in _OWN.items() if hasattr(torch.ops.aten, name)}
+FORMULAS = dict(flop_registry)
+FORMULAS |= {getattr(torch.ops.aten, name): own for name, own in _OWN.items() if hasattr(torch.ops.aten, name)}
 """Formulas of torch's counter, and ours for products of a mixture of experts and for attention on the CPU."""
 
 
@@ -98,7 +98,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
         out = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+        formula = FORMULAS.get(getattr(func, "overloadpacket", func))
         if formula is not None and self.flops is not None:
             try:
                 self.flops += int(formula(*args, **(kwargs or {}), out_val=out))

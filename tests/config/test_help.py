@@ -11,7 +11,7 @@ from hvdtrain.config.options import list_options
 from hvdtrain.config.parse import make_parser, parse_argv
 from hvdtrain.task.base import NAMED, load_task_function
 
-_ORDER = ["model", "data", "train", "optimizer", "parallel", "checkpoint", "loader", "elastic", "observe"]
+_ORDER = ["model", "data", "train", "optimizer", "parallel", "memory", "checkpoint", "loader", "elastic", "observe"]
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,9 @@ def test_the_last_task_wins(tmp_path: Path) -> None:
 @given(
     st.integers(1, 10**6),
     st.floats(1e-6, 10),
-    st.sampled_from(["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3"]),
+    st.sampled_from(
+        ["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3", "memory.offload=optimizer"]
+    ),
 )
 def test_identity_ignores_only_options_that_may_change(steps: int, lr: float, other: str) -> None:
     options = [f"--train.steps={steps}", f"--optimizer.lr={lr}"]

@@ -83,12 +83,17 @@ def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
         assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
-@pytest.mark.parametrize("job", ["fsdp/two", BY_TORCHRUN[0]])
-def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(job: str, gallery: Gallery) -> None:
-    plain, offload = (_recorded(gallery, job, each) for each in ("even", "offload"))
-    assert offload.losses() == plain.losses()
+@pytest.mark.parametrize(
+    ("option", "job"),
+    [("offload", "fsdp/two"), ("recomputed", "fsdp/two"), ("recomputed", "hybrid/four"),
+     *(pytest.param(option, "by_torchrun/four", marks=pytest.mark.slow) for option in ("offload", "recomputed")),
+     pytest.param("recomputed", "by_torchrun/groups", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_options_of_memory_have_the_same_bits(option: str, job: str, gallery: Gallery) -> None:
+    plain, found = (_recorded(gallery, job, each) for each in ("even", option))
+    assert found.losses() == plain.losses()
     for name, tensor in plain.state().tensors["model"].items():
-        assert torch.equal(offload.state().tensors["model"][name], tensor), name
+        assert torch.equal(found.state().tensors["model"][name], tensor), name
 
 
 ERRORS = {"fp16": 2e-4, "bf16": 2e-3, "int8": 1e-2, "weights": 1e-2, "int8_weights": 2e-2}
@@ -142,10 +147,12 @@ def test_law_3_a_replica_that_differs_is_found(gallery: Gallery) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "groups"), [(2, ()), (4, ("--parallel.dp_shard=2",))])
-def test_compiled_blocks(size: int, groups: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "more"), [(2, ()), (2, ("--memory.checkpointing=selective",)), (4, ("--parallel.dp_shard=2",))]
+)
+def test_compiled_blocks(size: int, more: tuple[str, ...], tmp_path: Path) -> None:
     options = ("--train.global_batch=6", "--dropout=0")  # compiled dropout draws other numbers
-    train_by_fsdp(tmp_path / "job", [("compiled", (*options, "--train.compile=true"))], size, "mpirun", *groups)
+    train_by_fsdp(tmp_path / "job", [("compiled", (*options, "--train.compile=true"))], size, "mpirun", *more)
     _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "job" / "compiled", 0, "", ""))
 
 

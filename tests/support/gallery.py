@@ -331,6 +331,7 @@ _ALONE: dict[str, tuple[str, ...]] = {
     "weights": ("--precision=bf16-weights",),
     "int8_weights": (_INT8, "--precision=bf16-weights"),
     "offload": ("--memory.offload=optimizer",),
+    "recomputed": ("--memory.checkpointing=selective",),
 }
 """Trainings by FSDP in one group, by name."""
 _IN_GROUPS: dict[str, tuple[str, ...]] = {
@@ -338,6 +339,7 @@ _IN_GROUPS: dict[str, tuple[str, ...]] = {
     **{name: (f"--parallel.compression={name}",) for name in ("fp16", "bf16", "topk:0.5")},
     "int8": (_INT8, "--checkpoint.every=3"),  # a save makes residuals equal on all ranks
     "weights": ("--precision=bf16-weights",),
+    "recomputed": ("--memory.checkpointing=full",),
 }
 """Trainings by FSDP in groups, by name."""
 

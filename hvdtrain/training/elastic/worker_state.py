@@ -28,6 +28,7 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
+from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
 from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, move_optimizer_state, total_steps
 
@@ -160,6 +161,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     model = task.model if places_model(run.config.parallel.engine) else task.model.to(device)
     if run.config.precision != "fp32":
         autocast_experts(model)
+    checkpoint_blocks(model, run.config.memory.checkpointing)
     compiled = compile_blocks(model) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
     move_optimizer_state(optimizer)

@@ -72,6 +72,17 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
             copy.restore()
 
 
+@contextmanager
+def restored_on_device(block: nn.Module) -> Iterator[None]:
+    """Do the same without waiting for the device, with copies there."""
+    copies = _copy_on_device([place for place in all_buffers(block) if _is_saved(place)])
+    try:
+        yield
+    finally:
+        for copy in copies:
+            copy.restore()
+
+
 class Rollback:
     """Undoes what the forward passes of a step wrote to buffers, if the step is not applied.
 

@@ -1,0 +1,107 @@
+"""Activation checkpointing, block by block: backward computes activations again instead of keeping them.
+
+Chen et al., Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174. The checkpointing of
+transformers' models is not used: it keeps nothing but the inputs of a block, and other models do not have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.errors import TaskError
+from hvdtrain.observe.flops import FORMULAS
+from hvdtrain.training.loop.buffers import restored_on_device
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of the forward pass, and of its recomputation in backward."""
+
+_LEFT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
+_PRODUCTS = {getattr(torch.ops.aten, name): left for name, left in _LEFT.items() if hasattr(torch.ops.aten, name)}
+"""Matrix products, with the position of the left matrix among their arguments."""
+
+
+def checkpoint_blocks(model: nn.Module, mode: str) -> None:
+    """Let each of `blocks` recompute its activations in backward, in place. Names and state do not change.
+
+    Call it before `compile_blocks` and before an engine adds hooks to blocks: these are not part of the recomputation.
+
+    `mode` is none, full, or selective: see `_is_kept`. A recomputation draws the same random numbers, and leaves
+    persistent buffers as they are, such as running statistics. Without gradients nothing is recomputed.
+
+    Errors:
+        ConfigError: the model has no blocks.
+    """
+    if mode == "none":
+        return
+    options, next_step = f"--memory.checkpointing {mode}", "use torch.utils.checkpoint in the task, or leave it out"
+    for block in require_blocks(model, options, "recompute", next_step):
+        block.forward = partial(_forward, block, block.forward, mode == "selective")
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):  # a cache would get the keys of a recomputation, too
+            config.use_cache = False
+
+
+def _forward(block: nn.Module, inner: Callable[..., Any], selects: bool, *arguments: Any, **keywords: Any) -> Any:
+    """Run the forward pass `inner` of a block."""
+    if not torch.is_grad_enabled():
+        return inner(*arguments, **keywords)
+    if torch.compiler.is_compiling():  # torch recomputes neither random numbers nor changes of buffers then
+        select: dict[str, Any] = {"context_fn": _select} if selects else {}
+        return checkpoint(inner, *arguments, use_reentrant=False, **select, **keywords)
+    if selects:
+        torch.clear_autocast_cache()  # each run of a block then casts its weights, as its recomputation does
+    # Keywords as an argument: torch looks there for the devices with random numbers to restore.
+    run = partial(_call, inner)
+    return checkpoint(run, keywords, *arguments, use_reentrant=False, context_fn=partial(_contexts, block, selects))
+
+
+def _call(inner: Callable[..., Any], keywords: dict[str, Any], *arguments: Any) -> Any:
+    return inner(*arguments, **keywords)
+
+
+def _contexts(block: nn.Module, selects: bool) -> Contexts:
+    forward, recompute = _select() if selects else (nullcontext(), nullcontext())
+    return forward, _recomputation(block, recompute)
+
+
+@contextmanager
+def _recomputation(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    try:
+        with restored_on_device(block), inner:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise TaskError(
+            "a block changes the result of a matrix product, convolution or attention in place, which"
+            " --memory.checkpointing selective keeps for backward",
+            expected="operations with a new result, such as nn.ReLU(inplace=False) after nn.Linear",
+            next_step="change the model, or --memory.checkpointing full",
+        ) from error
+
+
+def _select() -> Contexts:
+    return create_selective_checkpoint_contexts(_is_kept)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_kept(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products, convolutions and attention, unless a product widens its input much.
+
+    Results more than twice as wide as the rows of the input need the most memory for the work: those of a feed-forward
+    network's first layer, of latent attention, or scores of attention that is not fused.
+    """
+    packet = getattr(operation, "overloadpacket", operation)
+    if packet not in FORMULAS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    if (left := _PRODUCTS.get(packet)) is not None and context.op_output.shape[-1] > 2 * arguments[left].shape[-1]:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
