@@ -22,6 +22,7 @@ LAYERS = {
     "errors": 0,
     "files": 0,
     "host_copy": 0,
+    "muon": 0,
     "programs": 0,
     "spans": 0,
     "yaml_file": 1,

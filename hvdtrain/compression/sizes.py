@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,12 +72,18 @@ _SHARD_RANK_BYTES = 1 << 20
 """Least default size of such a bucket for each rank, so that each rank owns several chunks of it."""
 
 
-def shard_bucket_bytes(limit_bytes: int, total_bytes: int, ranks: int) -> int:
+def shard_bucket_bytes(
+    limit_bytes: int, total_bytes: int, ranks: int, whole: Iterable[tuple[Sequence[int], int]] = ()
+) -> int:
     """Return the default size limit of a bucket, where its sums are divided among ranks.
 
-    `limit_bytes` is that of other buckets, `total_bytes` the size of all gradients.
+    `limit_bytes` is that of other buckets, `total_bytes` the size of all gradients, `whole` shape and bytes of those
+    that one rank must own. A bucket has one of these for each rank, if there are two or more of that shape. It takes no
+    more memory than a bucket of one, because segments of all ranks are equally long.
     """
-    return max(min(limit_bytes, total_bytes // _SHARD_BUCKETS), ranks * _SHARD_RANK_BYTES)
+    shapes = Counter((tuple(shape), nbytes) for shape, nbytes in whole)
+    largest = max((nbytes for (_, nbytes), count in shapes.items() if count > 1), default=0)
+    return max(min(limit_bytes, total_bytes // _SHARD_BUCKETS), ranks * max(_SHARD_RANK_BYTES, largest))
 
 
 def padded(count: int, item_bytes: int) -> int:

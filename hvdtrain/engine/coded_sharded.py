@@ -46,7 +46,8 @@ class CodedShardedEngine(ShardedEngine):
             self._codings[device] = self._kind.load_coding(device)
         coding, keep_error = self._codings[device], self._kind.kind.feedback
         assert coding is not None
-        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error, on_host=self._offload)
+        options: Any = {"first": len(self._coded), "on_host": self._offload}
+        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error, **options)
         self._coded.append(bucket)
         return bucket
 

@@ -13,6 +13,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.muon import Muon
 from hvdtrain.state.exchange_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -25,6 +26,13 @@ def updates_by_element(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to update each element by itself, so that it may have rows of tensors."""
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}" in {f"torch.optim.{n.lower()}.{n}" for n in BY_ELEMENT}
+
+
+def whole_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return, for each parameter, whether one rank must own all of it; rows of others may be divided."""
+    needs = optimizer.needs_whole() if isinstance(optimizer, Muon) else set()
+    cuts = isinstance(optimizer, Muon) or updates_by_element(optimizer)
+    return [not cuts or p in needs or not p.is_contiguous() for p in parameters]
 
 
 def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> None:

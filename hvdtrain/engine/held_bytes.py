@@ -58,11 +58,11 @@ def _shards(
     )
     total = 0.0
     found: list[list[tuple[Gradient, int]]] = [[] for _ in range(ranks)]
-    for bucket in names:
+    for number, bucket in enumerate(names):
         gradients = [by_name[name] for name in bucket]
         item = ITEM_BYTES[gradients[0].dtype]
         shapes = [gradient.shape for gradient in gradients]
-        rows, segment = divide(shapes, ranks, item, [not by_element] * len(shapes))
+        rows, segment = divide(shapes, ranks, item, [not by_element] * len(shapes), number)
         total += segment * (4 if gradients[0].dtype == "bfloat16" else item)
         for part in rows:
             gradient = gradients[part.index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from hvdtrain.engine.divisible import (
     DividedEngine,
     refuse_one_rank,
     refuse_what_cannot_be_divided,
-    updates_by_element,
     use_owned,
+    whole_parameters,
 )
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
@@ -70,7 +71,6 @@ class ShardedEngine(DividedEngine):
         self._weight, self._offload = weight, parts.offload
         self._spans = parts.spans or Spans()
         self._bucket_bytes = bucket_bytes
-        self._by_element = updates_by_element(optimizer)
         self._buckets: list[ShardBucket] = []
         self._bucket_of: dict[nn.Parameter, ShardBucket] = {}
         self._hooks: list[Any] = []
@@ -102,8 +102,7 @@ class ShardedEngine(DividedEngine):
             part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
             prefix = f"{self._name}/{len(self._buckets)}" if self._buckets else self._name
             for layout in lay_out(plan(part, self._bucket_bytes), dict(part), prefix):
-                whole = [not (self._by_element and p.is_contiguous()) for p in layout.parameters]
-                bucket = self._make_bucket(layout, whole)
+                bucket = self._make_bucket(layout, whole_parameters(self.optimizer, layout.parameters))
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
         self._names |= {parameter: name for name, parameter in named}
@@ -113,7 +112,7 @@ class ShardedEngine(DividedEngine):
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
     def _make_bucket(self, layout: Layout, whole: list[bool]) -> ShardBucket:
-        return ShardBucket(layout, self._comm, whole, on_host=self._offload)
+        return ShardBucket(layout, self._comm, whole, first=len(self._buckets), on_host=self._offload)
 
     def _make_gathers(self) -> Gathers:
         return Gathers(self._model, self._bucket_of, self._spans, self._limit_bytes)
@@ -298,8 +297,10 @@ def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:
     compression = parse(parts.compression)
     bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, parts.bucket_mib)
     if parts.bucket_mib is None:
-        total = sum(p.numel() * p.dtype.itemsize for _, p in parts.parameters if p.requires_grad)
-        bucket_bytes = shard_bucket_bytes(bucket_bytes, total, parts.comm.size)
+        trained = [p for _, p in parts.parameters if p.requires_grad]
+        sizes = [(tuple(p.shape), p.numel() * p.dtype.itemsize) for p in trained]
+        whole = compress(sizes, whole_parameters(parts.optimizer, trained))
+        bucket_bytes = shard_bucket_bytes(bucket_bytes, sum(nbytes for _, nbytes in sizes), parts.comm.size, whole)
     if compression.exact:
         return ShardedEngine(parts, bucket_bytes, **options)
     from hvdtrain.engine.coded_sharded import CodedShardedEngine  # which imports this module

@@ -32,7 +32,7 @@ class CodedShardBucket(ShardBucket):
         whole: for each parameter, whether one rank must own all of it.
         coding: of shards.
         keep_error: whether to use error feedback.
-        on_host: as of `ShardBucket`.
+        first: as of `ShardBucket`, like on_host.
 
     Attributes:
         applied: 0 on the device if the last update was skipped there; None or 1 if not.
@@ -46,9 +46,10 @@ class CodedShardBucket(ShardBucket):
         coding: Coding,
         *,
         keep_error: bool,
+        first: int = 0,
         on_host: bool = False,
     ) -> None:
-        super().__init__(layout, comm, whole, on_host=on_host)
+        super().__init__(layout, comm, whole, first=first, on_host=on_host)
         self._coding = coding
         self._residual = self._zeros(self.layout.shape.length) if keep_error else None
         self._left: Tensor | None = None  # what the exchanges of this step have not delivered

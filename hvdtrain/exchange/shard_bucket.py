@@ -43,15 +43,16 @@ class ShardBucket(Bucket):
         layout: parameters and their order; it is equal on all ranks.
         comm: the ranks.
         whole: for each parameter, whether one rank must own all of it.
+        first: as of `divide`.
         on_host: whether owned parameters, and their gradients, are copies in the memory of the host. Others are views
             of the model's.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, whole: list[bool], *, on_host: bool = False) -> None:
+    def __init__(self, layout: Layout, comm: Comm, whole: list[bool], *, first: int = 0, on_host: bool = False) -> None:
         self._comm, self._on_host = comm, on_host
         shape = layout.shape
         rows, self._segment = divide(
-            [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole
+            [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole, first
         )
         self._shards = [self._make_shard(layout, r) for r in rows]
         self._by_index: dict[int, list[Shard]] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hvdtrain.compression.sizes import padded
 
@@ -23,6 +25,19 @@ def chunk_rows(shape: Sequence[int]) -> int:
         return 1
     elements = max(_CHUNK, math.prod(shape) // _MOST_CHUNKS)
     return 1 << max(1, elements // max(1, math.prod(shape[1:]))).bit_length() - 1
+
+
+def _assign_whole(
+    sizes: Sequence[int], ranks: int, whole: Sequence[bool], first: int
+) -> tuple[dict[int, int], list[int]]:
+    """Return the rank of each whole tensor, largest first to the rank with least, and the room left on each rank."""
+    load = [0] * ranks
+    order = [(first + number) % ranks for number in range(ranks)]
+    owner = {}
+    for index in sorted((i for i, size in enumerate(sizes) if whole[i] and size), key=lambda i: -sizes[i]):
+        owner[index] = rank = min(order, key=load.__getitem__)
+        load[rank] += sizes[index]
+    return owner, [max(0, sum(sizes) - ranks * taken) for taken in load]
 
 
 @dataclass(frozen=True)
@@ -45,29 +60,35 @@ class Rows:
 
 
 def divide(
-    shapes: Sequence[Sequence[int]], ranks: int, item_bytes: int, whole: Sequence[bool]
+    shapes: Sequence[Sequence[int]], ranks: int, item_bytes: int, whole: Sequence[bool], first: int = 0
 ) -> tuple[list[Rows], int]:
-    """Divide parameters, in their order, into segments of about equal size, one for each rank.
+    """Divide parameters into segments of about equal size, one for each rank: whole ones, then rows in their order.
 
     Args:
         shapes: of the parameters.
         ranks: number of segments.
         item_bytes: size of an element.
         whole: for each parameter, whether one rank must own all of it; others are divided between chunks.
+        first: rank to prefer among equal ones for whole parameters: another one for each bucket.
 
     Returns:
         the rows in the order of their places, and the elements of a segment with its padding, equal for all ranks.
     """
-    total = sum(map(math.prod, shapes))
+    sizes = [math.prod(shape) for shape in shapes]
+    owner, room = _assign_whole(sizes, ranks, whole, first)
+    ends, rest = list(accumulate(room)), sum(size for size, is_whole in zip(sizes, whole, strict=True) if not is_whole)
     found: list[tuple[int, int, int, int]] = []  # index, begin, end, rank
     before = 0
-    for index, shape in enumerate(shapes):
-        rows, size = (shape[0] if shape else 1), math.prod(shape)
-        step = max(1, rows) if whole[index] else chunk_rows(shape)
+    for index, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+        rows = shape[0] if shape else 1
+        if index in owner:
+            found.append((index, 0, rows, owner[index]))
+            continue
+        step = chunk_rows(shape)
         for begin in range(0, rows if size else 0, step):
             end = min(begin + step, rows)
             middle = before + (begin + end) * (size // rows) // 2
-            rank = min(ranks - 1, middle * ranks // total)
+            rank = min(ranks - 1, bisect_right(ends, middle * ends[-1] // rest))
             if found and found[-1][0] == index and found[-1][3] == rank:
                 begin = found.pop()[1]
             found.append((index, begin, end, rank))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.compression.sizes import fill, shard_bucket_bytes
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shards import chunk_rows, divide
 
@@ -18,7 +20,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 2000), max_size=3).filter(lambda s: ma
 @given(SHAPES, st.integers(1, 9), st.sampled_from([2, 4, 8]), st.randoms())
 def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random) -> None:  # type: ignore[no-untyped-def]
     whole = [random.random() < 0.3 for _ in shapes]
-    rows, segment = divide(shapes, ranks, item_bytes, whole) if sum(map(math.prod, shapes)) else ([], 0)
+    rows, segment = divide(shapes, ranks, item_bytes, whole, 1) if sum(map(math.prod, shapes)) else ([], 0)
     taken = []
     for index, shape in enumerate(shapes):
         own = [each for each in rows if each.index == index]
@@ -40,6 +42,28 @@ def test_segments_are_even() -> None:
     _, segment = divide([(384, 384)] * 30 + [(1024, 384)] * 30 + [(8192, 384)], 4, 4, [False] * 61)
     total = 30 * 384 * 384 + 30 * 1024 * 384 + 8192 * 384
     assert segment < 1.02 * total / 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None:
+    """Those of 24 layers, in buckets with about a matrix for each rank; between them rows of other parameters."""
+    shapes = [(512, 512), (128, 512), (1376, 512), (512, 1376), (3, 100_000)] * 24
+    largest = 4 * 512 * 1376
+    total = sum(4 * math.prod(shape) for shape in shapes)
+    limit = shard_bucket_bytes(
+        1 << 20, total, ranks, [(shape, 4 * math.prod(shape)) for shape in shapes if shape[0] > 3]
+    )
+    assert limit == ranks * largest
+    names = [str(number) for number in range(len(shapes))]
+    own, padded = [0] * ranks, 0
+    for number, bucket in enumerate(fill(names, limit, lambda name: 4 * math.prod(shapes[int(name)]), lambda name: 0)):
+        inside = [shapes[int(name)] for name in bucket]
+        rows, segment = divide(inside, ranks, 4, [shape[0] > 3 for shape in inside], number)
+        padded += 4 * segment * ranks
+        for each in rows:
+            if (shape := inside[each.index])[0] > 3:
+                own[each.rank] += math.prod(shape) * min(shape)
+    assert max(own) < 1.1 * sum(own) / ranks and padded < 1.3 * total
 
 
 def test_a_norm_has_the_same_bits_however_it_is_divided() -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.muon import Muon
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.pieces import StateDict
 from tests.support.gallery import LANGUAGE, TOY, Recorded
@@ -106,7 +107,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
     "whole tensors": SignOfMean,
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "muon": lambda p: _muon([*p]),
 }
+
+
+def _muon(parameters: list[nn.Parameter]) -> Optimizer:
+    """Muon of the matrices of `Stack`, as stacks of matrices and whole; the embedding is divided."""
+    matrices = [p for p in parameters if p.dim() == 2 and len(p) < 1000]
+    rest = [p for p in parameters if not any(p is m for m in matrices)]
+    return Muon([{"params": matrices, "matrices": True}, {"params": rest}], lr=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +243,12 @@ def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
     _equal(divided, whole)
 
 
-def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    whole = _train(tmp_path / "whole", *LANGUAGE, SHARD, size=2)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_law_2_resumed_equals_uninterrupted(optimizer: str, tmp_path: Path) -> None:
+    options = (*LANGUAGE, SHARD, f"--optimizer.name={optimizer}")
+    whole = _train(tmp_path / "whole", *options, size=2)
     for stop in (3, 8):
-        parts = _train(tmp_path / "parts", *LANGUAGE, SHARD, f"--train.stop_at={stop}", size=2)
+        parts = _train(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=2)
     assert parts.losses() == whole.losses()
     _equal(parts.state(), whole.state())
 
@@ -254,12 +265,14 @@ def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: s
     assert any("saves nothing on CPUs" in event["text"] for event in host.events("warning"))
 
 
-def test_law_10_a_checkpoint_fits_any_division(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_law_10_a_checkpoint_fits_any_division(optimizer: str, tmp_path: Path) -> None:
     """1 rank, 3 divided ones, 2 whole ones, 4 divided ones: the curve is that of one rank."""
-    one = _train(tmp_path / "one", *LANGUAGE, size=1)
+    given = (*LANGUAGE, f"--optimizer.name={optimizer}")
+    one = _train(tmp_path / "one", *given, size=1)
     stages = ((1, 2, ()), (3, 4, (SHARD,)), (2, 6, ()), (4, 8, (SHARD,)))
     for size, stop, options in stages:
-        resized = _train(tmp_path / "resized", *LANGUAGE, *options, f"--train.stop_at={stop}", size=size)
+        resized = _train(tmp_path / "resized", *given, *options, f"--train.stop_at={stop}", size=size)
     assert resized.losses() == pytest.approx(one.losses(), rel=2e-6)
     _close(one.state(), resized.state(), 1e-4)
 

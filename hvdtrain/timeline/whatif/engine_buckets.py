@@ -43,7 +43,9 @@ def bucket_limit(evidence: Evidence, job: Job) -> int:
     usual = evidence.compression_of(job.compression).bucket_bytes(one_host=job.ranks.hosts == 1)
     if not job.is_divided:
         return usual
-    return shard_bucket_bytes(usual, sum(gradient.nbytes for gradient in evidence.gradients), job.ranks.size)
+    gradients = [(gradient.shape, gradient.nbytes) for gradient in evidence.gradients]
+    total = sum(nbytes for _, nbytes in gradients)
+    return shard_bucket_bytes(usual, total, job.ranks.size, () if evidence.by_element else gradients)
 
 
 def bucket_collectives(job: Job, bucket: PlannedBucket, compression: Compression) -> list[tuple[str, float]]:
