@@ -27,6 +27,7 @@ SCRIPTS = (
     "overhead",
     "spans",
     "experts",
+    "optimizers",
     "timeline",
     "timeline_cost",
     "whatif",

@@ -195,7 +195,7 @@ def environment(**more: str) -> dict[str, str]:
 def ours(setting: Setting, folder: Path) -> list[str]:
     script, _, function = setting.model.rpartition(":")
     task = [] if setting.model == "default" else [f"--task={HERE / (script or 'models')}.py:{function}"]
-    optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items()}
+    optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items() if value is not None}
     options = [
         f"--run_dir={folder}",
         "--train.steps=1000000",

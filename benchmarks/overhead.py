@@ -69,7 +69,7 @@ def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
     losses, ends = [], []
     for step, batch in enumerate(torch.utils.data.DataLoader(made.train_data, batch_sampler=order)):
         for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * lr_factor(step)
+            group["lr"] = config.optimizer.peak_lr * lr_factor(step)
         optimizer.zero_grad()
         loss, weight = made.loss(model, batch)
         (loss / weight).backward()

@@ -20,7 +20,9 @@ SETTINGS = {
     "default": Setting("default", TRAIN.micro_batch, TRAIN.global_batch // TRAIN.micro_batch // RANKS),
     "llama15m": Setting("llama15m", 4),
     # 60 million parameters and 16 tokens a rank; plain SGD, so that the exchange is what the step is about
-    "comm_heavy": Setting("llama60m", 1, optimizer={"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}, clip=0.0),
+    "comm_heavy": Setting(
+        "llama60m", 1, optimizer={"name": "sgd", "lr": 2e-3, "momentum": 0.0, "weight_decay": 0.0}, clip=0.0
+    ),
 }
 CONTENDERS = ("ours", "no_exchange", "ddp", "stock_horovod")
 

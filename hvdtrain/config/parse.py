@@ -22,7 +22,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from hvdtrain.config.checks import check_values
 from hvdtrain.config.options import list_options, plain_parser
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import LEARNING_RATES, Config
 from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
@@ -56,6 +56,7 @@ class RunConfig:
         Options with their default values do not count, so a version with further options finds the run.
         """
         default = flatten(asdict(Config()))
+        default["optimizer.lr"] = LEARNING_RATES[self.config.optimizer.name]
         chosen = {k: v for k, v in flatten(self.resolved).items() if k not in default or v != default[k]}
         flat = {k: v for k, v in chosen.items() if not k.startswith(NOT_IDENTITY)}
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
@@ -173,6 +174,8 @@ def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
                 found=str(found),
                 next_step=f"omit {section} to use the defaults",
             )
+    if namespace.optimizer.lr is None:  # so that `config.yaml` names it
+        namespace.optimizer.lr = LEARNING_RATES[namespace.optimizer.name]
     resolved = yaml.safe_load(parser.dump(namespace))
     values = vars(parser.instantiate(namespace))
     names = {field.name for field in fields(Config)}

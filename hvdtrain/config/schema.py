@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 2e-3, "adafactor": 1e-2}
+"""Default of `OptimizerConfig.lr` by `name`."""
 
 
 @dataclass(frozen=True)
@@ -11,31 +15,39 @@ class OptimizerConfig:
     """Optimizer and learning rate; unused if the task brings its own optimizer.
 
     Attributes:
-        name: update rule: AdamW, or SGD with momentum
-        lr: peak learning rate; never scaled by the number of ranks
-        weight_decay: weight decay (decoupled for AdamW); norms, biases and other one-dimensional parameters get none
+        name: update rule: adamw; sgd, with momentum; muon for the matrices of the model's blocks, with AdamW for all
+            other parameters; adafactor
+        lr: peak learning rate; never scaled by the number of ranks (default: 0.002 for adamw, 0.1 for sgd, 0.002 for
+            muon, 0.01 for adafactor)
+        weight_decay: weight decay (decoupled, except for SGD); norms, biases and other one-dimensional parameters get
+            none
         beta1: decay rate of AdamW's first moment
         beta2: decay rate of AdamW's second moment
         eps: number added to AdamW's denominator
-        momentum: momentum of SGD
-        schedule: learning rate after the warm-up: cosine decays to min_lr; constant does not change; wsd (warmup,
-            stable, decay) is constant, then falls linearly to min_lr
+        momentum: momentum of SGD, and of Muon's matrices
+        schedule: learning rate after the warm-up: cosine and linear fall to min_lr; wsd (warmup, stable, decay) is
+            constant, then falls linearly to min_lr; constant does not change
         warmup_steps: number of steps in which the learning rate rises linearly from near zero
-        min_lr: final learning rate of cosine and wsd, as a fraction of lr
+        min_lr: final learning rate of cosine, linear and wsd, as a fraction of lr
         decay: fraction of all steps in which wsd decays
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 2e-3
+    name: Literal["adamw", "sgd", "muon", "adafactor"] = "adamw"
+    lr: float | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.9
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int = 10
     min_lr: float = 0.1
     decay: float = 0.2
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, or the default of the optimizer."""
+        return LEARNING_RATES[self.name] if self.lr is None else self.lr
 
 
 @dataclass(frozen=True)

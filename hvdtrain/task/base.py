@@ -39,8 +39,9 @@ class Task:
         train_data: map-style dataset (`__len__`, `__getitem__`).
         heldout_data: map-style dataset for evaluation only.
         optimizer: optimizer of the model's parameters (default: made from the options under `optimizer`).
-        schedule: factor on the optimizer's learning rates as a function of the step, counted from 0. By default
-            the options under `optimizer` decide, or the rate is constant if the task brings an optimizer.
+        schedule: factor on the optimizer's learning rates as a function of the step, counted from 0, or of the step
+            and the number of steps of the run: ``lambda step, steps: 1 - step / steps``. By default the options under
+            `optimizer` decide, or the rate is constant if the task brings an optimizer.
         metrics: takes the model and a batch in evaluation. Returns a sum and a weight by name.
         collate: makes a batch from a list of samples (default: torch's).
         nominal_weight: weight of a typical sample. It keeps gradients near the size of a mean; the mean is exact
@@ -55,7 +56,7 @@ class Task:
     train_data: Dataset[Any]
     heldout_data: Dataset[Any] | None = None
     optimizer: Optimizer | None = None
-    schedule: Callable[[int], float] | None = None
+    schedule: Callable[[int], float] | Callable[[int, int], float] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     nominal_weight: float = 1.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.config.parse import list_changes, parse_argv, parse_object, task_spec
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import LEARNING_RATES, Config, OptimizerConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.yaml_file import flatten, read_yaml, yaml_text
 
@@ -64,7 +64,28 @@ def test_the_resolved_config_gives_the_same_run_again() -> None:
 
 
 def test_defaults_are_those_of_the_schema() -> None:
-    assert parse_argv([], build).config == Config()
+    found = parse_argv([], build)
+    lr = LEARNING_RATES["adamw"]
+    assert found.config == Config(optimizer=OptimizerConfig(lr=lr)) and found.resolved["optimizer"]["lr"] == lr
+
+
+@pytest.mark.parametrize("name", LEARNING_RATES)
+def test_each_optimizer_has_a_learning_rate_of_its_own(name: str) -> None:
+    """To give it changes nothing; another one is another run. The help names it."""
+    default, given, other = (
+        parse_argv([f"--optimizer.name={name}", *lr], build)
+        for lr in ([], [f"--optimizer.lr={LEARNING_RATES[name]}"], ["--optimizer.lr=0.7"])
+    )
+    assert default.config.optimizer.lr == LEARNING_RATES[name] == OptimizerConfig(name=name).peak_lr  # type: ignore[arg-type]
+    assert given == default and given.identity() == default.identity() != other.identity()
+    assert f"{LEARNING_RATES[name]} for {name}" in " ".join(str(OptimizerConfig.__doc__).split())
+
+
+def test_a_default_learning_rate_does_not_identify_a_run() -> None:
+    """So a version that has it finds the runs of one that had none."""
+    run = parse_argv([], build)
+    optimizer = {name: value for name, value in run.resolved["optimizer"].items() if name != "lr"}
+    assert replace(run, resolved={**run.resolved, "optimizer": optimizer}).identity() == run.identity()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +120,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
     ("flag", "expected", "found"),
     [
         ("--train.steps=five", "a whole number", "five"),
-        ("--optimizer.lr=fast", "a number", "fast"),
+        ("--optimizer.lr=fast", "a number or null", "fast"),
         ("--precision=fp8", "one of fp32, bf16, fp16, bf16-weights", "fp8"),
         ("--train.eval_every=x", "a whole number or null", "x"),
         ("--train.steps=0", "1 to 2^31 - 1", "0"),

@@ -231,6 +231,8 @@ BLOCKS = nn.Sequential(nn.Linear(1, 1))
         (_task(nn.Sequential(Transposed())), 2, (), r"0\.weight is not contiguous"),
         (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, (), "0 makes sparse gradients"),
         (_task(BLOCKS, SignOfMean), 2, (), "the optimizer may need whole tensors"),
+        (_task(BLOCKS), 2, ("--optimizer.name=muon",), "the optimizer may need whole tensors"),
+        (_task(BLOCKS), 2, ("--optimizer.name=adafactor",), "the optimizer may need whole tensors"),
         (_task(BLOCKS), 2, ("--parallel.bucket_mib=8",), "has no buckets"),
         (_task(BLOCKS), 4, ("--parallel.dp_shard=3",), "4 ranks cannot form groups of --parallel.dp_shard 3"),
         (_task(BLOCKS), 2, ("--parallel.dp_shard=4",), "2 ranks cannot form groups of --parallel.dp_shard 4"),

@@ -72,6 +72,27 @@ def test_law_1_holds_under_bf16(tmp_path: Path) -> None:
     assert two == pytest.approx(one, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [
+        ("muon", "linear"),
+        ("adafactor", "constant"),
+        pytest.param("sgd", "wsd", marks=pytest.mark.slow),
+        pytest.param("adamw", "linear", marks=pytest.mark.slow),
+    ],
+)
+def test_laws_1_and_2_hold_for_each_optimizer(optimizer: str, schedule: str, tmp_path: Path) -> None:
+    """The model has a mixture of experts."""
+    options = (*LANGUAGE, f"--optimizer.name={optimizer}", f"--optimizer.schedule={schedule}")
+    one, two, three = (_train(tmp_path / str(size), *options, size=size) for size in (1, 2, 3))
+    assert two.losses() == pytest.approx(one.losses(), rel=5e-6)
+    assert three.losses() == pytest.approx(one.losses(), rel=5e-6)
+    for stop in (3, 8):
+        parts = _train(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=2)
+    assert parts.losses() == two.losses() and two.losses()[-1] < two.losses()[0]
+    _equal(parts.state(), two.state())
+
+
 @pytest.mark.parametrize("option", ["--seed=1", "--train.micro_batch=3"])
 def test_law_1_is_not_trivial(option: str, whole: dict[int, Recorded], tmp_path: Path) -> None:
     """Another seed, and another micro-batch (which is what dropout is seeded by), give another curve."""

@@ -255,6 +255,21 @@ def test_wsd_is_constant_and_falls_linearly_at_the_end(tmp_path: Path) -> None:
     assert lrs == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
+def test_a_run_extended_before_the_decay_of_wsd_equals_a_long_one(tmp_path: Path) -> None:
+    """Bit for bit, and no change of the learning rate is reported. Within the decay, it is."""
+    options = ("--optimizer.schedule=wsd", "--optimizer.decay=0.4", "--optimizer.warmup_steps=2")
+    _train(tmp_path / "long", *options, "--train.steps=20")
+    _train(tmp_path / "extended", *options, "--train.steps=10", "--train.stop_at=5")
+    _train(tmp_path / "extended", *options, "--train.steps=20", "--train.stop_at=18")
+    _train(tmp_path / "extended", *options, "--train.steps=40", "--train.stop_at=19")
+    long, extended = (read_steps(tmp_path / name / "journal.jsonl") for name in ("long", "extended"))
+    for step in range(1, 19):
+        assert [long[step][key] for key in ("loss", "lr")] == [extended[step][key] for key in ("loss", "lr")]
+    journal = read_journal(tmp_path / "extended" / "journal.jsonl")
+    warned = [event["text"] for event in journal if "schedule has changed" in event.get("text", "")]
+    assert len(warned) == 1 and "at step 18" in warned[0]
+
+
 def test_the_config_of_a_run_folder_resumes_that_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any working directory, by a command line or a program; whatever the folder was called when it was made."""
     moved = run.rename(run.with_name("moved"))

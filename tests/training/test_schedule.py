@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from itertools import pairwise
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hvdtrain.config.schema import OptimizerConfig, TrainConfig
-from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, total_steps
+from hvdtrain.config.schema import LEARNING_RATES, OptimizerConfig, TrainConfig
+from hvdtrain.training.start.optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    lr_schedule,
+    make_optimizer,
+    task_schedule,
+    total_steps,
+)
 
 
 @given(st.integers(0, 50), st.integers(1, 500), st.floats(0, 1))
@@ -26,6 +36,31 @@ def test_warm_up_rises_and_cosine_falls_to_min(warmup: int, after: int, min_lr: 
     assert rates[0] > 0
 
 
+def test_linear_falls_evenly() -> None:
+    at = lr_schedule(OptimizerConfig(schedule="linear", warmup_steps=1, min_lr=0.2), 5)
+    assert [at(step) for step in range(6)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_the_tables_have_the_names_of_the_options() -> None:
+    hints = get_type_hints(OptimizerConfig)
+    assert set(get_args(hints["schedule"])) == SCHEDULES.keys()
+    assert set(get_args(hints["name"])) == OPTIMIZERS.keys() == LEARNING_RATES.keys()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (lambda step: 0.5**step, 0.125),
+        (lambda step, steps: 1 - step / steps, 0.7),
+        (lambda step, base=0.5: base**step, 0.125),
+        (math.sqrt, math.sqrt(3)),
+        (partial(pow, 0.5), 0.125),
+    ],
+)
+def test_the_schedule_of_a_task_may_take_the_number_of_steps(schedule: Any, expected: float) -> None:
+    assert task_schedule(schedule, 10)(3) == pytest.approx(expected)
+
+
 def test_constant_stays() -> None:
     at = lr_schedule(OptimizerConfig(schedule="constant", warmup_steps=2), 10)
     assert [round(at(step), 3) for step in range(5)] == [0.333, 0.667, 1.0, 1.0, 1.0]
@@ -36,7 +71,7 @@ def test_epochs_give_steps(epochs: float | None, samples: int, steps: int) -> No
     assert total_steps(TrainConfig(steps=7, epochs=epochs, global_batch=10), samples) == steps
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_norms_and_biases_do_not_decay(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     optimizer = make_optimizer(model, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))  # type: ignore[arg-type]

@@ -222,6 +222,40 @@ def test_parameters_that_the_tasks_optimizer_leaves_out_are_named(capsys: pytest
     )
 
 
+class Counting(torch.optim.SGD):
+    """Keeps `kept` where no checkpoint looks."""
+
+    def __init__(self, parameters: Any, kept: str) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.kept = kept
+        self.count, self.constant = 0, torch.ones(3)
+        self.other = {"mean": [torch.zeros(1)]}
+        self.inner = torch.optim.Adam(parameters) if kept == "inner" else None
+        self.param_groups[0]["mean"] = torch.zeros(1)
+
+    def step(self, closure: Any = None) -> Any:
+        if self.kept == "count":
+            self.count += 1
+        elif self.kept == "mean of group 0":
+            self.param_groups[0]["mean"] += 1
+        elif self.kept == "other":
+            self.other["mean"][0] += 1
+        elif self.inner is not None:
+            self.inner.step()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kept", ["nothing", "count", "mean of group 0", "other", "inner"])
+def test_state_of_an_optimizer_that_is_not_saved_is_named(kept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> Task:
+        task = _weighted(1)
+        return dataclasses.replace(task, optimizer=Counting([*task.model.parameters()], kept))
+
+    hvdtrain.train(_config(), build)
+    warning = f"Counting keeps values that checkpoints do not contain, so that a resume starts without them: {kept};"
+    assert capsys.readouterr().out.count(warning) == (kept != "nothing")
+
+
 @pytest.mark.parametrize("where", ["build", "loss"])
 def test_a_task_that_ends_the_process_is_reported_as_an_error(where: str) -> None:
     def leave() -> None:

@@ -18,7 +18,7 @@ from tests.support.thread_job import train_on_threads
 
 OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")
 
-LR = {"adamw": 0.02, "sgd": 0.3}
+LR = {"adamw": 0.02, "sgd": 0.3, "adafactor": 0.05}
 
 
 class Turned(nn.Module):
@@ -60,6 +60,7 @@ def _trained(folder: Path, *options: str, size: int, turned: bool) -> list[dict[
         (1, "none", "adamw"),
         (2, "none", "adamw"),
         (3, "none", "sgd"),
+        (2, "none", "adafactor"),
         (2, "fp16", "sgd"),
         (2, "int8", "sgd"),
     ],

@@ -30,7 +30,13 @@ from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, move_optimizer_state, total_steps
+from hvdtrain.training.start.optimizers import (
+    lr_schedule,
+    make_optimizer,
+    move_optimizer_state,
+    task_schedule,
+    total_steps,
+)
 
 NOTHING = -1
 """The step of a process that has no state to offer."""
@@ -185,5 +191,5 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
 
 def _schedule(task: Task, run: RunConfig, horizon: int) -> Callable[[int], float]:
     if task.schedule is not None:
-        return task.schedule
+        return task_schedule(task.schedule, horizon)
     return lr_schedule(run.config.optimizer, horizon) if task.optimizer is None else lambda step: 1.0

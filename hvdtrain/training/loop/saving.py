@@ -14,6 +14,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.tensor_file import check_dtypes
+from hvdtrain.state.unsaved import UnsavedValues
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
@@ -46,6 +47,7 @@ class Saving:
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
         on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
         self.held_out = HeldOut(stepper.task, self._comm, self._config, on_cuda=on_cuda, uniform=uniform)
+        self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
         self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
 
@@ -110,6 +112,7 @@ class Saving:
             self.roll_back.commit(self._state, synchronized=True)
             state = self._state.state_dict()
             check_dtypes(state)  # waiting would not help
+            self._warn_unsaved()
             heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
             notes = {"heldout_loss": heldout_loss}
             waits_s = list(WAITS_S if wait and not urgent else ())
@@ -125,6 +128,17 @@ class Saving:
                         raise
                     if is_stopped := self._is_stopped(error, waits_s.pop(0), requests):
                         waits_s.clear()
+
+    def _warn_unsaved(self) -> None:
+        """Name, at the first save, what the optimizer has changed and no checkpoint contains."""
+        names = self._unsaved.names() if self._unsaved is not None else []
+        self._unsaved = None
+        if names:
+            self._recorder.warn(
+                f"{type(self._state.optimizer).__name__} keeps values that checkpoints do not contain, so that a resume"
+                f" starts without them: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; let it keep tensors"
+                " in its state, and numbers in its state or its groups"
+            )
 
     def _is_unsaved(self) -> bool:
         """Return whether the checkpoint due at this step is missing. Collective: yes."""

@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from hvdtrain.config.schema import OptimizerConfig, TrainConfig
+from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.errors import ConfigError
+from hvdtrain.muon import Muon
+
+_Groups = list[dict[str, Any]]
+
+
+def _adamw(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
+    betas = (given.beta1, given.beta2)
+    return torch.optim.AdamW(groups, lr=given.peak_lr, betas=betas, eps=given.eps, fused=fused)
+
+
+def _sgd(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
+    return torch.optim.SGD(groups, lr=given.peak_lr, momentum=given.momentum, fused=fused)
+
+
+def _muon(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
+    betas = (given.beta1, given.beta2)
+    return Muon(groups, given.peak_lr, momentum=given.momentum, betas=betas, eps=given.eps, fused=fused)
+
+
+def _adafactor(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
+    return torch.optim.Adafactor(groups, lr=given.peak_lr)
+
+
+OPTIMIZERS: Mapping[str, Callable[[_Groups, OptimizerConfig, bool], Optimizer]] = {
+    "adamw": _adamw,  # Loshchilov and Hutter, 2019
+    "sgd": _sgd,
+    "muon": _muon,  # Jordan et al., 2024
+    "adafactor": _adafactor,  # Shazeer and Stern, 2018
+}
+"""By `OptimizerConfig.name`: makes the optimizer of groups of parameters, with fused kernels if they are right."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Make AdamW (Loshchilov and Hutter, 2019) or SGD over the model's parameters that require a gradient.
+    """Make the optimizer of the options over the model's parameters that require a gradient.
 
     Weight decay applies only to parameters of two or more dimensions, not to norms and biases.
+
+    Errors:
+        ConfigError: the optimizer is Muon, and no parameter to train is a matrix of a block.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+    matrices = _matrices(model) if config.name == "muon" else set()
+    groups: _Groups = [
+        {"params": [p for p in trained if p in matrices], "weight_decay": config.weight_decay, "matrices": True},
+        {"params": [p for p in trained if p.dim() >= 2 and p not in matrices], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and _is_dense(p) for p in trained)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-    assert config.name == "adamw"
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+    return OPTIMIZERS[config.name](groups, config, fused)
+
+
+def _matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of the model's blocks, and its stacks of matrices, as of experts.
+
+    Biases, embeddings, weights of convolutions and what is also used outside of blocks are none.
+    """
+    without = "--optimizer.name adamw"
+    found = require_blocks(model, "--optimizer.name muon", "take matrices from", without)
+    inside = {module for block in found for module in block.modules()}
+    matrices: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_other = module not in inside or isinstance(module, (nn.Embedding, nn.EmbeddingBag, _ConvNd))
+        for name, parameter in module.named_parameters(recurse=False):
+            (others if is_other or "bias" in name or parameter.dim() not in (2, 3) else matrices).add(parameter)
+    if not any(parameter.requires_grad for parameter in matrices - others):
+        raise ConfigError(
+            "--optimizer.name muon, but the blocks of the model have no matrix to train",
+            expected="parameters of 2 dimensions, or of 3 for experts, that are not of embeddings or convolutions",
+            found=f"{len(found)} blocks, the first is {type(found[0]).__name__}",
+            next_step=without,
+        )
+    return matrices - others
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
@@ -62,18 +123,43 @@ def stop_step(config: TrainConfig, horizon: int) -> int:
     return min(horizon, config.stop_at or horizon)
 
 
+_Schedule = Callable[[OptimizerConfig, int, int], float]
+
+
+def _done(given: OptimizerConfig, step: int, horizon: int) -> float:
+    """Return the fraction of the steps after the warm-up."""
+    return min(1.0, (step - given.warmup_steps) / max(1, horizon - given.warmup_steps))
+
+
+SCHEDULES: Mapping[str, _Schedule] = {
+    "cosine": lambda given, step, horizon: 0.5 * (1 + math.cos(math.pi * _done(given, step, horizon))),
+    "linear": lambda given, step, horizon: 1 - _done(given, step, horizon),
+    "wsd": lambda given, step, horizon: max(0.0, min(1.0, (horizon - step) / max(1.0, given.decay * horizon))),
+    "constant": lambda given, step, horizon: 1.0,
+}
+"""By `OptimizerConfig.schedule`: from 1 to 0 between the peak and the final learning rate, after the warm-up.
+
+Hu et al., "MiniCPM", 2024, for wsd.
+"""
+
+
 def lr_schedule(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
     """Return the factor on the learning rate as a function of the step, counted from 0."""
+    schedule = SCHEDULES[config.schedule]
 
     def at(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / (config.warmup_steps + 1)
-        if config.schedule == "constant":
-            return 1.0
-        if config.schedule == "wsd":
-            left = (horizon - step) / max(1.0, config.decay * horizon)
-            return config.min_lr + (1 - config.min_lr) * max(0.0, min(1.0, left))
-        done = (step - config.warmup_steps) / max(1, horizon - config.warmup_steps)
-        return config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return config.min_lr + (1 - config.min_lr) * schedule(config, step, horizon)
 
     return at
+
+
+def task_schedule(schedule: Callable[..., float], horizon: int) -> Callable[[int], float]:
+    """Return a task's schedule as a function of the step; it may also take the number of steps."""
+    try:
+        parameters = inspect.signature(schedule).parameters.values()
+    except ValueError:  # a function of C
+        return schedule
+    required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return (lambda step: schedule(step, horizon)) if len(required) > 1 else schedule

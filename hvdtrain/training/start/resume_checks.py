@@ -106,7 +106,7 @@ def options_to_continue(config: Config, worker: WorkerState) -> str:
     train = config.train
     more = f"--train.steps {2 * worker.horizon}" if train.epochs is None else f"--train.epochs {2 * train.epochs:g}"
     lr = worker.base_lrs[0] * float(worker.schedule(max(0, worker.horizon - 1)))
-    if worker.task.optimizer is not None or worker.task.schedule is not None or lr == config.optimizer.lr:
+    if worker.task.optimizer is not None or worker.task.schedule is not None or lr == config.optimizer.peak_lr:
         return more
     return f"{more} --optimizer.schedule constant --optimizer.lr {lr:.6g}"
 

@@ -1,0 +1,102 @@
+"""In how many steps does Muon reach the loss of AdamW, and which share of its update does a rank compute?
+
+The default task on 2 ranks of 1 thread; AdamW's state is whole, Muon's divided. Learning rates first: each optimizer
+trains with each of `RATES` on two seeds, and keeps the one with the lowest mean of the final held-out losses. Then both
+train `STEPS` steps with five other seeds. `optimizers/muon_steps_to_adamw_loss` is the number of steps after which
+Muon's held-out loss is that of AdamW at the end, over `STEPS`; between two evaluations by a straight line, infinite
+where it never is. Both have the same schedule over the same steps.
+
+`optimizers/muon_step_share` is the time of the optimizer in a step at 2 ranks with `shard optimizer`, over that of 1
+rank which has all: by rank 0's journal, in turns of seconds (see jobs.py).
+
+--quick: fewer steps, one seed, the default learning rates.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from common import Figure, figure, main, ratios
+from jobs import Job, Setting, mpirun, race
+from time_to_loss import Run
+
+from hvdtrain import Config
+from hvdtrain.config.schema import LEARNING_RATES
+from hvdtrain.observe.past_journal import read_journal
+
+STEPS, QUICK_STEPS = 400, 100
+EVERY = 0.05
+"""Steps between two evaluations, as a fraction of all."""
+OPTIMIZERS = {"adamw": "none", "muon": "optimizer"}
+"""With what is divided among ranks."""
+RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
+SEARCH_SEEDS, SEEDS = (100, 101), range(5)
+PATIENCE_S = 3600.0
+WARM_UP, TURN_S = 4, 8.0
+
+
+def train(name: str, lr: float, seed: int, steps: int) -> Run:
+    """Return the losses of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        options = [f"--run_dir={run}", f"--seed={seed}", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
+        options += [f"--parallel.shard={OPTIMIZERS[name]}", f"--train.steps={steps}", "--checkpoint.every=0"]
+        options += [f"--train.eval_every={max(1, round(EVERY * steps))}", "--observe.timeline=off"]
+        mpirun(name, ["-m", "hvdtrain", *options], {}, PATIENCE_S)
+        records = read_journal(run / "journal.jsonl")
+    losses = {record["at_step"]: record["loss"] for record in records if record.get("event") == "evaluation"}
+    print(f"{name}, lr {lr:g}, seed {seed}: loss {losses[steps]:.4f} after {steps} steps", flush=True)
+    return Run([record["step_s"] for record in records if "step_s" in record], losses)
+
+
+def best_rate(name: str, steps: int) -> float:
+    """Return the learning rate with the lowest final loss."""
+
+    def loss(lr: float) -> float:
+        return statistics.mean(train(name, lr, seed, steps).losses[steps] for seed in SEARCH_SEEDS)
+
+    return min(RATES[name], key=loss)
+
+
+def steps_to_loss(*, quick: bool) -> list[Figure]:
+    steps = QUICK_STEPS if quick else STEPS
+    rates = {name: LEARNING_RATES[name] if quick else best_rate(name, steps) for name in OPTIMIZERS}
+    shares, losses = [], []
+    for seed in SEEDS[:1] if quick else SEEDS:
+        adamw, muon = (train(name, rates[name], seed, steps) for name in OPTIMIZERS)
+        shares.append(muon.steps_to(adamw.losses[steps]) / steps)
+        losses.append(muon.losses[steps] - adamw.losses[steps])
+    return [
+        figure("optimizers/muon_steps_to_adamw_loss", shares, "ratio"),
+        figure("optimizers/muon_loss_minus_adamw_loss", losses, "nats"),
+        *(figure(f"optimizers/{name}_learning_rate", [rate], "lr") for name, rate in rates.items()),
+    ]
+
+
+def optimizer_s(job: Job) -> float:
+    return statistics.median(step["optimizer_s"] for step in job.turn(TURN_S))
+
+
+def step_share(*, quick: bool) -> list[Figure]:
+    train_ = Config().train
+    passes = train_.global_batch // train_.micro_batch
+    setting = partial(Setting, "default", train_.micro_batch, optimizer={"name": "muon"})
+    settings = {
+        "whole": setting(passes=passes, ranks=1),
+        "divided": setting(passes=passes // 2, ours={"parallel.shard": "optimizer"}),
+    }
+    starts, rounds = (1, 2) if quick else (3, 3)
+    found = race(tuple(settings), settings, optimizer_s, rounds=rounds, warm_up=WARM_UP, starts=starts)
+    milliseconds = (figure(f"optimizers/muon_{name}_ms", [1e3 * s for s in found[name]], "ms") for name in found)
+    return [figure("optimizers/muon_step_share", ratios(found["divided"], found["whole"]), "ratio"), *milliseconds]
+
+
+def measure(quick: bool) -> list[Figure]:
+    return [*step_share(quick=quick), *steps_to_loss(quick=quick)]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)
