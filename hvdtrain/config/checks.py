@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
@@ -49,6 +50,7 @@ _RULES: Mapping[str, _Rule] = {
     "optimizer.decay": _fraction("all steps"),
     "parallel.bucket_mib": _POSITIVE,
     "parallel.dp_shard": (lambda value: value >= 2, "2 or more"),
+    "memory.limit": _POSITIVE,
     "loader.workers": (lambda value: 0 <= value <= 1024, "0 to 1024 processes per rank"),
     "loader.prefetch": _COUNT,
     "checkpoint.every": _not_negative("at the end only"),
@@ -70,7 +72,8 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
         ConfigError: a value is out of range, or two options contradict each other.
     """
     train = config.train
-    up_to_batch = (lambda value: 1 <= value <= train.global_batch, f"1 to train.global_batch ({train.global_batch})")
+    most = f"1 to train.global_batch ({train.global_batch}), or {SIZE_AUTO}"
+    up_to_batch = (lambda value: value == SIZE_AUTO or 1 <= value <= train.global_batch, most)
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name} is {value!r}, which is out of range", expected="a finite number")

@@ -190,6 +190,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
             found += ["true", "false"]
         elif get_origin(part) is Literal:
             found += map(str, get_args(part))
+        elif part is not type(None):
+            return ()  # others are possible
     return tuple(found)
 
 

@@ -9,6 +9,9 @@ from typing import Literal
 LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 2e-3, "adafactor": 1e-2}
 """Default of `OptimizerConfig.lr` by `name`."""
 
+AUTO = "auto"
+"""Value of the micro-batch: find it."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -89,11 +92,13 @@ class MemoryConfig:
     Attributes:
         offload: what is kept in the memory of the host instead: optimizer for the state and the update of a divided
             optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
+        limit: most memory of its GPU that a rank's torch may take, in GiB (default: all)
         checkpointing: activations that backward computes again instead of keeping them: full for all inside the blocks
             of the model, selective for all but the results of most matrix products, convolutions and attention
     """
 
     offload: Literal["none", "optimizer"] = "none"
+    limit: float | None = None
     checkpointing: Literal["none", "full", "selective"] = "none"
 
 
@@ -106,7 +111,8 @@ class TrainConfig:
         epochs: passes over the training data, also fractions (default: train.steps instead)
         stop_at: stop after this step without changing the schedule (default: the last step)
         global_batch: samples per optimizer step over all ranks; independent of the number of ranks
-        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch
+        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. auto finds the
+            largest power of two that fits the memory of every GPU
         clip: largest L2 norm of the gradient; 0 disables clipping
         eval_every: evaluate every N steps, and at the start and the end; the best checkpoint is chosen among those
             saved at such a step (default: at each periodic checkpoint)
@@ -123,7 +129,7 @@ class TrainConfig:
     epochs: float | None = None
     stop_at: int | None = None
     global_batch: int = 16
-    micro_batch: int = 4
+    micro_batch: int | Literal["auto"] = 4
     clip: float = 1.0
     eval_every: int | None = None
     eval_samples: int = 64
@@ -131,6 +137,12 @@ class TrainConfig:
     max_skipped: int = 10
     deterministic: bool = False
     compile: bool = False
+
+    @property
+    def pass_samples(self) -> int:
+        """The micro-batch, which is known: given, or found."""
+        assert isinstance(self.micro_batch, int)
+        return self.micro_batch
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
-from hvdtrain.training.start.device import check_device_is_own, pick_device, training_stream
+from hvdtrain.training.start.device import check_device_is_own, limit_memory, pick_device, training_stream
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
+from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
 
@@ -48,6 +49,8 @@ def run_training(
     # before anything costs time
     engine_of(run.config, elastic=rounds.elastic)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
+    check_auto(run.config, device, elastic=rounds.elastic)
+    limit_memory(device, run.config.memory.limit)
     make = partial(make_task, build, run.config, info.variables)
     # An engine that places the model is for jobs of one round only.
     by_rank = places_model(parallel.engine)
@@ -113,6 +116,7 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             if current.claim is not None:
                 folder = current.layout.checkpoints
                 current.store = CheckpointStore(folder, recorder.warn, spans.touch, current.claim.check)
+            use_found_micro_batch(current)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)
             stack.callback(current.engine.close)

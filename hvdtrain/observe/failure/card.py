@@ -241,6 +241,7 @@ def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str
         advice.append(f"{half}: the global batch and the loss curve stay the same")
     if held["precision"] == "fp32":
         advice.append("--precision bf16: halves the memory of activations")
+    advice += held.get("advice", [])
     if memory.get("cuda_reserved", 0.0) > 1.2 * memory.get("cuda_allocated", 0.0) + 256:
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
         advice.append(f"{setting}: the reserved memory is fragmented")

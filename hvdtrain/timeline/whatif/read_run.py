@@ -78,7 +78,7 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         _compression(path, config, profile),
         config["parallel"].get("bucket_mib"),
         config["train"]["global_batch"],
-        config["train"]["micro_batch"],
+        _micro_batch(path, config),
         engine,
         shard,
     )
@@ -143,6 +143,13 @@ def _notes(profile: Mapping[str, Any]) -> list[str]:
     if profile["device"] != "cpu":
         notes.append("coding is counted as work of the computing stream, but on a GPU it has its own stream")
     return notes
+
+
+def _micro_batch(path: Path, config: Mapping[str, Any]) -> int:
+    """Return the samples of a pass; those that were found, with ``auto``."""
+    found = read_events(RunLayout(path).journal, "micro_batch_found")
+    given = config["train"]["micro_batch"]
+    return int(found[-1]["samples"]) if given == "auto" and found else int(given)
 
 
 def _times_of_ranks(start: Start | None, steps: Sequence[Mapping[str, float]]) -> tuple[NDArray[np.float64], float]:

@@ -24,6 +24,7 @@ from hvdtrain.observe.shell_commands import relative_to_start, resume_command, r
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.step_sums import handlers_as_before
 from hvdtrain.training.round import Round
 
@@ -38,7 +39,7 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
     `output` shows the card. Without it a program trains, and the card names the program's own command to resume.
     """
     comm, rounds, directory = current.comm, current.rounds, current.layout.folder
-    config, model = current.run.config, current.worker.state.model
+    config = current.run.config
     ranks = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
     info = replace(current.worker.info, **ranks)
     mailbox = open_mailbox(directory, comm, this_process(comm.rank, info.host))
@@ -52,7 +53,7 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
         place,
         resume,
         lambda: _newest_checkpoint(place, given),
-        lambda: {} if current.engine is None else memory_holders(config, current.worker.device, model, current.engine),
+        lambda: _memory_of(current),
         lambda: {} if current.engine is None else current.engine.parameters_by_collective(),
         lambda: current.is_ending,
     )
@@ -82,6 +83,17 @@ def _newest_checkpoint(place: Path, directory: Path) -> str | None:
     return str(RunLayout(directory).checkpoints / saves[-1].path.name) if saves else None
 
 
+def _memory_of(current: Round) -> dict[str, Any]:
+    """Return what holds memory, and which further options would need less."""
+    if current.engine is None:
+        return {}
+    config, worker = current.run.config, current.worker  # not those of the beginning: the micro-batch may be found
+    held = memory_holders(config, worker.device, worker.state.model, current.engine)
+    elastic = current.rounds.elastic
+    advice = memory_advice(config, worker.state.model, worker.device, current.comm.size, elastic=elastic)
+    return {**held, "advice": advice}
+
+
 def memory_holders(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
     """Return what holds the memory of `device`, and the options that affect it.
 
@@ -105,7 +117,7 @@ def memory_holders(config: Config, device: torch.device, model: nn.Module, engin
     return {
         "where": "GPU's" if device.type == "cuda" else "host's",
         "mib": mib,
-        "micro_batch": config.train.micro_batch,
+        "micro_batch": config.train.pass_samples,
         "precision": config.precision,
     }
 

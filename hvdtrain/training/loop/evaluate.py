@@ -47,7 +47,7 @@ class HeldOut:
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
         mine, first = (
-            micro_batches([(0, self.count)], config.train.micro_batch, rank, comm.size) for rank in (comm.rank, 0)
+            micro_batches([(0, self.count)], config.train.pass_samples, rank, comm.size) for rank in (comm.rank, 0)
         )
         self._own = len(mine)
         self._mine = mine + (first[len(mine) :] if uniform else [])

@@ -56,7 +56,7 @@ class FirstPass:
         peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=tf32)
         return {
             "event": "flops",
-            "per_sample": (1 + _BACKWARD) * flops / config.train.micro_batch,
+            "per_sample": (1 + _BACKWARD) * flops / config.train.pass_samples,
             "device": name,
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,

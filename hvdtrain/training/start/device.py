@@ -58,6 +58,24 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
+def limit_memory(device: torch.device, limit_gib: float | None) -> None:
+    """Limit the memory that torch takes on the device of this process.
+
+    Errors:
+        ConfigError: it is a CPU.
+    """
+    if limit_gib is None:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--memory.limit {limit_gib:g}, but this rank trains on a CPU",
+            expected="a GPU",
+            next_step="leave it out; ulimit or a container limits the memory of a process",
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
+
+
 @contextmanager
 def training_stream(device: torch.device) -> Iterator[None]:
     """Run a block on a CUDA stream that is not the default one; on the CPU do nothing.

@@ -144,15 +144,15 @@ def describe_start(current: Round) -> None:
     count = f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
     recorder.say(
         f"{count} parameters, {dataset_length(task.train_data):,} samples, {size} rank(s),"
-        f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
+        f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
     )
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
-    passes = -(-train.global_batch // train.micro_batch)
+    passes = -(-train.global_batch // train.pass_samples)
     if passes < size:
         recorder.warn(
-            f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only"
-            f" {passes} micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
+            f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only {passes}"
+            f" micro-batch(es) of {train.pass_samples}; lower --train.micro_batch or raise --train.global_batch"
         )
     names = batch_statistics(task.model)
     if names:

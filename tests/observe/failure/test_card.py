@@ -92,7 +92,8 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
     assert "300 MiB when last seen alive" in told
 
 
-HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32"}
+HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32",
+        "advice": ["--memory.checkpointing full: less"]}  # fmt: skip
 
 
 def test_memory_that_ran_out_is_explained() -> None:
@@ -101,7 +102,7 @@ def test_memory_that_ran_out_is_explained() -> None:
     assert "rank 1 on a ran out of memory: MemoryError" in told
     assert "100.0 MiB" in told and "900.0 MiB" in told
     assert "--train.micro_batch 2 (is 4)" in told
-    assert "--precision bf16" in told
+    assert "--precision bf16" in told and "  --memory.checkpointing full: less" in told
     assert "expandable_segments:True" in told
     assert "fewer ranks on this host" not in told
     full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})

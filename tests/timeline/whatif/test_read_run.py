@@ -41,6 +41,13 @@ def test_a_compression_that_was_chosen_is_that_of_the_run(tmp_path: Path) -> Non
     assert read_evidence(path).job.compression == "fp16"
 
 
+def test_a_micro_batch_that_was_found_is_that_of_the_run(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", options={"train": {"global_batch": 16, "micro_batch": "auto"}})
+    with (path / "journal.jsonl").open("a") as journal:
+        journal.write(json.dumps({"event": "micro_batch_found", "samples": 8, "limited_by": []}) + "\n")
+    assert read_evidence(path).job.micro_batches == 2
+
+
 def test_a_divided_run_with_compression_is_refused(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run", size=2, options={"parallel": {"shard": "optimizer", "compression": "int8"}})
     with pytest.raises(DataError, match=r"--parallel\.shard optimizer with compression int8"):

@@ -1,0 +1,204 @@
+"""Find the largest micro-batch that fits the memory of every GPU (`--train.micro_batch auto`)."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json, on_rank_0
+from hvdtrain.compression.table import parse
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.config.schema import AUTO, Config
+from hvdtrain.data.loader import Stream, fetch_step, seed_forward
+from hvdtrain.data.order import micro_batches
+from hvdtrain.engine.table import AUTO as AUTO_COMPRESSION
+from hvdtrain.engine.table import places_model
+from hvdtrain.errors import ConfigError
+from hvdtrain.observe.failure.fault import out_of_memory
+from hvdtrain.observe.past_journal import read_events
+from hvdtrain.training.diagnostics.memory_advice import memory_advice
+from hvdtrain.training.loop.buffers import restored_buffers
+from hvdtrain.training.loop.forward import checked_loss, to_device
+from hvdtrain.training.round import Round
+
+FOUND = "micro_batch_found"
+"""Event: `samples` of a micro-batch, and `limited_by`, the ranks with too little memory for twice as many."""
+_UNEVEN = 1.25
+"""How many samples a rank may have, as a multiple of an even share."""
+_SPARE = 0.05
+"""Fraction of a GPU's memory that a trial leaves free."""
+_STATES = 2
+"""Tensors of the optimizer for each parameter, as of AdamW."""
+
+
+def check_auto(config: Config, device: torch.device, *, elastic: bool) -> None:
+    """Check that the micro-batch can be found, if it is asked for, before anything costs time.
+
+    Errors:
+        ConfigError: it cannot.
+    """
+    if config.train.micro_batch != AUTO:
+        return
+    reason = ""
+    if device.type != "cuda":
+        reason = "this rank trains on a CPU, which uses the memory of the whole host"
+    elif places_model(config.parallel.engine):
+        reason = (
+            f"--parallel.engine {config.parallel.engine} has collectives in each pass: a rank out of memory would stop"
+            " the others"
+        )
+    elif elastic:
+        reason = "the job is elastic: another rank may join with less memory"
+    if reason:
+        raise ConfigError(
+            f"--train.micro_batch auto cannot find a size: {reason}",
+            expected="GPUs, --parallel.engine horovod or ddp, and a job with a constant number of ranks",
+            next_step="set a number, such as --train.micro_batch 4",
+        )
+
+
+def sizes_to_try(global_batch: int, ranks: int) -> list[int]:
+    """Return powers of two, ascending, that divide the work evenly: see `_UNEVEN`. 1 is always among them."""
+    share = -(-global_batch // ranks)
+    powers = takewhile(lambda size: size <= share, (1 << n for n in range(32)))
+
+    def busiest(size: int) -> int:
+        return sum(batch.stop - batch.start for batch in micro_batches([(0, global_batch)], size, 0, ranks))
+
+    return [size for size in powers if size == 1 or busiest(size) <= _UNEVEN * global_batch / ranks]
+
+
+def find_largest(comm: Comm, sizes: list[int], run: Callable[[int], None]) -> tuple[int, list[int]]:
+    """Return the largest of ascending `sizes` that fits on all ranks, and the ranks that lack memory for the next.
+
+    0 if the first does not fit. `run` raises an error if memory runs out. All ranks try the same sizes, up to the
+    first that does not fit on one of them. Collective: yes; `run` has no collectives.
+    """
+    found, lacking = 0, list[int]()
+    for size in sizes:
+        is_enough = _fits(partial(run, size))
+        lacking = [rank for rank, fits in enumerate(allgather_json(comm, is_enough, name="micro_batch")) if not fits]
+        if lacking:
+            break
+        found = size
+    return found, lacking
+
+
+def _fits(run: Callable[[], None]) -> bool:
+    try:
+        run()
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def use_found_micro_batch(current: Round) -> None:
+    """Set the micro-batch of the round's config, if it is to be found. Collective: yes.
+
+    A resumed run never gets a larger one than before: its samples, and random numbers, stay those of its micro-batches.
+
+    Errors:
+        ConfigError: not even one sample fits.
+    """
+    config, comm, recorder = current.run.config, current.comm, current.recorder
+    if config.train.micro_batch != AUTO:
+        return
+    before = on_rank_0(comm, lambda: read_events(current.layout.journal, FOUND), name="micro_batch/before")
+    most = before[-1]["samples"] if before else config.train.global_batch
+    sizes = [size for size in sizes_to_try(config.train.global_batch, comm.size) if size <= most]
+    with _without_trace(current):
+        found, lacking = find_largest(comm, sizes, Trial(current).run)
+    if not found:
+        advice = memory_advice(config, current.worker.state.model, current.worker.device, comm.size)
+        raise ConfigError(
+            f"no micro-batch fits: rank(s) {', '.join(map(str, lacking))} lack memory for one sample, with optimizer"
+            " and exchange",
+            next_step="; or ".join(advice) or "a GPU with more memory, or a smaller model",
+        )
+    recorder.event({"event": FOUND, "samples": found, "limited_by": lacking})
+    limit = "as before in this run" if before else "larger ones would not divide the global batch evenly among ranks"
+    if lacking:
+        limit = f"rank(s) {', '.join(map(str, lacking))} lack memory for more"
+    recorder.say(f"micro-batches of {found}: {limit}")
+    current.run = _with_micro_batch(current.run, found)
+
+
+def _with_micro_batch(run: RunConfig, samples: int) -> RunConfig:
+    config = run.config
+    return replace(run, config=replace(config, train=replace(config.train, micro_batch=samples)))
+
+
+@dataclass
+class Trial:
+    """Forward and backward of a micro-batch, while the memory that training will need besides is taken.
+
+    It has no collectives, and comes before the engine. Call it inside of `_without_trace`.
+    """
+
+    current: Round
+
+    def run(self, samples: int) -> None:
+        """Run the first `samples` samples. Errors: that of torch if memory runs out."""
+        worker, config = self.current.worker, self.current.run.config
+        task, device = worker.task, worker.device
+        stream = Stream(task.train_data, config.seed, samples, samples, 0, 1)
+        ((_, _, drawn),) = fetch_step(stream, 0)
+        batch = to_device((task.collate or default_collate)(drawn), device)
+        reserve = torch.empty(self._reserve_bytes(), dtype=torch.uint8, device=device)
+        for _ in range(2):  # the second adds to gradients that exist
+            seed_forward(config.seed, 0)
+            with worker.precision.autocast():
+                loss, _ = checked_loss(task, worker.state.model, batch)
+            torch.autograd.backward(loss)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        del reserve
+
+    def _reserve_bytes(self) -> int:
+        """Return the bytes of the optimizer's state, of the exchange with its residuals, and some to spare."""
+        device, config, size = self.current.worker.device, self.current.run.config, self.current.comm.size
+        if device.type != "cuda":
+            return 0
+        trained = sum(
+            p.numel() * p.element_size() for p in self.current.worker.state.model.parameters() if p.requires_grad
+        )
+        parts = size if config.parallel.shard != "none" else 1
+        states = 0 if config.memory.offload != "none" else _STATES * trained // parts
+        compression = config.parallel.compression
+        feedback = compression == AUTO_COMPRESSION or parse(compression).kind.feedback
+        exchange = (1 + feedback) * trained if size > 1 else 0
+        return states + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+@contextmanager
+def _without_trace(current: Round) -> Iterator[None]:
+    """Undo what passes change: gradients, persistent buffers, random states and memory. Compiled parts run eagerly."""
+    model, device = current.worker.state.model, current.worker.device
+    on_cuda = device.type == "cuda"
+    python, numpy = random.getstate(), np.random.get_state()
+    eager: Any = torch.compiler.set_stance("force_eager") if current.worker.compiled else nullcontext()
+    try:
+        with torch.random.fork_rng([device] if on_cuda else []), restored_buffers(model), eager:
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for parameter in model.parameters():
+            parameter.grad = None
+        gc.collect()  # an error's traceback may hold activations
+        if on_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)

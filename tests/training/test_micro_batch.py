@@ -1,0 +1,217 @@
+"""The micro-batch that fits all ranks is found together, and the search leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig, TrainConfig
+from hvdtrain.errors import ConfigError
+from hvdtrain.training.diagnostics.memory_advice import memory_advice
+from hvdtrain.training.start import device as devices
+from hvdtrain.training.start import micro_batch
+from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest, sizes_to_try
+from tests.support.gallery import Recorded
+from tests.support.stack import STACK
+from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+AUTO = replace(Config(), train=TrainConfig(micro_batch="auto"))
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ranks", "sizes"),
+    [(16, 1, [1, 2, 4, 8, 16]), (16, 2, [1, 2, 4, 8]), (24, 2, [1, 2, 4]), (10, 2, [1, 2]), (3, 4, [1])],
+)
+def test_sizes_divide_the_work_evenly(global_batch: int, ranks: int, sizes: list[int]) -> None:
+    """Micro-batches of 8 would give one of two ranks 16 of 24 samples."""
+    assert sizes_to_try(global_batch, ranks) == sizes
+
+
+def _limited(limit: int, tried: list[int]) -> Callable[[int], None]:
+    def run(samples: int) -> None:
+        tried.append(samples)
+        if samples > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("limits", "found", "lacking"), [([8, 2, 4], 2, [1]), ([9, 9, 9], 8, []), ([0, 8, 0], 0, [0, 2])]
+)
+def test_a_rank_with_less_memory_decides(limits: list[int], found: int, lacking: list[int]) -> None:
+    def body(comm: ThreadComm) -> tuple[Any, list[int]]:
+        tried: list[int] = []
+        return find_largest(comm, [1, 2, 4, 8], _limited(limits[comm.rank], tried)), tried
+
+    results = on_ranks(3, body)
+    assert all(result == ((found, lacking), results[0][1]) for result in results)
+
+
+def test_another_error_ends_the_search() -> None:
+    def run(samples: int) -> None:
+        raise ValueError("a defect of the task")
+
+    with pytest.raises(ValueError, match="defect"):
+        find_largest(SoloComm(), [1], run)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Samples that fit, by rank, on devices that pretend to have a limit."""
+    found: dict[int, int] = {}
+    real = Trial.run
+
+    def run(trial: Trial, samples: int) -> None:
+        real(trial, samples)
+        _limited(found[trial.current.comm.rank], [])(samples)
+
+    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr("hvdtrain.training.session.check_auto", lambda *_, **__: None)
+    return found
+
+
+def _train(folder: Path, *options: str) -> Recorded:
+    train_on_threads(*STACK, "--statistics=true", *options, f"--run_dir={folder / 'run'}", size=2)
+    return Recorded(folder, 0, "", "")
+
+
+def test_training_is_that_with_the_size_that_was_found(limits: dict[int, int], tmp_path: Path) -> None:
+    """To the bit, with dropout and running statistics; a resume with more memory keeps the size."""
+    plain = _train(tmp_path / "plain", "--train.micro_batch=2")
+    limits.update({0: 4, 1: 2})
+    _train(tmp_path / "found", "--train.micro_batch=auto", "--train.stop_at=3")
+    limits.update({0: 8, 1: 8})
+    found = _train(tmp_path / "found", "--train.micro_batch=auto")
+    assert [(e["samples"], e["limited_by"]) for e in found.events("micro_batch_found")] == [(2, [1]), (2, [])]
+    assert found.losses() == plain.losses() and len(plain.losses()) == 6
+    assert [e["loss"] for e in found.events("evaluation")][-1] == plain.events("evaluation")[-1]["loss"]
+    for group, tensors in plain.state().tensors.items():
+        assert all(torch.equal(found.state().tensors[group][name], tensor) for name, tensor in tensors.items())
+
+
+def test_too_little_memory_for_one_sample_names_options(limits: dict[int, int], tmp_path: Path) -> None:
+    limits.update({0: 1, 1: 0})
+    with pytest.raises(ConfigError, match=r"rank\(s\) 1 lack memory for one sample") as caught:
+        _train(tmp_path, "--train.micro_batch=auto")
+    assert "--memory.checkpointing full" in str(caught.value) and "--parallel.shard gradients" in str(caught.value)
+
+
+def test_a_search_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    worker = SimpleNamespace(state=SimpleNamespace(model=model), device=CPU, compiled=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    current: Any = SimpleNamespace(worker=worker)
+    with pytest.raises(torch.OutOfMemoryError), micro_batch._without_trace(current):
+        model(torch.randn(4, 3)).sum().backward()
+        random.random(), np.random.rand()
+        raise torch.OutOfMemoryError
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "elastic", "reason"),
+    [
+        ("horovod", CPU, False, "on a CPU"),
+        ("fsdp", GPU, False, "collectives in each pass"),
+        ("horovod", GPU, True, "elastic"),
+        ("ddp", GPU, False, ""),
+    ],
+)
+def test_where_a_size_cannot_be_found(engine: Any, device: torch.device, elastic: bool, reason: str) -> None:
+    config = replace(AUTO, parallel=ParallelConfig(engine=engine))
+    check_auto(replace(config, train=TrainConfig(micro_batch=4)), device, elastic=elastic)
+    if not reason:
+        return check_auto(config, device, elastic=elastic)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_auto(config, device, elastic=elastic)
+    assert "--train.micro_batch 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "memory", "count"),
+    [
+        (1, {}, {}, 2.0),
+        (4, {}, {}, 3.0),
+        (4, {"compression": "int8"}, {}, 4.0),
+        (4, {"shard": "gradients"}, {}, 1.5),
+        (4, {"shard": "gradients"}, {"offload": "optimizer"}, 1.0),
+    ],
+)
+def test_a_trial_leaves_room_for_optimizer_and_exchange(
+    size: int, options: Any, memory: Any, count: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a multiple of the trained parameters, and 5% of the GPU."""
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(5, 5).requires_grad_(False))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2000))
+    config = replace(AUTO, parallel=ParallelConfig(**options), memory=MemoryConfig(**memory))
+    worker = SimpleNamespace(device=GPU, state=SimpleNamespace(model=model))
+    run, comm = SimpleNamespace(config=config), SimpleNamespace(size=size)
+    current: Any = SimpleNamespace(worker=worker, run=run, comm=comm)
+    assert Trial(current)._reserve_bytes() == count * 400 + 100
+
+
+BLOCKS = nn.Sequential(nn.Linear(1, 1))
+CHECKPOINTING, SHARD, OFFLOAD, FSDP = (
+    "--memory.checkpointing",
+    "--parallel.shard",
+    "--memory.offload",
+    "--parallel.engine",
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "parallel", "memory", "elastic", "expected"),
+    [
+        (2, GPU, {}, {}, False, [CHECKPOINTING, SHARD, FSDP]),
+        (1, GPU, {}, {"checkpointing": "selective"}, False, [CHECKPOINTING]),
+        (2, GPU, {}, {"checkpointing": "full"}, True, [SHARD]),
+        (2, GPU, {"shard": "gradients"}, {}, True, [CHECKPOINTING, OFFLOAD]),
+        (2, CPU, {"shard": "gradients"}, {}, True, [CHECKPOINTING]),
+        (2, GPU, {"compression": "powersgd:4"}, {}, False, [CHECKPOINTING]),
+        (2, GPU, {"engine": "fsdp"}, {}, False, [CHECKPOINTING, OFFLOAD]),
+        (2, GPU, {"engine": "fsdp", "compression": "int8"}, {}, False, [CHECKPOINTING]),
+        (2, GPU, {"engine": "fsdp"}, {"offload": "optimizer", "checkpointing": "full"}, False, []),
+        (2, GPU, {"engine": "ddp"}, {}, False, [CHECKPOINTING, FSDP]),
+    ],
+)
+def test_advice_is_what_the_engine_supports_and_does_not_use(
+    size: int, device: torch.device, parallel: Any, memory: Any, elastic: bool, expected: list[str]
+) -> None:
+    config = replace(Config(), parallel=ParallelConfig(**parallel), memory=MemoryConfig(**memory))
+    found = memory_advice(config, BLOCKS, device, size, elastic=elastic)
+    assert [line.partition(" ")[0] for line in found] == expected
+    without = memory_advice(config, BLOCKS[0], device, size, elastic=elastic)
+    assert [line.partition(" ")[0] for line in without] == [x for x in expected if x not in (CHECKPOINTING, FSDP)]
+
+
+def test_a_limit_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: called.append(given))
+    for gib in (None, 2.0, 99.0):
+        devices.limit_memory(GPU, gib)
+    assert called == [(0.25, GPU), (1.0, GPU)]
+    with pytest.raises(ConfigError, match="trains on a CPU"):
+        devices.limit_memory(CPU, 2.0)
