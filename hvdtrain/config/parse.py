@@ -220,6 +220,7 @@ def _in_words(hint: str) -> str:
     """Describe a type that jsonargparse names, such as ``<class 'int'>``, ``Literal['a', 'b']`` or ``int | None``."""
     text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", hint)
     text = re.sub(r"(?:Optional|Union)\[(.*)\]", r"\1", text)
+    text = re.sub(r"Literal\['(\w+)'\]", r"\1", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", text)
     return re.sub(r"\b(int|float|bool|str|list|NoneType|None)\b", lambda found: _TYPE_WORDS[found[1]], text)
 

@@ -126,6 +126,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
+        ("--train.micro_batch=x", "a whole number or auto", "x"),
         ("--train.micro_batch=99", "1 to train.global_batch (16), or auto", "99"),
         ("--optimizer.lr=-1", "more than 0", "-1.0"),
         ("--optimizer.lr=.inf", "a finite number", "inf"),
