@@ -15,6 +15,7 @@ from tests.support.launch import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 live_bytes: Any = importlib.import_module("live_bytes")
+activation_bytes: Any = importlib.import_module("activation_bytes")
 
 SIZE = 64
 WEIGHT = 4 * SIZE * SIZE
@@ -84,3 +85,12 @@ def test_what_lived_before_does_not_count(model: nn.Module) -> None:
     counts.begin(None)
     counts.close()
     assert counts.peaks[0].total == 0 and data.sum() == 0
+
+
+def test_activations_count_while_they_live() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    with activation_bytes.Activations() as counted:
+        for _ in range(3):
+            kept = [x.tanh().tanh(), x.view(10, 100)]  # a view has no memory of its own
+            del kept
+    assert (counted.peak, counted.live) == (2 * 4000, 0)
