@@ -47,7 +47,7 @@ def test_a_rank_fails_and_the_others_continue(fault: str, rank: int, tmp_path: P
         job.until("round 2: 1 rank(s) on 1 host(s)")
         job.until("round 3: 2 rank(s) on 1 host(s)")
         job.finish()
-    assert job.sizes() == [2, 1, 2]
+    assert job.sizes() == [2, 1, 2], "\n".join(job.said)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -71,7 +71,7 @@ def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> No
         hosts.are("localhost:3")
         job.until("round 4: 3 rank(s)")
         job.finish()
-    assert job.sizes() == [2, 3, 2, 3]
+    assert job.sizes() == [2, 3, 2, 3], "\n".join(job.said)
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
@@ -81,7 +81,7 @@ def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path
         job.until("at least 2 are needed: waiting")
         job.until("round 2: 2 rank(s) on 1 host(s)")
         job.finish()
-    assert job.sizes() == [2, 2]
+    assert job.sizes() == [2, 2], "\n".join(job.said)
 
 
 def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:

@@ -45,8 +45,11 @@ class PlannedRounds(Rounds):
         self._worker, self._plan, self._hubs = worker, plan, hubs
         self._number = -1
         self._begun = 0
+        self._killed = False
 
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
+        if self._killed:
+            raise Killed
         later = range(self._number + 1, len(self._plan))
         self._number = next((number for number in later if self._worker in self._plan[number].workers), len(self._plan))
         if self._number == len(self._plan):
@@ -59,13 +62,14 @@ class PlannedRounds(Rounds):
         return self._plan[self._number]
 
     def is_over(self, error: BaseException) -> bool:
-        return isinstance(error, Lost)
+        return isinstance(error, (Lost, Killed))  # a process that is killed writes no failure card, either
 
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         found, self._begun = list(requests), self._begun + 1
         if self._begun == self._period.steps:
             if self._worker in self._period.killed:
                 self._hubs[self._number].break_off()
+                self._killed = True
                 raise Killed
             found[changed] = int(not self._period.killed)
         return found
