@@ -13,6 +13,7 @@ COMMANDS = {
     "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, PBS, LSF, Kubernetes or hvdtrain's driver"),
     "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
+    "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
     "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
     "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),

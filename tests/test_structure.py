@@ -44,6 +44,7 @@ LAYERS = {
     "engine": 8,
     "training": 9,
     "doctor": 9,
+    "fit": 10,
     "verify": 10,
     "cli": 11,
     "torch": 11,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_order import Order, Started, TorchHandle
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
@@ -27,6 +28,8 @@ def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGro
     Collective: yes, among all ranks of `comm`, which may give different `ranks`. torch's default group is made first,
     and kept until the process ends: a program may make it only once.
     """
+    if isinstance(comm, ImaginedComm):
+        return comm.process_group(range(comm.size) if ranks is None else ranks)
     join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=FOREVER, use_local_synchronization=ranks is not None)
     return group

@@ -62,7 +62,8 @@ def refuse_what_cannot_be_divided(
     """
     by_address: dict[int, str] = {}
     for name, parameter in named:
-        if parameter.numel() and (other := by_address.setdefault(parameter.data_ptr(), name)) != name:
+        address = parameter.data_ptr() or id(parameter)  # 0 if it has no memory
+        if parameter.numel() and (other := by_address.setdefault(address, name)) != name:
             raise ConfigError(
                 f"{other} and {name} are two parameters in the same memory",
                 expected="one parameter under two names",

@@ -5,19 +5,23 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.compression.table import parse
+from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
+from hvdtrain.spans import Spans
 from hvdtrain.state.buddies import Buddies
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
+from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -34,27 +38,12 @@ from hvdtrain.training.start.opening import ClaimWatch
 def build_engine(current: Round) -> Engine:
     """Make the round's engine, with the exchange state of the last round. Collective: yes."""
     run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
-    parallel, variables, model = run.config.parallel, worker.info.variables, worker.state.model
+    variables, model = worker.info.variables, worker.state.model
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
     try:
-        engine = make_engine(
-            worker.state.optimizer,
-            model,
-            comm,
-            parallel.compression,
-            spans,
-            parallel.bucket_mib,
-            variables,
-            parallel.shard,
-            parallel.engine,
-            worker.device,
-            parallel.dp_shard,
-            run.config.precision,
-            offload=run.config.memory.offload != "none",
-            elastic=current.rounds.elastic,
-        )
+        engine = engine_of_worker(worker, run.config, comm, spans, elastic=current.rounds.elastic)
         worker.use_exchange(engine)
     except BaseException:
         if ready is not None:
@@ -66,6 +55,29 @@ def build_engine(current: Round) -> Engine:
         path, host = current.layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))
     return engine
+
+
+def engine_of_worker(
+    worker: WorkerState, config: Config, comm: Comm, spans: Spans | None = None, *, elastic: bool = False
+) -> Engine:
+    """Make the engine of the config's options for a worker's model and optimizer. Collective: yes."""
+    parallel = config.parallel
+    return make_engine(
+        worker.state.optimizer,
+        worker.state.model,
+        comm,
+        parallel.compression,
+        spans,
+        parallel.bucket_mib,
+        worker.info.variables,
+        parallel.shard,
+        parallel.engine,
+        worker.device,
+        parallel.dp_shard,
+        config.precision,
+        offload=config.memory.offload != "none",
+        elastic=elastic,
+    )
 
 
 def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:

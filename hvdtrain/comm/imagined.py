@@ -1,0 +1,49 @@
+"""Rank 0 of a job that does not run: to count what a rank does and holds. Needs no Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hvdtrain.comm.solo import Finished, SoloComm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+class ImaginedComm(SoloComm):
+    """A job of `size` ranks on one host: all others send what this rank sends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = self.local_size = size
+
+    def allgather(self, tensor: Tensor, *, name: str) -> Finished:
+        """Return a copy for each rank."""
+        return Finished(torch.cat([tensor] * self.size))
+
+    def reducescatter(self, tensor: Tensor, *, name: str) -> Finished:
+        """Return this rank's share."""
+        return Finished(tensor.tensor_split(self.size)[0].clone())
+
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
+        """Return a communicator of as many ranks."""
+        return ImaginedComm(len(ranks))
+
+    def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return a process group of torch whose collectives do nothing; all of a process are among `imagine_ranks`."""
+        import torch.distributed as dist
+
+        group: ProcessGroup = dist.new_group(list(ranks))
+        return group
+
+
+def imagine_ranks(most: int) -> None:
+    """Let torch's default process group be one of `most` ranks whose collectives do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=most)

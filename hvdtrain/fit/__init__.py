@@ -1,0 +1,1 @@
+"""Predict the memory of a rank before a job runs."""

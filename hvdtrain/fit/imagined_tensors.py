@@ -1,0 +1,86 @@
+"""Tensors without memory, and a count of the bytes that they would have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.fit.live_bytes import LiveBytes
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
+    """While it is active, new floating-point tensors are torch's fake tensors.
+
+    What is computed from a fake tensor is fake. Tensors of integers that depend on none, such as token ids, positions
+    and sizes of parts, have values: models and engines read them.
+
+    Attributes:
+        assumed: what numbers of fake tensors are read as; None to refuse, as the model's steps may depend on them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def imagine(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Replace parameters and floating-point buffers of a model, and those of its optimizer, by fake ones."""
+        fakes: dict[Tensor, nn.Parameter] = {}
+        for parameter in model.parameters():
+            fakes[parameter] = nn.Parameter(self._like(parameter), parameter.requires_grad)
+        for module in model.modules():
+            for name, own in module._parameters.items():
+                module._parameters[name] = own if own is None else fakes[own]
+            for buffer_name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[buffer_name] = self._like(buffer)
+        if optimizer is not None:
+            state, optimizer.state = optimizer.state, defaultdict(dict)
+            for group in optimizer.param_groups:
+                group["params"] = [fakes.get(parameter, parameter) for parameter in group["params"]]
+            for parameter, slots in state.items():
+                optimizer.state[fakes[parameter]] = {
+                    name: self._like(slot) if isinstance(slot, Tensor) else slot for name, slot in slots.items()
+                }
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        with self._fake:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in given)
+        if is_fake and func is _READ and self.assumed is not None:
+            return self.assumed
+        if not is_fake and (given or not _makes_floats(func, args, named)):
+            return func(*args, **named)
+        with self._fake:
+            return _grouped(func, args, named) if func is _GROUPED else func(*args, **named)
+
+
+def _makes_floats(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Return whether an operation without tensors makes one of floating-point numbers."""
+    dtype = named.get("dtype")
+    if dtype is not None:
+        return bool(dtype.is_floating_point)
+    numbers = [value for value in args if isinstance(value, (int, float))]
+    if "arange" in func.name() or "full" in func.name() or "scalar_tensor" in func.name():
+        return any(isinstance(number, float) for number in numbers)
+    return True
+
+
+def _grouped(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Multiply groups of matrices: torch's shape function accepts bf16 only."""
+    left, right, *rest = args
+    if left.dtype == torch.bfloat16:
+        return func(*args, **named)
+    return func(left.to(torch.bfloat16), right.to(torch.bfloat16), *rest, **named).to(left.dtype)

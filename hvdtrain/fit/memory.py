@@ -1,0 +1,162 @@
+"""The memory of rank 0 in a step of training: the trainer's engine runs two steps on tensors without memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.data.loader import Stream, train_batches
+from hvdtrain.engine.base import Engine
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.fit.imagined_tensors import ImaginedTensors
+from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
+from hvdtrain.task.base import Task
+from hvdtrain.training.elastic.worker_state import WorkerState, make_worker_state
+from hvdtrain.training.loop.forward import checked_loss
+from hvdtrain.training.start.build import engine_of_worker
+from hvdtrain.training.start.make_task import make_task
+
+_PASSES = 2
+"""The second pass of a step finds the gradients of the first one; later ones need no more."""
+_MANY = 1 << 40
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the tensors of a rank.
+
+    Attributes:
+        model: parameters and buffers of the model, on the device.
+        optimizer: its state, on the device.
+        peak: the largest sum of all in a step, on the device: the rest is activations, gradients and their exchange.
+        host: state and parameters of an optimizer in the memory of the host.
+    """
+
+    model: int
+    optimizer: int
+    peak: int
+    host: int = 0
+
+
+def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memory:
+    """Return the memory of a rank of a job of `ranks`, which has the most micro-batches.
+
+    `build` makes the task of `run`. Its data must be there; its parameters need no memory, unless it reads them.
+
+    Errors:
+        ConfigError: an option that cannot be predicted, or a model whose steps depend on computed values.
+        Those of a job's start.
+    """
+    if run.config.parallel.engine == "ddp":
+        raise ConfigError(
+            "the memory of --parallel.engine ddp cannot be predicted: its exchange is not written in Python",
+            next_step="--parallel.engine horovod needs about as much",
+        )
+    run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        imagined, task = ImaginedTensors(), _make_task(run, build)
+        worker = make_worker_state(run, task, _CPU, RankInfo("fit"))
+        imagined.imagine(worker.state.model, worker.state.optimizer)
+        with _explained():
+            return count_bytes(run, worker, imagined, ranks)
+
+
+def _make_task(run: RunConfig, build: Callable[[], Any]) -> Task:
+    """Make the task, if possible without memory for its parameters."""
+    try:
+        with parameters_without_memory(draw=False):
+            task = make_task(build, run.config, {})
+        refuse_other_placeholders(task.model)
+    except HvdtrainError:
+        raise
+    except Exception:
+        task = make_task(build, run.config, {})
+    return task
+
+
+def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, ranks: int) -> Memory:
+    """Run two steps of rank 0 in a job that does not run, and return what `live` has counted."""
+    live.add([*worker.state.model.parameters(), *worker.state.model.buffers()])
+    with live:
+        engine = engine_of_worker(worker, run.config, ImaginedComm(ranks))
+        try:
+            return _count_steps(run, worker, engine, live, ranks)
+        finally:
+            engine.close()
+
+
+def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, ranks: int) -> Memory:
+    train = run.config.train
+    data = worker.task.train_data
+    stream = Stream(data, run.config.seed, train.global_batch, train.micro_batch, 0, ranks)
+    passes = min(_PASSES, len(stream.step(0)))
+    loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
+    batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
+    _step(engine, worker, batches[:1], live)  # makes the optimizer's state
+    _step(engine, worker, batches, live)
+    model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers()])
+    slots = [slot for state in engine.optimizer.state.values() for slot in state.values()]
+    optimizer = _bytes([slot for slot in slots if isinstance(slot, Tensor)])
+    if run.config.memory.offload == "none":
+        return Memory(model, optimizer, live.peak)
+    host = optimizer + _bytes([own.parameter for own in (engine.owned() or {}).values() if own.parameter is not None])
+    on_host = model if engine.uniform_passes else 0  # the rows of FSDP are the optimizer's
+    return Memory(model - on_host, 0, live.peak - host, host)
+
+
+def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes) -> None:
+    """Do what `Stepper` does, but without its numbers."""
+    engine.begin(len(batches))
+    for batch in batches:
+        with worker.precision.autocast():
+            loss, _ = engine.forward(partial(checked_loss, worker.task, worker.state.model, batch))
+        engine.backward(loss)
+        del loss
+    live.assumed = _MANY  # rows of a gradient that are not zero: all of them are exchanged
+    gradients = engine.finish()
+    live.assumed = None
+    engine.norm(gradients)
+    if gradients:
+        torch._foreach_mul_(gradients, 1.0)
+    del gradients
+    engine.step()
+    live.assumed = 1.0  # the exchange asks whether all values are finite
+    engine.commit(applied=True)
+    live.assumed = None
+    engine.complete()
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return sum({id(each.untyped_storage()): each.untyped_storage().nbytes() for each in local}.values())
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn torch's errors for missing values into one that says what cannot be predicted."""
+    try:
+        yield
+    except (DynamicOutputShapeException, RuntimeError) as error:
+        if isinstance(error, HvdtrainError):
+            raise
+        raise ConfigError(
+            "the memory of this model cannot be predicted: its steps depend on values that are computed",
+            found=f"{type(error).__name__}: {error}".partition("\n")[0],
+            next_step="measure it: train some steps with --train.stop_at",
+        ) from error
