@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from hvdtrain.fit.memory import Memory
 
 _GIB = 1 << 30
-_HEAD = f"{'ranks':>6}  {'shard':<11}{'model':>9}{'optimizer':>11}{'rest':>9}{'peak':>9}"
+_HEAD = f"{'ranks':>5} {'shard':<10} {'checkpointing':<13}{'model':>9}{'optimizer':>10}{'rest':>9}{'peak':>9}"
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
@@ -41,6 +42,7 @@ def parser() -> Parser:
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
     shards = "values of --parallel.shard to predict; parameters is --parallel.engine fsdp (default: all that fit)"
     add("--shards", metavar="SHARD,...", help=shards)
+    add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
     add("--json", action="store_true", help="print one JSON object")
     return made
 
@@ -49,6 +51,7 @@ def parser() -> Parser:
 class _Line:
     ranks: int
     shard: str
+    checkpointing: str
     memory: Memory | None
     refused: str = ""
 
@@ -61,14 +64,15 @@ def main(argv: list[str]) -> int:
     """
     options, training = parser().parse_known_args(argv)
     ranks = _numbers(options.ranks)
-    shards = options.shards.split(",") if options.shards else None
+    shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
     found = []
-    for line in _predict(training, ranks, shards):
+    for line in _predict(training, ranks, shards, modes):
         found.append(line)
         if not options.json:
             if len(found) == 1:
-                print(f"GiB of a rank, by tensors\n{_HEAD}", flush=True)
-            print(_text(line, options.gib), flush=True)
+                unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
+                print(f"{unit} of a rank's tensors\n{_HEAD}", flush=True)
+            print(_text(line, options.gib, unit), flush=True)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
     elif options.gib is None:
@@ -87,40 +91,41 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _predict(argv: list[str], ranks: list[int], shards: list[str] | None) -> Iterator[_Line]:
-    """Yield a line for each number of ranks and each way to divide."""
+def _predict(argv: list[str], ranks: list[int], shards: list[str] | None, modes: list[str] | None) -> Iterator[_Line]:
+    """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagine_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.task.base import load_task_function
 
     function: Callable[..., Any] = load_task_function(task_spec(argv))
-    given = parse_argv(argv, function).config.parallel
+    config = parse_argv(argv, function).config
+    given, modes = config.parallel, modes or [config.memory.checkpointing]
     if shards is None:
         shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
     imagine_ranks(max(ranks))
-    for count in ranks:
-        for shard in shards:
-            divided = [f"--parallel.shard={shard}"] if shard != given.shard else []
-            engine = ["--parallel.engine=fsdp"] if shard == "parameters" else []
-            if count == 1 and shard != "none":
-                continue
-            run = parse_argv([*argv, *divided, *engine], function)
-            try:
-                yield _Line(count, shard, predict_memory(run, partial(function, **run.task_args), count))
-            except ConfigError as error:
-                yield _Line(count, shard, None, error.what)
+    for count, shard, mode in itertools.product(ranks, shards, modes):
+        if count == 1 and shard != "none":
+            continue
+        changed = [f"--parallel.shard={shard}", f"--memory.checkpointing={mode}"]
+        changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
+        run = parse_argv([*argv, *changed], function)
+        try:
+            yield _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
+        except ConfigError as error:
+            yield _Line(count, shard, mode, None, error.what)
 
 
-def _text(line: _Line, gib: float | None) -> str:
-    start = f"{line.ranks:>6}  {line.shard:<11}"
+def _text(line: _Line, gib: float | None, unit: str) -> str:
+    start = f"{line.ranks:>5} {line.shard:<10} {line.checkpointing:<13}"
     if line.memory is None:
-        return f"{start}  {line.refused}"
+        return f"{start} {line.refused}"
+    by = _GIB if unit == "GiB" else 1 << 20
     memory = line.memory
     rest = memory.peak - memory.model - memory.optimizer
     numbers = "".join(
-        f"{value / _GIB:>{width}.2f}"
-        for value, width in ((memory.model, 9), (memory.optimizer, 11), (rest, 9), (memory.peak, 9))
+        f"{value / by:>{width}.2f}"
+        for value, width in ((memory.model, 9), (memory.optimizer, 10), (rest, 9), (memory.peak, 9))
     )
     fits = "" if gib is None else f"  {'fits' if memory.peak <= gib * _GIB else 'does not fit'}"
-    return start + numbers + fits + (f"  (host {memory.host / _GIB:.2f})" if memory.host else "")
+    return start + numbers + fits + (f"  host {memory.host / by:.2f}" if memory.host else "")

@@ -47,8 +47,8 @@ class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
             state, optimizer.state = optimizer.state, defaultdict(dict)
             for group in optimizer.param_groups:
                 group["params"] = [fakes.get(parameter, parameter) for parameter in group["params"]]
-            for parameter, slots in state.items():
-                optimizer.state[fakes[parameter]] = {
+            for owner, slots in state.items():
+                optimizer.state[fakes[owner]] = {
                     name: self._like(slot) if isinstance(slot, Tensor) else slot for name, slot in slots.items()
                 }
 

@@ -66,6 +66,8 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
             "the memory of --parallel.engine ddp cannot be predicted: its exchange is not written in Python",
             next_step="--parallel.engine horovod needs about as much",
         )
+    if run.config.train.micro_batch == "auto":
+        raise ConfigError("the memory of --train.micro_batch auto is what the device has", next_step="set a number")
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -103,7 +105,7 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, ranks: int
 def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, ranks: int) -> Memory:
     train = run.config.train
     data = worker.task.train_data
-    stream = Stream(data, run.config.seed, train.global_batch, train.micro_batch, 0, ranks)
+    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, 0, ranks)
     passes = min(_PASSES, len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]

@@ -1,0 +1,132 @@
+"""The predicted memory is what tensors with values take, in the same two steps of the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hvdtrain import Task
+from hvdtrain.cli.fit import main
+from hvdtrain.comm.imagined import imagine_ranks
+from hvdtrain.config.parse import RunConfig, parse_argv
+from hvdtrain.engine import fsdp
+from hvdtrain.errors import ConfigError
+from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.fit.memory import count_bytes, predict_memory
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.task.base import load_task_function
+from hvdtrain.training.elastic.worker_state import make_worker_state
+from tests.support.gallery import LANGUAGE
+from tests.support.stack import STACK
+
+SPACE = 512
+"""Bytes to which sizes are rounded: a fake tensor may have one storage where a tensor with values has two."""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    imagine_ranks(4)
+    monkeypatch.setattr(fsdp, "_groups", {})
+    yield
+    dist.destroy_process_group()
+
+
+def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
+    function = load_task_function(options[0].partition("=")[2] if options[0].startswith("--task") else "language_model")
+    run = parse_argv(list(options), function)
+    return run, partial(function, **run.task_args)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("task", [LANGUAGE, (*STACK, "--method=adamw")])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, ()),
+        (2, ("--precision=bf16",)),
+        (2, ("--parallel.compression=powersgd:2",)),
+        (2, ("--parallel.shard=optimizer", "--memory.checkpointing=full")),
+        (4, ("--parallel.shard=gradients", "--parallel.compression=bf16")),
+        (4, ("--parallel.engine=fsdp",)),
+        (4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
+    ],
+)
+def test_a_prediction_is_what_tensors_with_values_take(
+    task: tuple[str, ...], size: int, options: tuple[str, ...]
+) -> None:
+    run, build = _parsed(*task, *options)
+    predicted = predict_memory(run, build, size)
+    worker = make_worker_state(run, build(), torch.device("cpu"), RankInfo("fit"))
+    counted = count_bytes(run, worker, LiveBytes(), size)
+    assert (predicted.model, predicted.optimizer) == (counted.model, counted.optimizer)
+    assert predicted.peak == pytest.approx(counted.peak, abs=4 * SPACE, rel=2e-3)
+    assert counted.peak > counted.model + counted.optimizer
+
+
+def test_bytes_that_are_freed_do_not_count() -> None:
+    with LiveBytes() as live:
+        kept = torch.ones(1000)
+        view = kept[:10]
+        other = torch.ones(5000)
+        del other
+        again = torch.ones(2000)
+    assert live.now == sum(-(-4 * count // SPACE) * SPACE for count in (1000, 2000))
+    assert live.peak == live.now + (20000 - 8000) // SPACE * SPACE + SPACE, (len(view), len(again))
+
+
+def test_a_model_whose_steps_depend_on_values_is_refused() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h.sum() if h.max() > 0 else h.mean()
+
+    def build() -> Task:
+        data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+        return Task(Routed(), lambda model, batch: (model(batch[0]), 1), data)
+
+    run = parse_argv(["--train.global_batch=4"], build)
+    with pytest.raises(ConfigError, match="steps depend on values that are computed"):
+        predict_memory(run, build, 1)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_an_optimizer_on_the_host_is_not_on_the_device() -> None:
+    device, host = (
+        predict_memory(*_parsed(*LANGUAGE, "--parallel.shard=optimizer", *more), 2)
+        for more in ((), ("--memory.offload=optimizer",))
+    )
+    assert host.optimizer == 0 and host.host > device.optimizer
+    assert device.peak - device.optimizer <= host.peak < device.peak
+
+
+def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.comm.imagined.imagine_ranks", lambda most: None)
+    given = ["--ranks", "1,2", "--shards", "none,optimizer", "--gib", "1", "--checkpointing", "none,full", *LANGUAGE]
+    assert main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[2:]] == [
+        [ranks, shard, mode]
+        for ranks, shard in (("1", "none"), ("2", "none"), ("2", "optimizer"))
+        for mode in ("none", "full")
+    ]
+    assert all(line.endswith("fits") and len(line) <= 80 for line in lines[2:])
+    assert main(["--ranks", "1", "--gib", "1e-6", *LANGUAGE]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="invalid --ranks"):
+        main(["--ranks", "two"])
+
+
+def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
+    for option in ("--parallel.engine=ddp", "--train.micro_batch=auto"):
+        with pytest.raises(ConfigError, match=r"the memory of --\w+"):
+            predict_memory(*_parsed(*LANGUAGE, option), 2)
