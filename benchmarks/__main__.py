@@ -19,6 +19,7 @@ SCRIPTS = (
     "engines --two_hosts",
     "engine_parts",
     "memory",
+    "fit",
     "lockstep",
     "drop_in",
     "two_hosts",
