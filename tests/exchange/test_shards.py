@@ -44,6 +44,14 @@ def test_segments_are_even() -> None:
     assert segment < 1.02 * total / 4
 
 
+@pytest.mark.parametrize(
+    ("rows", "whole"), [((512, 512, 1024), (True, True, True)), ((1024, 1024), (True, False)), ((1024, 512), (1, 0))]
+)
+def test_rows_fill_what_whole_matrices_leave(rows: tuple[int, ...], whole: tuple[bool, ...]) -> None:
+    _, segment = divide([(count, 512) for count in rows], 2, 4, whole)
+    assert segment == 512 * max(1024, sum(rows) // 2)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None:
     """Those of 24 layers, in buckets with about a matrix for each rank; between them rows of other parameters."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import Task
+from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.errors import LostStateError
+from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
@@ -30,6 +32,8 @@ def _task(optimizer: str) -> Any:
 
     def build() -> Task:
         own = copy.deepcopy(model)
+        if optimizer == "Muon":
+            return Task(own, loss, data, optimizer=make_optimizer(own, OptimizerConfig("muon", 1e-3)))
         kind = getattr(torch.optim, optimizer)
         return Task(own, loss, data, optimizer=kind(own.parameters(), lr=1e-3))
 
@@ -76,6 +80,7 @@ PLANS = {
     [
         *((name, "gradients", "AdamW", "none") for name in PLANS),
         ("each rank in turn, to one", "optimizer", "Adafactor", "none"),
+        pytest.param("each rank in turn, to one", "gradients", "Muon", "none", marks=pytest.mark.slow),
         ("each rank in turn, to one", "gradients", "AdamW", "int8"),
         ("ranks leave, neighbours too, and join", "gradients", "AdamW", "int8"),
     ],

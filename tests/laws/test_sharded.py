@@ -243,7 +243,7 @@ def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
     _equal(divided, whole)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_law_2_resumed_equals_uninterrupted(optimizer: str, tmp_path: Path) -> None:
     options = (*LANGUAGE, SHARD, f"--optimizer.name={optimizer}")
     whole = _train(tmp_path / "whole", *options, size=2)
