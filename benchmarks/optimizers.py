@@ -32,7 +32,7 @@ EVERY = 0.05
 """Steps between two evaluations, as a fraction of all."""
 OPTIMIZERS = {"adamw": "none", "muon": "optimizer"}
 """With what is divided among ranks."""
-RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
+RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (4e-3, 8e-3, 16e-3)}
 SEARCH_SEEDS, SEEDS = (100, 101), range(5)
 PATIENCE_S = 3600.0
 WARM_UP, TURN_S = 4, 8.0

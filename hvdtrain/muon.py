@@ -22,7 +22,7 @@ _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 _UPDATE_RMS = 0.2
 """Root mean square of a typical update of AdamW, relative to the learning rate."""
-_BATCH_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
+_BATCH_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements of the matrices that are multiplied at once: on CPUs what fits into a core's cache."""
 
 
@@ -48,7 +48,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        lr: float = 2e-3,
+        lr: float = 8e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
