@@ -86,6 +86,7 @@ class Counted:
         self._before -= {id(t) for t in (*task.model.parameters(), *task.model.buffers())}
 
     def __call__(self, model: Any, batch: Any) -> Any:
+        """Count, then return the loss."""
         if torch.is_grad_enabled():
             self._calls += 1
             step = (self._calls - 1) // self._passes + 1

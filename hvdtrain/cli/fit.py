@@ -22,11 +22,12 @@ Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
 GPU and little memory."""
 _EPILOG = """\
-Options of training follow, as for hvdtrain train. The rest is activations,
-gradients and the memory of their exchange.
+All options of hvdtrain train are accepted, too. With --parallel.device cuda,
+attention takes the memory that it takes on GPUs, also if there is none here.
+The rest is activations, gradients and the memory of their exchange.
 
 examples:
-  hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml
+  hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
   hvdtrain fit --model.config big.json --train.micro_batch 1
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
 
@@ -40,7 +41,9 @@ def parser() -> Parser:
     add = made.add_argument
     add("--ranks", default="1,8", metavar="N,...", help="numbers of ranks (default: 1,8)")
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
-    shards = "values of --parallel.shard to predict; parameters is --parallel.engine fsdp (default: all that fit)"
+    shards = (
+        "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all, if the engine is horovod)"
+    )
     add("--shards", metavar="SHARD,...", help=shards)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
     add("--json", action="store_true", help="print one JSON object")

@@ -34,7 +34,7 @@ class ImaginedComm(SoloComm):
         return ImaginedComm(len(ranks))
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return a process group of torch whose collectives do nothing; all of a process are among `imagine_ranks`."""
+        """Return a process group of torch among those of `imagine_ranks`. Its collectives do nothing."""
         import torch.distributed as dist
 
         group: ProcessGroup = dist.new_group(list(ranks))
@@ -42,7 +42,7 @@ class ImaginedComm(SoloComm):
 
 
 def imagine_ranks(most: int) -> None:
-    """Let torch's default process group be one of `most` ranks whose collectives do nothing."""
+    """Make torch's default process group one of `most` ranks. Its collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

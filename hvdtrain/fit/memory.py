@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.imagined_tensors import ImaginedTensors
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.runtime.environment import RankInfo
@@ -58,7 +59,7 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
     `build` makes the task of `run`. Its data must be there; its parameters need no memory, unless it reads them.
 
     Errors:
-        ConfigError: an option that cannot be predicted, or a model whose steps depend on computed values.
+        ConfigError: an option that cannot be predicted, or steps that depend on computed values.
         Those of a job's start.
     """
     if run.config.parallel.engine == "ddp":
@@ -74,7 +75,9 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         imagined, task = ImaginedTensors(), _make_task(run, build)
         worker = make_worker_state(run, task, _CPU, RankInfo("fit"))
         imagined.imagine(worker.state.model, worker.state.optimizer)
-        with _explained():
+        device = run.config.parallel.device
+        on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
+        with _explained(), FusedAttention() if on_gpu else nullcontext():
             return count_bytes(run, worker, imagined, ranks)
 
 

@@ -17,6 +17,7 @@ from hvdtrain.comm.imagined import imagine_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.engine import fsdp
 from hvdtrain.errors import ConfigError
+from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.fit.memory import count_bytes, predict_memory
 from hvdtrain.runtime.environment import RankInfo
@@ -80,7 +81,7 @@ def test_bytes_that_are_freed_do_not_count() -> None:
     assert live.peak == live.now + (20000 - 8000) // SPACE * SPACE + SPACE, (len(view), len(again))
 
 
-def test_a_model_whose_steps_depend_on_values_is_refused() -> None:
+def test_steps_that_depend_on_values_is_refused() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -97,6 +98,33 @@ def test_a_model_whose_steps_depend_on_values_is_refused() -> None:
     run = parse_argv(["--train.global_batch=4"], build)
     with pytest.raises(ConfigError, match="steps depend on values that are computed"):
         predict_memory(run, build, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_attention_of_gpus_keeps_no_scores(precision: str) -> None:
+    """Keys have 16 elements and values 8: a CPU keeps a score for each of 2 heads and pair of tokens."""
+    length, samples, layers, heads = 256, 2, 2, 2
+    options = (*LANGUAGE, f"--data.seq_len={length}", "--train.micro_batch=2", "--train.global_batch=2")
+    on_cpu, on_gpu = (
+        predict_memory(*_parsed(*options, f"--precision={precision}", f"--parallel.device={device}"), 1)
+        for device in ("cpu", "cuda")
+    )
+    scores = layers * samples * heads * length * length * (4 if precision == "fp32" else 2)
+    assert 0.8 * scores < on_cpu.peak - on_gpu.peak < 3 * scores
+    assert (on_cpu.model, on_cpu.optimizer) == (on_gpu.model, on_gpu.optimizer)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 8)])
+def test_fused_attention_has_the_shapes_of_torch(sizes: tuple[int, int]) -> None:
+    key, value = sizes
+    shapes = [(2, 3, 5, key), (2, 3, 7, key), (2, 3, 7, value)]
+    given = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    expected = torch.nn.functional.scaled_dot_product_attention(*given)
+    with FusedAttention():
+        found = torch.nn.functional.scaled_dot_product_attention(*given[:2], value=given[2], dropout_p=0.1)
+    found.sum().backward()
+    assert found.shape == expected.shape
+    assert [tensor.grad.shape for tensor in given if tensor.grad is not None] == shapes
 
 
 @pytest.mark.usefixtures("ranks")
