@@ -20,7 +20,7 @@ _BLOCK_BYTES = 512
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages of tensors that exist, each once, while it is active.
 
-    torch's own `MemTracker` is not used: it needs hooks on modules and optimizers, and engines replace their parameters.
+    torch's own `MemTracker` is not used: its hooks on modules and optimizers do not see what engines replace.
 
     Attributes:
         now: bytes of all live tensors.

@@ -77,8 +77,28 @@ def test_bytes_that_are_freed_do_not_count() -> None:
         other = torch.ones(5000)
         del other
         again = torch.ones(2000)
+        parts = torch.ones(3000)
+        parts.untyped_storage().resize_(0)
     assert live.now == sum(-(-4 * count // SPACE) * SPACE for count in (1000, 2000))
-    assert live.peak == live.now + (20000 - 8000) // SPACE * SPACE + SPACE, (len(view), len(again))
+    assert live.peak == live.now + (20000 - 8000) // SPACE * SPACE + SPACE, (len(view), len(again), len(parts))
+
+
+def test_a_prediction_is_what_a_plain_loop_takes() -> None:
+    """Of three steps with two micro-batches each."""
+    run, build = _parsed(*LANGUAGE, "--train.global_batch=4", "--train.micro_batch=2")
+    task = build()
+    live = LiveBytes()
+    live.add([*task.model.parameters(), *task.model.buffers()])
+    with live:
+        optimizer = torch.optim.AdamW(task.model.parameters(), fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for first in (0, 2):
+                loss, _ = task.loss(task.model, torch.stack([task.train_data[first], task.train_data[first + 1]]))
+                loss.backward()
+            del loss
+            optimizer.step()
+    assert predict_memory(run, build, 1).peak == pytest.approx(live.peak, rel=0.01)
 
 
 def test_steps_that_depend_on_values_is_refused() -> None:
