@@ -49,7 +49,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_SMALL, _FSDP)),
     (2, (*_SMALL, _FSDP, "--precision=bf16-weights")),
     (2, (*_SMALL, _INT8)),
-    (2, (*_SMALL, "--parallel.compression=topk:0.01")),
+    (2, (*_SMALL, "--parallel.compression=powersgd:4")),
     (2, (*_SMALL, _FULL)),
     (2, (*_SMALL, _SELECTIVE, _SHARD)),
     (2, (*_SMALL, _FULL, _FSDP)),

@@ -67,6 +67,11 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
             "the memory of --parallel.engine ddp cannot be predicted: its exchange is not written in Python",
             next_step="--parallel.engine horovod needs about as much",
         )
+    if run.config.parallel.compression.startswith("topk"):
+        raise ConfigError(
+            "the memory of --parallel.compression topk cannot be predicted: it depends on the values of gradients",
+            next_step="int8 needs about as much",
+        )
     if run.config.train.micro_batch == "auto":
         raise ConfigError("the memory of --train.micro_batch auto is what the device has", next_step="set a number")
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))

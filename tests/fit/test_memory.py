@@ -175,6 +175,6 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
-    for option in ("--parallel.engine=ddp", "--train.micro_batch=auto"):
+    for option in ("--parallel.engine=ddp", "--train.micro_batch=auto", "--parallel.compression=topk"):
         with pytest.raises(ConfigError, match=r"the memory of --\w+"):
             predict_memory(*_parsed(*LANGUAGE, option), 2)
