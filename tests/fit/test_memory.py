@@ -26,6 +26,7 @@ from hvdtrain.training.elastic.worker_state import make_worker_state
 from tests.support.gallery import LANGUAGE
 from tests.support.stack import STACK
 
+BLOCKS = (*STACK, "--method=adamw")
 SPACE = 512
 """Bytes to which sizes are rounded: a fake tensor may have one storage where a tensor with values has two."""
 
@@ -45,17 +46,16 @@ def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("task", [LANGUAGE, (*STACK, "--method=adamw")])
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("task", "size", "options"),
     [
-        (1, ()),
-        (2, ("--precision=bf16",)),
-        (2, ("--parallel.compression=powersgd:2",)),
-        (2, ("--parallel.shard=optimizer", "--memory.checkpointing=full")),
-        (4, ("--parallel.shard=gradients", "--parallel.compression=bf16")),
-        (4, ("--parallel.engine=fsdp",)),
-        (4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
+        (LANGUAGE, 1, ()),
+        (LANGUAGE, 2, ("--precision=bf16",)),
+        (BLOCKS, 2, ("--parallel.compression=powersgd:2",)),
+        (LANGUAGE, 2, ("--parallel.shard=optimizer", "--memory.checkpointing=full", "--optimizer.name=muon")),
+        (BLOCKS, 4, ("--parallel.shard=gradients", "--parallel.compression=bf16")),
+        (LANGUAGE, 4, ("--parallel.engine=fsdp",)),
+        (BLOCKS, 4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
     ],
 )
 def test_a_prediction_is_what_tensors_with_values_take(
@@ -159,7 +159,7 @@ def test_an_optimizer_on_the_host_is_not_on_the_device() -> None:
 
 def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.comm.imagined.imagine_ranks", lambda most: None)
-    given = ["--ranks", "1,2", "--shards", "none,optimizer", "--gib", "1", "--checkpointing", "none,full", *LANGUAGE]
+    given = ["--ranks", "1,2", "--shards", "none,optimizer", "--gib", "1", "--checkpointing", "none,full", *BLOCKS]
     assert main(given) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[2:]] == [
@@ -168,7 +168,7 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
         for mode in ("none", "full")
     ]
     assert all(line.endswith("fits") and len(line) <= 80 for line in lines[2:])
-    assert main(["--ranks", "1", "--gib", "1e-6", *LANGUAGE]) == 1
+    assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
     assert "does not fit" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="invalid --ranks"):
         main(["--ranks", "two"])

@@ -165,7 +165,9 @@ def test_parameters_equal_those_of_one_rank(name: str, gallery: Gallery) -> None
         torch.testing.assert_close(found[parameter], value, rtol=1e-5, atol=1e-6, msg=parameter)
 
 
-@pytest.mark.parametrize(("name", "options"), [("image", IMAGE), ("language", LANGUAGE)])
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param("image", IMAGE, marks=pytest.mark.slow), ("language", LANGUAGE)]
+)
 def test_law_1_on_a_real_job_of_a_task_that_comes_with_it(
     name: str, options: tuple[str, ...], gallery: Gallery, tmp_path: Path
 ) -> None:
