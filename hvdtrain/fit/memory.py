@@ -144,8 +144,8 @@ def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveByt
     if gradients:
         torch._foreach_mul_(gradients, 1.0)
     del gradients
+    live.assumed = 1.0  # optimizers read their step counts, and the exchange whether all values are finite
     engine.step()
-    live.assumed = 1.0  # the exchange asks whether all values are finite
     engine.commit(applied=True)
     live.assumed = None
     engine.complete()

@@ -54,6 +54,7 @@ def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
         (BLOCKS, 2, ("--parallel.compression=powersgd:2",)),
         (LANGUAGE, 2, ("--parallel.shard=optimizer", "--memory.checkpointing=full", "--optimizer.name=muon")),
         (BLOCKS, 4, ("--parallel.shard=gradients", "--parallel.compression=bf16")),
+        ((*STACK, "--method=adagrad"), 3, ("--parallel.shard=optimizer",)),
         (LANGUAGE, 4, ("--parallel.engine=fsdp",)),
         (BLOCKS, 4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
     ],
