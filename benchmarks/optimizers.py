@@ -4,7 +4,8 @@ The default task on 2 ranks of 1 thread; AdamW's state is whole, Muon's divided.
 trains with each of `RATES` on two seeds, and keeps the one with the lowest mean of the final held-out losses. Then both
 train `STEPS` steps with five other seeds. `optimizers/muon_steps_to_adamw_loss` is the number of steps after which
 Muon's held-out loss is that of AdamW at the end, over `STEPS`; between two evaluations by a straight line, infinite
-where it never is. Both have the same schedule over the same steps.
+where it never is. Both have the same schedule over the same steps, which Muon has not ended at that moment. So a third
+run trains Muon for `SHORT` of the steps: `..._short` is its final loss minus that of AdamW after all steps.
 
 `optimizers/muon_step_share` is the time of the optimizer in a step at 2 ranks with `shard optimizer`, over that of 1
 rank which has all: by rank 0's journal, in turns of seconds (see jobs.py).
@@ -28,6 +29,7 @@ from hvdtrain.config.schema import LEARNING_RATES
 from hvdtrain.observe.past_journal import read_journal
 
 STEPS, QUICK_STEPS = 400, 100
+SHORT = 0.65
 EVERY = 0.05
 """Steps between two evaluations, as a fraction of all."""
 OPTIMIZERS = {"adamw": "none", "muon": "optimizer"}
@@ -64,14 +66,17 @@ def best_rate(name: str, steps: int) -> float:
 def steps_to_loss(*, quick: bool) -> list[Figure]:
     steps = QUICK_STEPS if quick else STEPS
     rates = {name: LEARNING_RATES[name] if quick else best_rate(name, steps) for name in OPTIMIZERS}
-    shares, losses = [], []
+    shares, losses, short = [], [], []
     for seed in SEEDS[:1] if quick else SEEDS:
         adamw, muon = (train(name, rates[name], seed, steps) for name in OPTIMIZERS)
         shares.append(muon.steps_to(adamw.losses[steps]) / steps)
         losses.append(muon.losses[steps] - adamw.losses[steps])
+        early = train("muon", rates["muon"], seed, round(SHORT * steps))
+        short.append(early.losses[round(SHORT * steps)] - adamw.losses[steps])
     return [
         figure("optimizers/muon_steps_to_adamw_loss", shares, "ratio"),
         figure("optimizers/muon_loss_minus_adamw_loss", losses, "nats"),
+        figure("optimizers/muon_loss_minus_adamw_loss_short", short, "nats"),
         *(figure(f"optimizers/{name}_learning_rate", [rate], "lr") for name, rate in rates.items()),
     ]
 
