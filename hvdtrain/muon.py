@@ -50,7 +50,7 @@ class Muon(Optimizer):
         groups: Iterable[dict[str, Any]],
         lr: float = 8e-3,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         *,

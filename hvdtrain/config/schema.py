@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 8e-3, "adafactor": 1e-2}
+LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 8e-3, "adafactor": 3e-2}
 """Default of `OptimizerConfig.lr` by `name`."""
 
 AUTO = "auto"
@@ -21,7 +21,7 @@ class OptimizerConfig:
         name: update rule: adamw; sgd, with momentum; muon for the matrices of the model's blocks, with AdamW for all
             other parameters; adafactor
         lr: peak learning rate; never scaled by the number of ranks (default: 0.002 for adamw, 0.1 for sgd, 0.008 for
-            muon, 0.01 for adafactor)
+            muon, 0.03 for adafactor)
         weight_decay: weight decay (decoupled, except for SGD); norms, biases and other one-dimensional parameters get
             none
         beta1: decay rate of AdamW's first moment
