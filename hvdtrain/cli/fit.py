@@ -42,7 +42,7 @@ def parser() -> Parser:
     add("--ranks", default="1,8", metavar="N,...", help="numbers of ranks (default: 1,8)")
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
     shards = (
-        "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all, if the engine is horovod)"
+        "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine divides)"
     )
     add("--shards", metavar="SHARD,...", help=shards)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     """Predict and print. Return 0; 1 if no line fits in the given memory.
 
     Errors:
-        ConfigError: an invalid option, or what `predict_memory` raises for every line.
+        ConfigError: an invalid option. What only a line does not support is shown in that line.
     """
     options, training = parser().parse_known_args(argv)
     ranks = _numbers(options.ranks)

@@ -20,7 +20,6 @@ from tests.support.stack import STACK, STATISTICS, VARIANTS
 from tests.support.thread_job import train_on_threads
 
 FSDP = "--parallel.engine=fsdp"
-BY_TORCHRUN = [pytest.param(f"by_torchrun/{ranks}", marks=pytest.mark.slow) for ranks in ("four", "groups")]
 
 
 def _whole(folder: Path, *options: str, size: int = 1) -> Recorded:
@@ -50,15 +49,15 @@ def _recorded(gallery: Gallery, job: str, name: str) -> Recorded:
 
 
 SLOW = [
-    pytest.param(variant, f"by_torchrun/{ranks}", marks=pytest.mark.slow)
+    pytest.param(variant, job, marks=pytest.mark.slow)
     for variant in VARIANTS
-    for ranks in ("four", "groups")
+    for job in ("hybrid/four", "by_torchrun/four", "by_torchrun/groups")
 ]
 
 
 @pytest.mark.parametrize(
     ("variant", "job"),
-    [*((v, job) for v in VARIANTS for job in ("fsdp/two", "hybrid/four")), ("uneven", "fsdp/four"), *SLOW],
+    [*((variant, "fsdp/two") for variant in VARIANTS), ("uneven", "fsdp/four"), *SLOW],
 )
 def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery: Gallery, tmp_path: Path) -> None:
     """Plain SGD, most of them: a wrong factor of a gradient shows in its parameter."""
@@ -77,15 +76,18 @@ def test_repeated_micro_batches_leave_no_trace_in_buffers(
     _check_equal(_whole(tmp_path, *STATISTICS, size=size), divided)
 
 
-def test_each_rank_writes_its_rows(gallery: Gallery) -> None:
-    for job, count in (("fsdp/two", 2), ("fsdp/four", 4), ("hybrid/four", 4)):
-        (saved,) = (_recorded(gallery, job, "even").run / "checkpoints").glob("step-*")
-        assert len(list(saved.glob("model-*.safetensors"))) == count
+@pytest.mark.parametrize(
+    ("job", "count"), [("fsdp/two", 2), ("fsdp/four", 4), pytest.param("hybrid/four", 4, marks=pytest.mark.slow)]
+)
+def test_each_rank_writes_its_rows(job: str, count: int, gallery: Gallery) -> None:
+    (saved,) = (_recorded(gallery, job, "even").run / "checkpoints").glob("step-*")
+    assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
 @pytest.mark.parametrize(
     ("option", "job"),
-    [("offload", "fsdp/two"), ("recomputed", "fsdp/two"), ("recomputed", "hybrid/four"),
+    [("offload", "fsdp/two"), ("recomputed", "fsdp/two"),
+     pytest.param("recomputed", "hybrid/four", marks=pytest.mark.slow),
      *(pytest.param(option, "by_torchrun/four", marks=pytest.mark.slow) for option in ("offload", "recomputed")),
      pytest.param("recomputed", "by_torchrun/groups", marks=pytest.mark.slow)],
 )  # fmt: skip
@@ -114,7 +116,8 @@ def test_rounded_parameters_stay_near(name: str, job: str, gallery: Gallery) -> 
         assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
 
 
-@pytest.mark.parametrize("job", ["hybrid/four", BY_TORCHRUN[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["hybrid/four", "by_torchrun/groups"])
 @pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 2e-3), ("topk:0.5", 0.05)])
 def test_groups_exchange_compressed_gradients(name: str, error: float, job: str, gallery: Gallery) -> None:
     """Inside a group nothing is rounded, and parameters are not sent between groups."""
@@ -123,6 +126,7 @@ def test_groups_exchange_compressed_gradients(name: str, error: float, job: str,
     assert coded.losses() != plain.losses() and coded.losses() == pytest.approx(plain.losses(), rel=error)
 
 
+@pytest.mark.slow
 def test_groups_share_the_residuals_of_their_ranks(gallery: Gallery, tmp_path: Path) -> None:
     """Groups of a run with int8 save residuals of rows; one rank resumes them, and groups resume those of two ranks."""
     folder = gallery["hybrid"].folder / "four"
@@ -139,6 +143,7 @@ def test_groups_share_the_residuals_of_their_ranks(gallery: Gallery, tmp_path: P
         assert residual.abs().sum() > 0 or "never" in key or "sometimes" in key or residual.numel() < 9, key
 
 
+@pytest.mark.slow
 def test_law_3_a_replica_that_differs_is_found(gallery: Gallery) -> None:
     """By a hash before a step; only rank 1 of the other group has the same rows as rank 3."""
     (line, *_) = [text for text in gallery["hybrid"].out.splitlines() if "wandering" in text]
@@ -156,7 +161,7 @@ def test_compiled_blocks(size: int, more: tuple[str, ...], tmp_path: Path) -> No
     _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "job" / "compiled", 0, "", ""))
 
 
-@pytest.mark.parametrize("job", ["fsdp/two", "hybrid/four"])
+@pytest.mark.parametrize("job", ["fsdp/two", pytest.param("hybrid/four", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves")])
 def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gallery: Gallery) -> None:
     whole, halves = (_recorded(gallery, job, name) for name in (one, other))

@@ -104,6 +104,7 @@ def test_the_digits_are_all_there_once():
     assert open_images(ImageConfig(heldout=0))[1] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["digits", "synthetic"])
 def test_the_images_are_the_same_in_every_process_and_under_every_seed(source):
     script = (
