@@ -1,9 +1,10 @@
 """How far is `hvdtrain fit` from the memory that ranks hold, and how long does a prediction take?
 
 For each configuration, a job of 2 or 4 ranks trains for real, and each rank counts the bytes of its live tensors in its
-second and third step (`LiveBytes`), as torch's allocator on a GPU would, with the results of collectives under way. `fit_worst_percent` is the largest difference
-between a prediction and the rank with the most bytes, `fit_median_percent` the median. No configuration was used to
-tune the prediction: it has no constants to tune. The seconds are those of a prediction, without imports.
+second and third step (`LiveBytes`), as torch's allocator on a GPU would, and of the results of collectives under way.
+`fit_worst_percent` is the largest difference between a prediction and the rank with the most bytes,
+`fit_median_percent` the median. No configuration was used to tune the prediction: it has no constants to tune. The
+seconds are those of a prediction, without imports.
 """
 
 from __future__ import annotations
