@@ -50,34 +50,34 @@ def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
 
 
 def test_a_users_error_is_shown_by_its_parts_others_by_their_traceback() -> None:
-    told = _text([_failed(DataError("a sample is missing", expected="samples", next_step="bring some"))])
-    assert "rank 1 on a failed: DataError" in told
-    assert "a sample is missing\n  expected: samples\n  next: bring some" in told
-    assert "Traceback" not in told
-    told = _text([_failed(ValueError("no"))])
-    assert "test_card.py" in told and "ValueError: no" in told
+    shown = _text([_failed(DataError("a sample is missing", expected="samples", next_step="bring some"))])
+    assert "rank 1 on a failed: DataError" in shown
+    assert "a sample is missing\n  expected: samples\n  next: bring some" in shown
+    assert "Traceback" not in shown
+    shown = _text([_failed(ValueError("no"))])
+    assert "test_card.py" in shown and "ValueError: no" in shown
 
 
 def test_where_the_others_were_memory_checkpoint_and_command() -> None:
-    told = _text(
+    shown = _text(
         [_failed(ValueError("no")), _statement(0, open_spans=[("wait", 2.0)], in_flight={"x": 2.0}, is_waiting=True)]
     )
-    assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in told
-    assert "rank 1 on a  400 MiB, peak 500 MiB; 1,000 MiB available of the host's 2,000" in told
-    assert "last checkpoint  run/checkpoints/step-000100" in told
-    assert "resume           again" in told
-    assert told.index("rank 0 on a") < told.index("rank 1 on a failed") < told.index("last checkpoint")
+    assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in shown
+    assert "rank 1 on a  400 MiB, peak 500 MiB; 1,000 MiB available of the host's 2,000" in shown
+    assert "last checkpoint  run/checkpoints/step-000100" in shown
+    assert "resume           again" in shown
+    assert shown.index("rank 0 on a") < shown.index("rank 1 on a failed") < shown.index("last checkpoint")
 
 
 def test_a_stall_shows_what_is_waited_for_and_the_stacks_of_equal_ranks_once() -> None:
     waits = {"is_waiting": True, "in_flight": {"gradients/0": 600.0}, "stacks": {"training": ["  in synchronize"]}}
     statements = [_statement(rank, STALLED, **waits) for rank in (0, 2)]
-    told = _text(
+    shown = _text(
         [*statements, _statement(1, STALLED, stacks={"training": ["  in sleep"]}, open_spans=[("data", 600.0)])]
     )
-    assert "gradients/0  started by rank(s) 0, 2, not by 1 (a, b)" in told
-    assert told.count("in synchronize") == 1 and told.count("in sleep") == 1
-    assert told.index("in sleep") < told.index("in synchronize"), "the one to blame comes first"
+    assert "gradients/0  started by rank(s) 0, 2, not by 1 (a, b)" in shown
+    assert shown.count("in synchronize") == 1 and shown.count("in sleep") == 1
+    assert shown.index("in sleep") < shown.index("in synchronize"), "the one to blame comes first"
 
 
 def test_a_crash_shows_the_thread_it_happened_in() -> None:
@@ -85,11 +85,11 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
         "Fatal Python error: Segmentation fault\n\nThread 0x1:\n  idle\n\nCurrent thread 0x2:\n  at fault\n\nExtension"
     )
     silent = SilentRank(RankProcess(1, "a", 101, 7), GONE, crash, {"ago_s": 4.0, "step": 2, "rss": 300.0})
-    told = _text([_statement(0)], [silent])
-    assert "Segmentation fault" in told and "at fault" in told
-    assert "idle" not in told and "Extension" not in told
-    assert "rank 1 on a was last seen alive 4 s before, at step 2" in told
-    assert "300 MiB when last seen alive" in told
+    shown = _text([_statement(0)], [silent])
+    assert "Segmentation fault" in shown and "at fault" in shown
+    assert "idle" not in shown and "Extension" not in shown
+    assert "rank 1 on a was last seen alive 4 s before, at step 2" in shown
+    assert "300 MiB when last seen alive" in shown
 
 
 HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32",
@@ -98,18 +98,18 @@ HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micr
 
 def test_memory_that_ran_out_is_explained() -> None:
     statement = _failed(MemoryError("no"), memory_holders=HELD)
-    told = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
-    assert "rank 1 on a ran out of memory: MemoryError" in told
-    assert "100.0 MiB" in told and "900.0 MiB" in told
-    assert "--train.micro_batch 2 (is 4)" in told
-    assert "--precision bf16" in told and "  --memory.checkpointing full: less" in told
-    assert "expandable_segments:True" in told
-    assert "fewer ranks on this host" not in told
+    shown = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
+    assert "rank 1 on a ran out of memory: MemoryError" in shown
+    assert "100.0 MiB" in shown and "900.0 MiB" in shown
+    assert "--train.micro_batch 2 (is 4)" in shown
+    assert "--precision bf16" in shown and "  --memory.checkpointing full: less" in shown
+    assert "expandable_segments:True" in shown
+    assert "fewer ranks on this host" not in shown
     full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})
     small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host's"}
-    told = _text([replace(full, memory_holders=small)])
-    assert "--train.micro_batch" not in told and "bf16" not in told and "expandable" not in told
-    assert "fewer ranks on this host" in told
+    shown = _text([replace(full, memory_holders=small)])
+    assert "--train.micro_batch" not in shown and "bf16" not in shown and "expandable" not in shown
+    assert "fewer ranks on this host" in shown
 
 
 @dataclass(frozen=True)
