@@ -13,7 +13,6 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.muon import Muon
 from hvdtrain.state.exchange_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -29,10 +28,15 @@ def updates_by_element(optimizer: Optimizer) -> bool:
 
 
 def whole_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return, for each parameter, whether one rank must own all of it; rows of others may be divided."""
-    needs = optimizer.needs_whole() if isinstance(optimizer, Muon) else set()
-    cuts = isinstance(optimizer, Muon) or updates_by_element(optimizer)
-    return [not cuts or p in needs or not p.is_contiguous() for p in parameters]
+    """Return, for each parameter, whether one rank must own all of it; rows of others may be divided.
+
+    An optimizer lists such parameters by a method `needs_whole`, as `hvdtrain.muon.Muon` does.
+    """
+    if (listed := getattr(optimizer, "needs_whole", None)) is not None:
+        whole = set(listed())
+    else:
+        whole = set() if updates_by_element(optimizer) else set(parameters)
+    return [parameter in whole or not parameter.is_contiguous() for parameter in parameters]
 
 
 def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> None:
