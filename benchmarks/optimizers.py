@@ -10,6 +10,8 @@ run trains Muon for `SHORT` of the steps: `..._short` is its final loss minus th
 `optimizers/muon_step_share` is the time of the optimizer in a step at 2 ranks with `shard optimizer`, over that of 1
 rank which has all: by rank 0's journal, in turns of seconds (see jobs.py).
 
+Losses do not depend on what else the machine does. With `--runs FOLDER`, a second start resumes where one ended.
+
 --quick: fewer steps, one seed, the default learning rates.
 """
 
@@ -20,7 +22,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from common import Figure, figure, main, ratios
+from common import Figure, figure, options, ratios, report
 from jobs import Job, Setting, mpirun, race
 from time_to_loss import Run
 
@@ -40,38 +42,37 @@ PATIENCE_S = 3600.0
 WARM_UP, TURN_S = 4, 8.0
 
 
-def train(name: str, lr: float, seed: int, steps: int) -> Run:
-    """Return the losses of one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        options = [f"--run_dir={run}", f"--seed={seed}", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
-        options += [f"--parallel.shard={OPTIMIZERS[name]}", f"--train.steps={steps}", "--checkpoint.every=0"]
-        options += [f"--train.eval_every={max(1, round(EVERY * steps))}", "--observe.timeline=off"]
-        mpirun(name, ["-m", "hvdtrain", *options], {}, PATIENCE_S)
-        records = read_journal(run / "journal.jsonl")
+def train(runs: Path, name: str, lr: float, seed: int, steps: int) -> Run:
+    """Return the losses of one run; what `runs` has of it is not trained again."""
+    run = runs / f"{name}-{lr:g}-{seed}-{steps}"
+    options = [f"--run_dir={run}", f"--seed={seed}", f"--optimizer.name={name}", f"--optimizer.lr={lr}"]
+    options += [f"--parallel.shard={OPTIMIZERS[name]}", f"--train.steps={steps}", "--checkpoint.keep=1"]
+    options += [f"--train.eval_every={max(1, round(EVERY * steps))}", "--observe.timeline=off"]
+    mpirun(name, ["-m", "hvdtrain", *options], {}, PATIENCE_S)
+    records = read_journal(run / "journal.jsonl")
     losses = {record["at_step"]: record["loss"] for record in records if record.get("event") == "evaluation"}
     print(f"{name}, lr {lr:g}, seed {seed}: loss {losses[steps]:.4f} after {steps} steps", flush=True)
     return Run([record["step_s"] for record in records if "step_s" in record], losses)
 
 
-def best_rate(name: str, steps: int) -> float:
+def best_rate(runs: Path, name: str, steps: int) -> float:
     """Return the learning rate with the lowest final loss."""
 
     def loss(lr: float) -> float:
-        return statistics.mean(train(name, lr, seed, steps).losses[steps] for seed in SEARCH_SEEDS)
+        return statistics.mean(train(runs, name, lr, seed, steps).losses[steps] for seed in SEARCH_SEEDS)
 
     return min(RATES[name], key=loss)
 
 
-def steps_to_loss(*, quick: bool) -> list[Figure]:
+def steps_to_loss(runs: Path, *, quick: bool) -> list[Figure]:
     steps = QUICK_STEPS if quick else STEPS
-    rates = {name: LEARNING_RATES[name] if quick else best_rate(name, steps) for name in OPTIMIZERS}
+    rates = {name: LEARNING_RATES[name] if quick else best_rate(runs, name, steps) for name in OPTIMIZERS}
     shares, losses, short = [], [], []
     for seed in SEEDS[:1] if quick else SEEDS:
-        adamw, muon = (train(name, rates[name], seed, steps) for name in OPTIMIZERS)
+        adamw, muon = (train(runs, name, rates[name], seed, steps) for name in OPTIMIZERS)
         shares.append(muon.steps_to(adamw.losses[steps]) / steps)
         losses.append(muon.losses[steps] - adamw.losses[steps])
-        early = train("muon", rates["muon"], seed, round(SHORT * steps))
+        early = train(runs, "muon", rates["muon"], seed, round(SHORT * steps))
         short.append(early.losses[round(SHORT * steps)] - adamw.losses[steps])
     return [
         figure("optimizers/muon_steps_to_adamw_loss", shares, "ratio"),
@@ -99,9 +100,11 @@ def step_share(*, quick: bool) -> list[Figure]:
     return [figure("optimizers/muon_step_share", ratios(found["divided"], found["whole"]), "ratio"), *milliseconds]
 
 
-def measure(quick: bool) -> list[Figure]:
-    return [*step_share(quick=quick), *steps_to_loss(quick=quick)]
-
-
 if __name__ == "__main__":
-    main(__doc__, measure)
+    parser = options(__doc__)
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep runs there, and resume those that are there")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    with tempfile.TemporaryDirectory() as folder:
+        losses = steps_to_loss(arguments.runs or Path(folder), quick=quick)
+    report([*losses, *step_share(quick=quick)], arguments.json)
