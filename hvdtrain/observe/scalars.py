@@ -125,6 +125,11 @@ def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return numbers(found)
 
 
+def memory_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the memory of rank 0 by kind (MiB), from an event ``memory``."""
+    return numbers({f"memory_mib/{kind.replace(' ', '_')}": mib for kind, mib in record["mib"].items()})
+
+
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers, inf and nan included."""
     return {tag: float(v) for tag, v in values.items() if isinstance(v, (int, float))}

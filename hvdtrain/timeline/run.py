@@ -107,7 +107,8 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
-    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part)
+    memory: Mapping[str, Any] = next(reversed(this.events_named("memory")), {})
+    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, memory)
     return run, logs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.timeline.analysis.analysis import Estimate
+from hvdtrain.timeline.analysis.analysis import Estimate, Memory
 
 
 def readable(text: str) -> str:
@@ -62,3 +62,10 @@ def nbytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{ms(count)} {unit}"
         count /= 1000
     return f"{ms(count)} TB"
+
+
+def memory(found: Memory) -> str:
+    """Format memory as ``30 MiB of the GPU at most: parameters 10, optimizer 20``, largest first, without zeros."""
+    kinds = sorted(((mib, kind) for kind, mib in found.mib.items() if mib), reverse=True)
+    parts = ", ".join(f"{kind} {mib:,.0f}" for mib, kind in kinds)
+    return f"{sum(found.mib.values()):,.0f} MiB of the {found.where} at most: {parts}"

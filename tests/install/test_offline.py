@@ -1,4 +1,4 @@
-"""A bundle installed where no network is, into an empty environment, and two ranks trained there. Slow: it compiles."""
+"""A bundle installed where no network is, into two environments, and two ranks trained there. Slow: it compiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.install.mpirun import ROOT_MAY_RUN
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.host import Host, UnavailableError, one_host, tool
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builds"), pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
@@ -55,13 +55,26 @@ def test_it_trains_where_no_network_is(nowhere: Host, tmp_path: Path) -> None:
     said = nowhere.run(install, timeout_s=COMPILING_S).stdout
     assert "compiling Horovod" in said and "Two ranks summed a tensor" in said, said
 
+    second = tmp_path / "a" / "second"
+    said = nowhere.run([*install[:-2], str(second), PYTHON], timeout_s=COMPILING_S).stdout
+    assert "Two ranks summed a tensor" in said and "compiling Horovod" not in said, "its wheel serves both"
+    shutil.rmtree(venv)  # which built the wheel
+
     shutil.copy(ROOT / "tests" / "support" / "toy.py", tmp_path)
     job = ["mpirun", "-np", "2", "--oversubscribe", "python", "-m", "hvdtrain", "--task=toy.py:toy"]
-    path = f"{venv / 'bin'}:{system}"
+    path = f"{second / 'bin'}:{system}"
     flags = ["--train.steps=5", f"--run_dir={tmp_path / 'run'}"]
     done = nowhere.run(only(home, path, *job, *flags), cwd=tmp_path)
     assert "on 2 rank(s)" in done.stdout, done.stdout
     assert list(read_steps(tmp_path / "run" / "journal.jsonl")) == [1, 2, 3, 4, 5]
+
+    (tmp_path / "a").rename(tmp_path / "b")  # Horovod finds its libraries beside itself, wherever that is
+    moved = tmp_path / "b" / "second" / "lib"
+    libraries = list(moved.glob("python*/site-packages/horovod/torch/mpi_lib_v2*.so"))
+    linked = subprocess.run(["ldd", *libraries], capture_output=True, text=True, check=True).stdout
+    found = dict(line.split(" => ") for line in linked.replace("\t", "").splitlines() if " => " in line)
+    for name in ("libmpi.so.40", "libtorch_cpu.so", "libc10.so"):
+        assert Path(found[name].split()[0]).resolve().is_relative_to(tmp_path / "b"), found[name]
 
     wheel = next((bundled / "packages").glob("torch-*.whl"))
     with wheel.open("r+b") as file:
@@ -69,6 +82,6 @@ def test_it_trains_where_no_network_is(nowhere: Host, tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    refused = nowhere.run([*install[:-2], str(tmp_path / "second"), PYTHON], check=False)
+    refused = nowhere.run([*install[:-2], str(tmp_path / "third"), PYTHON], check=False)
     assert refused.returncode == 1 and f"packages/{wheel.name}: FAILED" in refused.stderr, refused.stderr
-    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "third").exists()

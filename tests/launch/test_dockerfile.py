@@ -129,7 +129,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("image")  # it is built once
+@pytest.mark.xdist_group("builds")
 @pytest.mark.timeout(3600)
 def test_it_builds_and_trains_as_a_user(image: Container) -> None:
     assert image.run(["id", "-u"]).stdout == f"{IMAGE.uid}\n"
@@ -147,7 +147,7 @@ def test_it_builds_and_trains_as_a_user(image: Container) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("image")  # it is built once
+@pytest.mark.xdist_group("builds")
 @pytest.mark.timeout(3600)
 def test_its_sshd_serves_the_user_with_the_keys_of_a_job_and_no_others(image: Container) -> None:
     """Keys lie as the MPI operator mounts them: owned by root, readable by all, one pair for hosts and users."""

@@ -15,7 +15,7 @@ from hvdtrain.observe.past_journal import read_steps
 from tests.support.launch import ENVIRONMENT, ROOT, train
 from tests.support.mpis import wheel
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mpich")]  # Horovod is built for it once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builds")]
 
 TOY = (f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=6", "--run_dir=run")
 

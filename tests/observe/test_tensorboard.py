@@ -237,6 +237,13 @@ def test_a_machine_sample_belongs_to_the_next_step(tmp_path: Path) -> None:
     assert series(tmp_path, "machine/gpu_throttled") == {1: 1.0, 2: 1.0}
 
 
+def test_memory_by_kind(tmp_path: Path) -> None:
+    held = {"event": "memory", "at_step": 1, "where": "GPU", "mib": {"parameters": 2.0, "activations and rest": 7.5}}
+    _write(tmp_path, STARTED, step_record(1, 1e9), held)
+    assert series(tmp_path, "memory_mib/parameters") == {1: 2.0}
+    assert series(tmp_path, "memory_mib/activations_and_rest") == {1: 7.5}
+
+
 def test_the_config_is_text(tmp_path: Path) -> None:
     found = _write(tmp_path, STARTED, step_record(1, 1e9))
     (event,) = found.Tensors("config/text_summary")

@@ -14,6 +14,7 @@ from hvdtrain.timeline.analysis.analysis import (
     Estimate,
     Finding,
     Lane,
+    Memory,
     Part,
     RankRow,
     Slice,
@@ -169,6 +170,7 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
             "clocks are aligned to within 0.02 ms",
             "Horovod's Timeline of steps 10 to 20 was read; 1 event was cut off",
         ],
+        memory=Memory("GPU", {"parameters": 1000.0, "buffers": 0.0, "activations and rest": 3000.5}),
     )
 
 
@@ -193,6 +195,7 @@ def hostile() -> Analysis:
         lanes=[Lane(HOSTILE, [Slice(HOSTILE, 0.0, 5.0, 1), Slice("__proto__", 5.0, 9.0, 1)]), *lanes(2, names=HOSTILE)],
         warnings=[HOSTILE],
         notes=[HOSTILE],
+        memory=Memory(HOSTILE, {HOSTILE: 1.0}),
     )
 
 

@@ -43,6 +43,10 @@ def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
     page = (tmp_path / "timeline" / "report.html").read_text()
     assert page.startswith("<!doctype html>") and "Step time by part" in page
+    held = _events(tmp_path, "memory")
+    assert [event["at_step"] for event in held] == [1, 8]
+    assert result.analysis.memory.mib == held[-1]["mib"] and held[-1]["mib"]["activations and rest"] > 0
+    assert "Memory of rank 0" in page
     (event,) = _events(tmp_path, "explained")
     assert event["at_step"] == 8
     assert event["figures"] == pytest.approx(figures(result.analysis))

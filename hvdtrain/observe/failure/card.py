@@ -245,9 +245,9 @@ def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str
     if memory.get("cuda_reserved", 0.0) > 1.2 * memory.get("cuda_allocated", 0.0) + 256:
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
         advice.append(f"{setting}: the reserved memory is fragmented")
-    if held["where"] == "host's":
+    if held["where"] == "host":
         advice.append("fewer ranks on this host: each rank holds all of this")
-    table_of_use = _section(f"use of the {held['where']} memory", rows)
+    table_of_use = _section(f"use of the {held['where']}'s memory", rows)
     return f"{table_of_use}\nwhat to change\n" + "\n".join(f"  {line}" for line in advice)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, RankRow
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, RankRow
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
@@ -47,6 +49,7 @@ def analyse(run: RunTrace) -> Analysis:
         blame=blame,
         findings=found,
         lanes=lanes.window_lanes(run),
+        memory=_memory(run.memory),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )
@@ -56,6 +59,12 @@ def _title(path: Path) -> str:
     """Return the name given by the user; for ``.`` and ``..`` the folder's own name."""
     name = path.name if path.name != ".." else ""
     return name or path.resolve().name or str(path)
+
+
+def _memory(event: Mapping[str, Any]) -> Memory | None:
+    mib = event.get("mib")
+    known = numbers(mib) if isinstance(mib, Mapping) else {}
+    return Memory(str(event.get("where", "")), known) if known else None
 
 
 def _regular(run: RunTrace) -> RunTrace:

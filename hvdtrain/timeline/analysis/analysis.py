@@ -195,6 +195,20 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """The memory of rank 0.
+
+    Attributes:
+        where: GPU or host.
+        mib: MiB by kind: parameters, buffers, exchange, gradients, optimizer, activations and rest. They sum to the
+            peak.
+    """
+
+    where: str
+    mib: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Analysis:
     """The analysis of a run.
 
@@ -207,6 +221,7 @@ class Analysis:
         lanes: a few steps.
         warnings: lines of Horovod, NCCL and the run.
         notes: data that is missing or was dropped, and the precision of the clocks.
+        memory: None if unknown.
     """
 
     title: str
@@ -219,6 +234,7 @@ class Analysis:
     lanes: Sequence[Lane] = ()
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
+    memory: Memory | None = None
 
 
 def part_figure(part: str) -> str:

@@ -40,6 +40,8 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
         modules = _short(", ".join(carrier.modules), 40)
         yield f"  {_short(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
+    if analysis.memory is not None:
+        yield _short(f"memory of rank 0: {wording.memory(analysis.memory)}", _WIDTH)
     yield from _findings(analysis, findings)
     rest = [*(f"warning: {line}" for line in analysis.warnings), *analysis.notes]
     if rest:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from hvdtrain.config.schema import Config
-from hvdtrain.engine.base import Engine
 from hvdtrain.errors import UnreadableCheckpointError
 from hvdtrain.observe.failure.mailbox import crash_notes, open_mailbox
-from hvdtrain.observe.failure.process_states import memory
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
 from hvdtrain.observe.failure.statement import StatementMaker, this_process
 from hvdtrain.observe.output import FailureOutput
@@ -26,6 +20,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.step_sums import handlers_as_before
+from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
 
 
@@ -88,47 +83,7 @@ def _memory_of(current: Round) -> dict[str, Any]:
     if current.engine is None:
         return {}
     config, worker = current.run.config, current.worker  # not those of the beginning: the micro-batch may be found
-    held = memory_holders(config, worker.device, worker.state.model, current.engine)
+    held = memory_by_kind(worker.device, worker.state.model, current.engine)
     elastic = current.rounds.elastic
     advice = memory_advice(config, worker.state.model, worker.device, current.comm.size, elastic=elastic)
-    return {**held, "advice": advice}
-
-
-def memory_holders(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
-    """Return what holds the memory of `device`, and the options that affect it.
-
-    Returns {"where": "GPU's" or "host's", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Shared memory
-    counts once. The rest is mostly activations.
-    """
-    seen: set[int] = set()
-    kinds: dict[str, Iterable[Tensor]] = {
-        "parameters": model.parameters(),
-        "buffers of the model": model.buffers(),
-        "exchange buckets": engine.buffers(),
-        "gradients": (p.grad for p in model.parameters() if p.grad is not None),
-        "optimizer state": (
-            value for slots in engine.optimizer.state.values() for value in slots.values() if isinstance(value, Tensor)
-        ),
-    }
-    mib = {name: round(_bytes(tensors, device, seen) / 2**20, 1) for name, tensors in kinds.items()}
-    figures = memory(device=True)
-    peak = figures.get("cuda_peak") if device.type == "cuda" else figures.get("peak_rss")
-    mib["the rest at most (activations)"] = round(max(0.0, (peak or 0.0) - sum(mib.values())), 1)
-    return {
-        "where": "GPU's" if device.type == "cuda" else "host's",
-        "mib": mib,
-        "micro_batch": config.train.pass_samples,
-        "precision": config.precision,
-    }
-
-
-def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
-    total = 0
-    for tensor in tensors:
-        if tensor.device.type != device.type or tensor.layout != torch.strided:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
+    return {**held, "micro_batch": config.train.pass_samples, "precision": config.precision, "advice": advice}

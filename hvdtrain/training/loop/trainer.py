@@ -18,6 +18,7 @@ from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
+from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
 
 
@@ -105,6 +106,7 @@ class Trainer:
                 self.roll_back.commit(self._state)
             if progress.step == begun_at + 1:
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
+                self._show_memory()
             reason = stop_reason(result.sums)
             last = progress.step == self._stop
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
@@ -127,6 +129,7 @@ class Trainer:
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
+        self._show_memory()
         event = "finished" if reason == "finished" else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
         self._set_lr(1.0)  # the task's own values, in case it trains again
@@ -184,6 +187,10 @@ class Trainer:
         self.current.recorder.step(record)
         self._show_histograms()
         self.on_step(record)  # may clear gradients
+
+    def _show_memory(self) -> None:
+        found = memory_by_kind(self._worker.device, self._state.model, self.stepper.engine)
+        self.current.recorder.event({"event": "memory", "at_step": self._state.progress.step, **found})
 
     def _show_histograms(self) -> None:
         every, step = self.current.run.config.observe.histograms_every, self._state.progress.step

@@ -92,7 +92,7 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
     assert "300 MiB when last seen alive" in shown
 
 
-HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32",
+HELD = {"where": "GPU", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32",
         "advice": ["--memory.checkpointing full: less"]}  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_memory_that_ran_out_is_explained() -> None:
     assert "expandable_segments:True" in shown
     assert "fewer ranks on this host" not in shown
     full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})
-    small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host's"}
+    small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host"}
     shown = _text([replace(full, memory_holders=small)])
     assert "--train.micro_batch" not in shown and "bf16" not in shown and "expandable" not in shown
     assert "fewer ranks on this host" in shown

@@ -111,7 +111,7 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
 
     def held() -> dict[str, Any]:
         asked.append("how much")
-        return {"where": "host's", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
+        return {"where": "host", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
 
     reporter.job.memory_holders = held
     _fail(reporter)

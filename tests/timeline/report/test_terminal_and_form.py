@@ -119,6 +119,11 @@ def test_a_trace_without_steps_has_no_step_time() -> None:
     assert "no recognisable steps" in text and "the trace spans " in text and "step time" not in text
 
 
+def test_the_text_names_the_memory_of_each_kind_that_has_any() -> None:
+    line = "memory of rank 0: 4,000 MiB of the GPU at most: activations and rest 3,000, parameters 1,000"
+    assert line in to_text(analyses.analysis(2)).splitlines()
+
+
 def test_the_text_names_the_late_rank_its_cost_and_the_reason() -> None:
     text = to_text(list(_all())[2])
     assert "stragglers (step stamps of 98 steps): rank 2" in text

@@ -1,13 +1,12 @@
-"""What holds memory is counted once."""
+"""Each kind of memory is counted once."""
 
 from __future__ import annotations
 
 import torch
 
-from hvdtrain.config.schema import Config
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
-from hvdtrain.training.diagnostics.failure_report import memory_holders
+from hvdtrain.training.records.memory import memory_by_kind
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20
@@ -23,8 +22,8 @@ def _held(comm: ThreadComm) -> dict[str, float]:
     engine.backward(model(torch.ones(1, 512)).sum())
     engine.finish()
     engine.step()
-    found = memory_holders(Config(), _CPU, model, engine)
-    assert (found["where"], found["micro_batch"], found["precision"]) == ("host's", 4, "fp32")
+    found = memory_by_kind(_CPU, model, engine)
+    assert found["where"] == "host"
     mib: dict[str, float] = found["mib"]
     return mib
 
@@ -34,10 +33,10 @@ def test_each_kind_of_memory_is_counted_once() -> None:
         known = {name: value for name, value in mib.items() if "rest" not in name}
         assert known == {
             "parameters": 4.0,
-            "buffers of the model": 1.0,
-            "exchange buckets": 4.0,
+            "buffers": 1.0,
+            "exchange": 4.0,
             "gradients": 0.0,  # views of the buckets
-            "optimizer state": 8.0,
+            "optimizer": 8.0,
         }
     (alone,) = on_ranks(1, _held)
-    assert (alone["exchange buckets"], alone["gradients"]) == (0.0, 4.0)
+    assert (alone["exchange"], alone["gradients"]) == (0.0, 4.0)

@@ -1,0 +1,50 @@
+"""The memory of a rank by kind: parameters, buffers, exchange, gradients, state of the optimizer, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engine.base import Engine
+from hvdtrain.observe.failure.process_states import memory
+from hvdtrain.state.divided import is_divided
+
+
+def memory_by_kind(device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """Return what holds the memory of `device`: {"where": "GPU" or "host", "mib": {kind: MiB}}.
+
+    Shared memory counts once. The rest is the peak so far without the others: mostly activations; on a host also
+    Python and its libraries.
+    """
+    seen: set[int] = set()
+    kinds: dict[str, Iterable[Tensor]] = {
+        "parameters": model.parameters(),
+        "buffers": model.buffers(),
+        "exchange": engine.buffers(),
+        "gradients": (p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer": (
+            value for slots in engine.optimizer.state.values() for value in slots.values() if isinstance(value, Tensor)
+        ),
+    }
+    mib = {name: round(_bytes(tensors, device, seen) / 2**20, 1) for name, tensors in kinds.items()}
+    figures = memory(device=True)
+    peak = figures.get("cuda_peak" if device.type == "cuda" else "peak_rss", 0.0)
+    mib["activations and rest"] = round(max(0.0, peak - sum(mib.values())), 1)
+    return {"where": "GPU" if device.type == "cuda" else "host", "mib": mib}
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
+    """Return the bytes of storages that are not in `seen`, to which they are added."""
+    total = 0
+    for tensor in tensors:
+        own = tensor._local_tensor if is_divided(tensor) else tensor
+        if own.device.type != device.type or own.layout != torch.strided:
+            continue
+        storage = own.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
