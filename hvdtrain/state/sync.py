@@ -38,14 +38,18 @@ def broadcast_state(
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
     """
     is_root = comm.rank == root
-    held = state.state_dict()
+    held = state.state_dict(with_frozen=True)
     own_state = held.replicated()
     if source is not None:
-        own_state = StateDict(source.tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
+        tensors = dict(source.tensors)
+        if state.frozen is not None:
+            frozen = {name: t for name, t in own_state.tensors["model"].items() if name in state.frozen.names}
+            tensors["model"] = {**source.tensors["model"], **frozen}
+        own_state = StateDict(tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
     own_spec = {**_spec(own_state), "model": _whole_model(held)}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
-    tensors: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
+    received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
     running: deque[tuple[str, str, Tensor, Handle]] = deque()
 
     def finish() -> None:
@@ -53,7 +57,7 @@ def broadcast_state(
         handle.wait()
         progress()
         if not is_root and (kept := state.cut(group, name, tensor)) is not None:
-            tensors[group][name] = kept
+            received[group][name] = kept
 
     for group, entries in spec["tensors"].items():
         for name, (shape, dtype) in entries.items():
@@ -65,8 +69,8 @@ def broadcast_state(
         finish()
     if not is_root:
         kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
-        tensors["model"] = {**kept_pieces, **tensors["model"]}
-        state.load_state_dict(StateDict(tensors, spec["values"]))
+        received["model"] = {**kept_pieces, **received["model"]}
+        state.load_state_dict(StateDict(received, spec["values"]))
 
 
 def _empty(shape: Sequence[int], dtype: str) -> Tensor:

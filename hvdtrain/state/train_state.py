@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
 from hvdtrain.state.exchange_state import Exchange, Owned
+from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
 from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
 NUMBERS = "optimizer_values"
@@ -47,12 +48,18 @@ class TrainState:
     scaler: torch.amp.GradScaler  # loss scaler of fp16
     progress: Progress
     exchange: Exchange | None = None  # synchronized before it is saved
+    frozen: FrozenWeights | None = None  # parameters that checkpoints leave out; see `Task.remakes_frozen`
 
-    def state_dict(self) -> StateDict:
-        """Return the pieces that this rank holds, without copying tensors."""
+    def state_dict(self, *, with_frozen: bool = False) -> StateDict:
+        """Return the pieces that this rank holds, without copying tensors.
+
+        Without those of `frozen`, as for a checkpoint, unless they are asked for.
+        """
         if self.exchange is not None:
             self.exchange.complete()
-        kept, aliases = _split_aliases(self.model.state_dict())
+        left_out = frozenset() if self.frozen is None or with_frozen else self.frozen.left_out(self.model)
+        every = self.model.state_dict()
+        kept, aliases = _split_aliases({name: tensor for name, tensor in every.items() if name not in left_out})
         model = {name: local(tensor) for name, tensor in kept.items()}
         slots, plain, groups, places = self._optimizer_state()
         places |= {("model", name): place_of(tensor) for name, tensor in kept.items() if is_divided(tensor)}
@@ -67,6 +74,7 @@ class TrainState:
             "groups": groups,
             "scaler": self.scaler.state_dict(),
             "exchange": exchange,
+            **({FROZEN: self.frozen.facts()} if self.frozen is not None else {}),
         }
         tensors = {"model": model, **slots, **({"exchange": residuals} if residuals else {})}
         return StateDict(tensors, values, places)
@@ -78,12 +86,15 @@ class TrainState:
         """
         if self.exchange is not None:
             self.exchange.complete()
-        stored, own = state.tensors["model"], self.model.state_dict()
+        stored = state.tensors["model"]
         names = {**{name: name for name in stored}, **state.values["aliases"]}
+        left_out = check_stored(self.frozen, state.values.get(FROZEN), names)
+        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
         shapes = specs(stored)
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         self._check_optimizer(state)
-        self.model.load_state_dict({name: take_rows(stored[source], own.get(name)) for name, source in names.items()})
+        loaded = {name: take_rows(stored[source], own.get(name)) for name, source in names.items()}
+        self.model.load_state_dict(loaded, strict=not left_out)
         numbers = {key: value.item() for key, value in state.tensors.get(NUMBERS, {}).items()}
         self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):

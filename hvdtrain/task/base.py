@@ -49,6 +49,8 @@ class Task:
         unit: the unit of `weight` in the plural, to show the speed.
         data_id: distinguishes this training data from other data of the same length, such as a hash. It reveals
             ranks with different data, and a resume with other data.
+        remakes_frozen: whether the task function, called again with the same options, makes parameters that require no
+            gradient with the same values. Checkpoints then leave them out; a digest detects other values in a resume.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class Task:
     nominal_weight: float = 1.0
     unit: str = "samples"
     data_id: str = ""
+    remakes_frozen: bool = False
 
 
 def load_task_function(spec: str) -> TaskFunction:

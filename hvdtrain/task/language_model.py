@@ -14,6 +14,7 @@ from hvdtrain.errors import ConfigError, DataError, TaskError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import Task, import_library
 from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.lora import add_adapters, parse_lora
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,12 +31,16 @@ class ModelConfig:
             supports (default: model.preset)
         pretrained: train from existing weights: folder with config.json and safetensors files (default: model.preset)
         dropout: dropout rate of the attention weights (default: the model's own)
+        lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
+            rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
+            the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
     """
 
     preset: Literal["small", "tiny"] = "small"
     config: str | None = None
     pretrained: str | None = None
     dropout: float | None = None
+    lora: str | None = None
 
 
 _SHARED: dict[str, Any] = {
@@ -81,15 +86,20 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         ConfigError: options conflict.
         DataError: data is missing, unreadable, empty, too short, or does not match the model.
     """
+    lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
     corpus = open_corpus(data, own_tokenizer=_own_tokenizer(model))
+    made = causal_lm(model, vocabulary=corpus.train.file.vocabulary, seq_len=data.seq_len)
+    if lora is not None:
+        add_adapters(made, lora)
     return Task(
-        model=causal_lm(model, vocabulary=corpus.train.file.vocabulary, seq_len=data.seq_len),
+        model=made,
         loss=next_token_loss,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=float(data.seq_len),
         unit="tokens",
         data_id=corpus.train.file.digest,
+        remakes_frozen=lora is not None,
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +44,19 @@ def _task(optimizer: str) -> Any:
 
 
 def _train(
-    folder: Path, *plan: Period, shard: str = "gradients", optimizer: str = "AdamW", compression: str = "none"
+    folder: Path,
+    *plan: Period,
+    shard: str = "gradients",
+    optimizer: str = "AdamW",
+    compression: str = "none",
+    build: Callable[[], Task] | None = None,
 ) -> Recorded:
     folder.mkdir()
     options = ("--train.global_batch=12", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=5")
     options += (f"--parallel.compression={compression}",)
     options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", "--observe.tensorboard=false")
     options += ("--memory.offload=optimizer",) if shard == "optimizer" else ()
-    train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=_task(optimizer))
+    train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=build or _task(optimizer))
     return Recorded(folder, 0, "", "")
 
 
@@ -99,6 +107,26 @@ def test_laws_1_and_4(name: str, shard: str, optimizer: str, compression: str, t
         newest = done + period.steps - bool(period.killed)
         done = line["step"]
         assert newest // 5 * 5 <= done <= newest if period.killed else done == newest
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_ranks_that_join_get_the_frozen_parameters_of_the_others(shard: str, tmp_path: Path) -> None:
+    """Commits leave them out; here, each process makes other ones than rank 0 at the start of the job."""
+    make = _task("AdamW")
+
+    def build() -> Task:
+        task: Task = make()
+        task.model[0].requires_grad_(False)  # type: ignore[operator,index]
+        task.model[0].weight.data += 0.1 * int(threading.current_thread().name.removeprefix("worker "))  # type: ignore[operator,index]
+        optimizer = torch.optim.AdamW([p for p in task.model.parameters() if p.requires_grad], lr=1e-3)
+        return replace(task, optimizer=optimizer, remakes_frozen=True)
+
+    plan = PLANS["a loss before the first step of a round, and ranks that join"]
+    rounds = _train(tmp_path / "rounds", *plan, shard=shard, build=build)
+    one = _train(tmp_path / "one", Period((0,)), shard="none", build=build)
+    assert rounds.losses() == pytest.approx(one.losses(), rel=2e-6)
+    found = rounds.state()
+    assert found.values["frozen"] == one.state().values["frozen"] and "0.weight" not in found.tensors["model"]
 
 
 def test_what_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None:

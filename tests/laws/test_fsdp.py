@@ -162,10 +162,11 @@ def test_compiled_blocks(size: int, more: tuple[str, ...], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("job", ["fsdp/two", pytest.param("hybrid/four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves")])
+@pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves"), ("remade", "remade_halves")])
 def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gallery: Gallery) -> None:
     whole, halves = (_recorded(gallery, job, name) for name in (one, other))
     assert halves.losses() == whole.losses()
+    assert ("layers.1.inner.weight" in whole.state().tensors["model"]) == (one != "remade")
     for name, tensor in whole.state().tensors["model"].items():
         assert torch.equal(halves.state().tensors["model"][name], tensor), name
 

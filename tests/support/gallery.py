@@ -324,6 +324,7 @@ def language(folder: Path) -> Recorded:
 
 _INT8, _STOP = "--parallel.compression=int8", "--train.stop_at=3"
 _HALVES = [("halves", (_STOP,)), ("halves", ()), ("int8_halves", (_INT8, _STOP)), ("int8_halves", (_INT8,))]
+_HALVES += [("remade_halves", (*VARIANTS["remade"], _STOP)), ("remade_halves", VARIANTS["remade"])]
 _ALONE: dict[str, tuple[str, ...]] = {
     **VARIANTS,
     "statistics": STATISTICS,
@@ -348,8 +349,9 @@ _IN_GROUPS: dict[str, tuple[str, ...]] = {
 def fsdp(folder: Path) -> Recorded:
     """FSDP on two ranks by mpirun: each of `_ALONE`; then on four by torchrun; and one run through all stages.
 
-    ``two/NAME`` and ``four/NAME`` have the runs, and ``two/halves`` and ``two/int8_halves`` runs that are stopped and
-    resumed. Another engine resumes ``two/crossed``, of int8. `by_torchrun` has those on four that are not here.
+    ``two/NAME`` and ``four/NAME`` have the runs; ``two/halves``, ``two/int8_halves`` and ``two/remade_halves`` are
+    stopped and resumed. Another engine resumes ``two/crossed``, of int8. `by_torchrun` has those on four that are not
+    here.
     ``resized`` has the run with stages of two, one, four and two ranks; only those on two and four are by FSDP.
     """
     resized = f"--run_dir={folder / 'resized' / 'run'}"

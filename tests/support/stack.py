@@ -32,6 +32,7 @@ VARIANTS = {
     "adagrad": ("--method=adagrad", "--again=true"),
     "scaled": ("--method=adamw", "--precision=fp16"),
     "rounded": ("--method=momentum", "--precision=bf16"),
+    "remade": ("--method=momentum", "--remade=true"),
 }
 """Options of trainings, in which ranks have equally many micro-batches, one fewer, or none."""
 STATISTICS = ("--train.global_batch=10", "--statistics=true")
@@ -93,6 +94,7 @@ def stack(
     unequal: bool = False,
     again: bool = False,
     wanders: bool = False,
+    remade: bool = False,
 ) -> Task:
     """Predict the next token of random ones.
 
@@ -105,9 +107,13 @@ def stack(
         unequal: whether ranks begin with other parameters than rank 0, by mistake; rank 1 also reads them
         again: whether a pass runs the blocks twice
         wanders: whether rank 3 changes rows of a parameter in its fourth training pass
+        remade: whether a block and a weight are frozen, too, and checkpoints leave out what is frozen
     """
     torch.manual_seed(3)
     model = Stack(checkpoints, statistics, dropout, again)
+    if remade:
+        model.layers[1].requires_grad_(False)
+        model.layers[0].inner.weight.requires_grad_(False)  # type: ignore[union-attr]
     data = torch.randint(0, 29, (40, 7))
     data[5, 0] = 29
     if unequal and rank():
@@ -128,7 +134,7 @@ def stack(
 
     train, heldout = torch.utils.data.TensorDataset(data[:33]), torch.utils.data.TensorDataset(data[33:])
     chosen = OPTIMIZERS[method]([p for p in model.parameters() if p.requires_grad])
-    return Task(model, loss, train, heldout, optimizer=chosen, nominal_weight=6)
+    return Task(model, loss, train, heldout, optimizer=chosen, nominal_weight=6, remakes_frozen=remade)
 
 
 def wide() -> Task:

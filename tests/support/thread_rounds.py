@@ -97,7 +97,10 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
                 hub.break_off()
 
     workers = {worker for period in plan for worker in period.workers}
-    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in sorted(workers)]
+    threads = [
+        threading.Thread(target=work, name=f"worker {worker}", args=(worker,), daemon=True)
+        for worker in sorted(workers)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

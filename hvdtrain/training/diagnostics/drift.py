@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
 from hvdtrain.state.divided import is_divided, local
+from hvdtrain.state.frozen import changed
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
 
@@ -115,6 +116,22 @@ def _digest(tensor: Tensor) -> Tensor:
         columns[: len(rest)] += rest
     weights = torch.arange(1, len(columns) + 1, dtype=torch.int64, device=columns.device)
     return (columns * (weights * 2654435761 + 97)).sum()
+
+
+def check_frozen(state: TrainState) -> None:
+    """Check that no parameter has changed that checkpoints leave out. The first call notes their values.
+
+    Errors:
+        TaskError: one has.
+    """
+    if state.frozen is None:
+        return
+    named = {name: local(p) for name, p in state.model.named_parameters() if name in state.frozen.names}
+    found = digests(named.values())
+    if state.frozen.hashes is None:
+        state.frozen.hashes = found
+    elif wrong := (found != state.frozen.hashes).nonzero().view(-1).tolist():
+        raise changed([*named][wrong[0]], "training has changed it")
 
 
 def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str, group: int = 1) -> dict[str, list[int]]:

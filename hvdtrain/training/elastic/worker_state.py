@@ -23,6 +23,7 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.state.exchange_state import ExchangeState
+from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
@@ -164,6 +165,7 @@ class WorkerState:
 def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
     """Move the model to its device, unless the engine does, and make its optimizer. Needs no other rank."""
     train = run.config.train
+    frozen = find_frozen(task.model) if task.remakes_frozen else None
     model = task.model if places_model(run.config.parallel.engine) else task.model.to(device)
     if run.config.precision != "fp32":
         autocast_experts(model)
@@ -180,7 +182,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
         info=info,
         device=device,
         precision=precision,
-        state=TrainState(model, optimizer, precision.scaler, progress),
+        state=TrainState(model, optimizer, precision.scaler, progress, frozen=frozen),
         horizon=horizon,
         schedule=_schedule(task, run, horizon),
         base_lrs=[float(group["lr"]) for group in optimizer.param_groups],

@@ -15,7 +15,7 @@ from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.state.unsaved import UnsavedValues
-from hvdtrain.training.diagnostics.drift import check_equal
+from hvdtrain.training.diagnostics.drift import check_equal, check_frozen
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.loop.step import Stepper
@@ -47,6 +47,7 @@ class Saving:
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
         on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
         self.held_out = HeldOut(stepper.task, self._comm, self._config, on_cuda=on_cuda, uniform=uniform)
+        check_frozen(self._state)  # notes the values at the start
         self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
         self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
@@ -107,6 +108,7 @@ class Saving:
             self.ledger.sync()
             self.stepper.engine.complete()
             self.stepper.buffers.share(check_equal(self._state.model, self._comm, name="drift"))
+            check_frozen(self._state)
             self.stepper.engine.synchronize_state()
             # First: if a rank is lost now, nothing on the disk is newer than the commit.
             self.roll_back.commit(self._state, synchronized=True)

@@ -118,7 +118,14 @@ def describe_start(current: Round) -> None:
     worker, recorder, size = current.worker, current.recorder, current.comm.size
     task, train = worker.task, current.run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
-    facts = {"size": size, "parameters": parameters, "unit": task.unit, "run_dir": str(current.layout.folder)}
+    trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    facts = {
+        "size": size,
+        "parameters": parameters,
+        "trained": trained,
+        "unit": task.unit,
+        "run_dir": str(current.layout.folder),
+    }
     if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
     recorder.event(
@@ -141,9 +148,11 @@ def describe_start(current: Round) -> None:
         recorder.say(
             f"{worker.compiled} block(s) of the model are compiled during the first evaluation and step, which are slow"
         )
-    count = f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
+    count = f"{_count(parameters)} parameters"
+    if trained < parameters:
+        count += f" ({_count(trained)} trained, {100 * trained / parameters:.2g}%)"
     recorder.say(
-        f"{count} parameters, {dataset_length(task.train_data):,} samples, {size} rank(s),"
+        f"{count}, {dataset_length(task.train_data):,} samples, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
     )
     if risk := describe_exposure(worker.info.variables):
@@ -161,6 +170,10 @@ def describe_start(current: Round) -> None:
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
 
 
 def batch_statistics(model: nn.Module) -> list[str]:

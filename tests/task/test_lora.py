@@ -1,0 +1,180 @@
+"""LoRA: which layers are adapted, what stays as it was, how large checkpoints are, and values that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.errors import CheckpointError, ConfigError, TaskError
+from hvdtrain.task.corpus import TextConfig
+from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model, next_token_loss
+from hvdtrain.task.lora import LoraOptions, add_adapters, parse_lora
+from tests.support.gallery import LANGUAGE, Recorded
+from tests.support.thread_job import train_on_threads
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytest.importorskip("peft", reason="the peft library is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = torch.randint(0, 257, (4, 33), generator=torch.Generator().manual_seed(1))
+
+
+def _model(preset: str = "tiny", lora: str | None = None) -> Any:
+    torch.manual_seed(0)
+    model = causal_lm(ModelConfig(preset=preset), vocabulary=257, seq_len=32)  # type: ignore[arg-type]
+    if lora is not None:
+        add_adapters(model, parse_lora(lora))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("rank=16", LoraOptions(16, 32.0)),
+        ("alpha=8, rank=1", LoraOptions(1, 8.0)),
+        ("rank=2,alpha=0.5,dropout=0.05,targets=q_proj+v_proj", LoraOptions(2, 0.5, 0.05, ("q_proj", "v_proj"))),
+    ],
+)
+def test_values(text: str, options: LoraOptions) -> None:
+    assert parse_lora(text) == options
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "16", "rank", "rank=", "rank=0", "rank=-1", "rank=1.5", "alpha=16", "rank=4,alpha=0", "rank=4,alpha=inf",
+     "rank=4,alpha=nan", "rank=4,dropout=1", "rank=4,dropout=-0.1", "rank=4,rank=8", "rank=4,layers=2",
+     "rank=4,targets=", "rank=4,targets=a+", "rank=4,"],
+)  # fmt: skip
+def test_values_that_are_wrong(text: str, tmp_path: Path) -> None:
+    """They are refused before data is looked for."""
+    with pytest.raises(ConfigError, match=r"invalid --model\.lora"):
+        language_model(ModelConfig(lora=text), TextConfig(text=str(tmp_path / "none")))
+
+
+def test_all_linear_layers_but_the_head_are_adapted() -> None:
+    model = _model(lora="rank=2")
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    plain = _model()
+    linear = {name for name, each in plain.named_modules() if isinstance(each, nn.Linear)}
+    assert adapted == linear - {"lm_head"}
+    assert {name.rpartition(".")[2] for name in adapted} > {"q_a_proj", "kv_b_proj", "o_proj", "gate_proj", "down_proj"}
+    assert any("shared_experts" in name for name in adapted)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+
+
+def test_targets_are_ends_of_names() -> None:
+    model = _model(lora="rank=2,targets=o_proj+shared_experts.up_proj")
+    adapted = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)} | {
+        "model.layers.1.mlp.shared_experts.up_proj"
+    }
+    with pytest.raises(ConfigError, match="no linear layer 'experts'") as caught:
+        _model(lora="rank=2,targets=o_proj+experts")
+    assert "o_proj" in str(caught.value.expected)
+    with pytest.raises(ConfigError, match="no linear layers to adapt"):
+        add_adapters(nn.Sequential(nn.Embedding(3, 3)), LoraOptions(2, 4.0))
+
+
+def test_a_new_adapter_changes_nothing_and_learns_without_the_base() -> None:
+    base, model = _model(), _model(lora="rank=4,dropout=0.5")
+    model.eval()
+    exact, _ = next_token_loss(base.eval(), TOKENS)
+    loss, _ = next_token_loss(model, TOKENS)
+    assert loss.item() == exact.item()
+    model.train()
+    next_token_loss(model, TOKENS)[0].backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert ".lora_B" not in name or parameter.grad.any(), name
+    kept = dict(base.named_parameters())
+    found = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if not p.requires_grad}
+    assert found.keys() == kept.keys() and all(torch.equal(p, found[name]) for name, p in kept.items())
+
+
+def _train(folder: Path, *options: str, size: int = 1, stop: int = 8) -> Recorded:
+    folder.mkdir(exist_ok=True)
+    options = (*LANGUAGE, "--optimizer.lr=0.03", *options, f"--train.stop_at={stop}", f"--run_dir={folder / 'run'}")
+    train_on_threads(*options, size=size)
+    return Recorded(folder, 0, "", "")
+
+
+def _size(job: Recorded) -> int:
+    (saved,) = (job.run / "checkpoints").glob("step-*")
+    return sum(file.stat().st_size for file in saved.iterdir())
+
+
+def test_a_checkpoint_has_at_most_a_twentieth_of_the_full_one(tmp_path: Path) -> None:
+    small = ("--model.preset=small", "--data.seq_len=16", "--train.global_batch=1", "--train.micro_batch=1")
+    full, lora = (_train(tmp_path / str(len(more)), *small, *more, stop=1) for more in ((), ("--model.lora=rank=16",)))
+    assert 0 < _size(lora) <= 0.05 * _size(full)
+    (started,) = lora.events("started")
+    assert 0.03 < started["trained"] / started["parameters"] < 0.04
+    assert full.events("started")[0]["trained"] == full.events("started")[0]["parameters"]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return _train(tmp_path_factory.mktemp("lora") / "one", "--model.lora=rank=4")
+
+
+@pytest.mark.parametrize(
+    "engine", ["--parallel.shard=none", "--parallel.shard=optimizer", "--parallel.shard=gradients"]
+)
+def test_laws_1_and_2(engine: str, one: Recorded, tmp_path: Path) -> None:
+    lora = ("--model.lora=rank=4", engine)
+    two = _train(tmp_path / "two", *lora, size=2)
+    assert two.losses() == pytest.approx(one.losses(), rel=2e-6)
+    assert one.losses()[-1] < one.losses()[0] - 0.1, "adapters learn"
+    for stop in (3, 8):
+        parts = _train(tmp_path / "parts", *lora, size=2, stop=stop)
+    assert parts.losses() == two.losses()
+    wanted, found = two.state(), parts.state()
+    assert found.values["frozen"] == wanted.values["frozen"] == one.state().values["frozen"]
+    for group, tensors in wanted.tensors.items():
+        assert all(torch.equal(found.tensors[group][name], tensor) for name, tensor in tensors.items())
+        assert all(".lora_" in name or "bias" in name for name in tensors)
+    assert wanted.tensors["model"].keys() == one.state().tensors["model"].keys()
+
+
+def test_law_1_holds_with_dropout(tmp_path: Path) -> None:
+    one, two = (_train(tmp_path / str(n), "--model.lora=rank=4,dropout=0.2", size=n).losses() for n in (1, 2))
+    assert two == pytest.approx(one, rel=2e-6)
+
+
+def test_other_weights_and_full_checkpoints_are_refused(tmp_path: Path) -> None:
+    lora = "--model.lora=rank=4"
+    resume = f"--resume={_train(tmp_path / 'early', lora, stop=1).run}"
+    with pytest.raises(CheckpointError, match="frozen parameters of this run are not those"):
+        _train(tmp_path / "seed", lora, resume, "--seed=7")
+    with pytest.raises(CheckpointError, match="only the trained parameters"):
+        _train(tmp_path / "full", resume)
+    full = _train(tmp_path / "whole", stop=1)
+    with pytest.raises(CheckpointError, match="all parameters"):
+        _train(tmp_path / "lora", lora, f"--resume={full.run}")
+    with pytest.raises(CheckpointError, match="does not match the model"):
+        _train(tmp_path / "rank", "--model.lora=rank=8", resume)
+
+
+def test_a_checkpoint_loads_into_a_model_of_transformers(one: Recorded) -> None:
+    """As docs/training.md shows it."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    stored = one.state().tensors["model"]
+    names = sorted(name.partition(".lora_A")[0] for name in stored if ".lora_A" in name)
+    plain = nn.Module()
+    plain.model = _model()
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=[f"model.{name}" for name in names]), plain)
+    loaded = plain.model.load_state_dict(dict(stored), strict=False)  # type: ignore[operator]
+    assert not loaded.unexpected_keys and not any(".lora_" in name for name in loaded.missing_keys)
+
+
+def test_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(TaskError, match="needs the peft library") as caught:
+        _model(lora="rank=2")
+    assert caught.value.next_step == 'pip install "hvdtrain[lm]"'
