@@ -1,26 +1,30 @@
-"""``hvdtrain fit``: predict the memory of a rank for ways to divide the state, before the job is queued."""
+"""``hvdtrain fit``: predict memory and step time for ways to divide the state, before the job is queued."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hvdtrain.config.parse import RunConfig
     from hvdtrain.fit.memory import Memory
+    from hvdtrain.fit.step_time import StepTimes
 
 _GIB = 1 << 30
 _HEAD = f"{'ranks':>5} {'shard':<10} {'checkpointing':<13}{'model':>9}{'optimizer':>10}{'rest':>9}{'peak':>9}"
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
-GPU and little memory."""
+GPU and little memory. With --run, predict the time of a step, too."""
 _EPILOG = """\
 All options of hvdtrain train are accepted, too. With --parallel.device cuda,
 attention takes the memory that it takes on GPUs, also if there is none here.
@@ -30,6 +34,7 @@ examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
   hvdtrain fit --model.config big.json --train.micro_batch 1
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
+  hvdtrain fit --run runs/SHORT --config runs/SHORT/config.yaml --ranks 8,64 --bandwidth_gbit 100
 
 exit code: 0 if a line fits in --gib, 1 if none does or on an error
 """
@@ -46,6 +51,11 @@ def parser() -> Parser:
     )
     add("--shards", metavar="SHARD,...", help=shards)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
+    run = "predict the time of a step from this run of the same model, of 15 steps or more"
+    add("--run", type=Path, metavar="RUN", help=run)
+    bandwidth = "bandwidth of each host's link (default: measured in the run, if it had several ranks)"
+    add("--bandwidth_gbit", type=float, metavar="X", help=bandwidth)
+    add("--ranks_per_host", type=int, metavar="N", help="ranks on each host (default: as in the run)")
     add("--json", action="store_true", help="print one JSON object")
     return made
 
@@ -57,6 +67,9 @@ class _Line:
     checkpointing: str
     memory: Memory | None
     refused: str = ""
+    step_s: float | None = None
+    step_interval_s: tuple[float, float] | None = None
+    no_step: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -68,20 +81,41 @@ def main(argv: list[str]) -> int:
     options, training = parser().parse_known_args(argv)
     ranks = _numbers(options.ranks)
     shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
+    times = _step_times(options)
     found = []
-    for line in _predict(training, ranks, shards, modes):
+    for line in _predict(training, ranks, shards, modes, times):
         found.append(line)
         if not options.json:
             if len(found) == 1:
                 unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
-                print(f"{unit} of a rank's tensors\n{_HEAD}", flush=True)
+                step = f"{'step ms':>10}" if times else ""
+                print(f"{unit} of a rank's tensors\n{_HEAD}{step}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
-    elif options.gib is None:
+        return _exit_code(found, options.gib)
+    for reason in dict.fromkeys(line.no_step for line in found if line.no_step):
+        print(f"no time of a step: {reason}")
+    if options.gib is None:
         print("Add about 1 GiB for CUDA and NCCL, and 5 to 10% for gaps between blocks.")
-    fitting = [line for line in found if line.memory and line.memory.peak <= (options.gib or float("inf")) * _GIB]
-    return 0 if fitting else 1
+    return _exit_code(found, options.gib)
+
+
+def _exit_code(found: list[_Line], gib: float | None) -> int:
+    return 0 if any(line.memory and line.memory.peak <= (gib or float("inf")) * _GIB for line in found) else 1
+
+
+def _step_times(options: argparse.Namespace) -> StepTimes | None:
+    if options.run is None:
+        if options.bandwidth_gbit is not None or options.ranks_per_host is not None:
+            raise ConfigError(
+                "--bandwidth_gbit and --ranks_per_host affect the time of a step, which is not predicted",
+                next_step="name a run of this model: --run RUN",
+            )
+        return None
+    from hvdtrain.fit.step_time import StepTimes
+
+    return StepTimes.of_run(options.run, options.bandwidth_gbit, options.ranks_per_host)
 
 
 def _numbers(text: str) -> list[int]:
@@ -94,7 +128,9 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _predict(argv: list[str], ranks: list[int], shards: list[str] | None, modes: list[str] | None) -> Iterator[_Line]:
+def _predict(
+    argv: list[str], ranks: list[int], shards: list[str] | None, modes: list[str] | None, times: StepTimes | None
+) -> Iterator[_Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagine_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
@@ -114,9 +150,19 @@ def _predict(argv: list[str], ranks: list[int], shards: list[str] | None, modes:
         changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
         run = parse_argv([*argv, *changed], function)
         try:
-            yield _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
+            line = _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
         except ConfigError as error:
             yield _Line(count, shard, mode, None, error.what)
+            continue
+        yield _with_step(line, times, run) if times else line
+
+
+def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
+    try:
+        found = times.predict(run, line.ranks)
+    except ConfigError as error:
+        return replace(line, no_step=error.what)
+    return replace(line, step_s=found.then.step_s, step_interval_s=(found.low_s, found.high_s))
 
 
 def _text(line: _Line, gib: float | None, unit: str) -> str:
@@ -130,5 +176,7 @@ def _text(line: _Line, gib: float | None, unit: str) -> str:
         f"{value / by:>{width}.2f}"
         for value, width in ((memory.model, 9), (memory.optimizer, 10), (rest, 9), (memory.peak, 9))
     )
+    if line.step_s is not None or line.no_step:
+        numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>10}"
     fits = "" if gib is None else f"  {'fits' if memory.peak <= gib * _GIB else 'does not fit'}"
     return start + numbers + fits + (f"  host {memory.host / by:.2f}" if memory.host else "")

@@ -1,0 +1,76 @@
+"""The predicted step of a job that does not run is that of `timeline whatif`; another model's run is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvdtrain.cli.fit import main
+from hvdtrain.config.parse import RunConfig, parse_argv
+from hvdtrain.errors import ConfigError
+from hvdtrain.fit.step_time import StepTimes
+from hvdtrain.task.base import load_task_function
+from hvdtrain.timeline.whatif.evidence import Change
+from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.stack import STACK
+from tests.support.whatif_run import run_folder
+
+JOB = (*STACK, "--method=adamw", "--train.global_batch=8", "--train.micro_batch=4")
+
+
+def _parsed(*more: str) -> RunConfig:
+    return parse_argv([*JOB, *more], load_task_function(JOB[0].partition("=")[2]))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The folder of a run of two hosts with the options of `JOB`."""
+    made = run_folder(tmp_path / "run", size=2, wait_ms=9.0, state_bytes=(8, 0))
+    (made / "config.yaml").write_text(yaml.safe_dump(dict(_parsed().resolved)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "change"),
+    [
+        ((), 16, Change(size=16, bandwidth_gbit=10.0)),
+        (("--parallel.shard=gradients",), 4, Change(size=4, bandwidth_gbit=10.0, shard="gradients")),
+        (("--parallel.compression=int8",), 4, Change(size=4, bandwidth_gbit=10.0, compression="int8")),
+        (("--train.global_batch=64", "--seed=3"), 2, Change(bandwidth_gbit=10.0, global_batch=64)),
+        ((), 1, Change(size=1)),
+    ],
+)
+def test_a_step_is_what_whatif_predicts(path: Path, options: tuple[str, ...], ranks: int, change: Change) -> None:
+    found = StepTimes.of_run(path, 10.0, None).predict(_parsed(*options), ranks)
+    assert found.then == predict(read_evidence(path), change).then
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--train.micro_batch=2", "train.micro_batch"),
+        ("--precision=bf16", "precision"),
+        ("--memory.checkpointing=full", "memory.checkpointing"),
+        ("--method=sgd", "method"),
+        ("--optimizer.name=muon", "optimizer.name"),
+    ],
+)
+def test_a_job_that_computes_something_else_is_refused(path: Path, option: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} differs") as refused:
+        StepTimes.of_run(path, None, None).predict(_parsed(option), 2)
+    assert refused.value.found == option.partition("=")[2]
+
+
+def test_the_table_has_the_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--run", str(path), "--ranks", "1", "--checkpointing", "none,full", *JOB]
+    assert main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    predicted = StepTimes.of_run(path, None, None).predict(_parsed(), 1)
+    assert lines[1].endswith("step ms")
+    assert lines[2].endswith(f" {1e3 * predicted.then.step_s:,.1f}") and lines[3].endswith(" -")
+    assert lines[4].startswith("no time of a step: ") and "memory.checkpointing differs" in lines[4]
+    with pytest.raises(ConfigError, match="name a run of this model"):
+        main(["--bandwidth_gbit", "10", *JOB])
