@@ -45,6 +45,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, _SMALL),
     (2, (*_SMALL, _BF16)),
     (2, (*_SMALL, "--precision=fp16")),
+    (2, (*_SMALL, "--precision=bf16-weights")),
     (2, (*_SMALL, _SHARD)),
     (2, (*_SMALL, _SUMS, "--parallel.compression=bf16")),
     (2, (*_SMALL, _FSDP)),
@@ -68,7 +69,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_IMAGE, _SHARD)),
 ]
 """Numbers of ranks, and options of training."""
-QUICK = (0, 3, 5, 9, 16)
+QUICK = (0, 4, 6, 10, 17)
 
 
 def _parsed(options: tuple[str, ...]) -> tuple[RunConfig, Callable[[], Any]]:

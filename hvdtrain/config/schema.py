@@ -227,7 +227,7 @@ class Config:
     Attributes:
         task: what to train: image, language_model, file.py:function or module:function
         precision: number format of forward and backward; bf16 and fp16 use autocast over fp32 weights, bf16-weights
-            computes with bf16 copies of weights that the optimizer keeps in fp32 (only with engine fsdp)
+            computes with bf16 copies of weights that the optimizer keeps in fp32
         seed: seed of initial weights, sample order and dropout
         run_dir: folder for everything that the run writes (called RUN below) (default: the newest unfinished run of the
             same config under runs/, otherwise a new one)

@@ -79,7 +79,7 @@ def make_engine(
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
-    kind = find_engine(engine, compression, shard, dp_shard, precision, offload=offload)
+    kind = find_engine(engine, compression, shard, dp_shard, offload=offload)
     if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
     make = kind.load()

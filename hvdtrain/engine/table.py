@@ -25,7 +25,7 @@ AUTO = "auto"
 """Option value: choose the compression that pays, in the first steps."""
 
 BF16_WEIGHTS = "bf16-weights"
-"""Option value of the precision: an engine gives bf16 parameters to forward and backward, and updates fp32 ones."""
+"""Option value of the precision: forward and backward get bf16 copies of the fp32 parameters that are updated."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class EngineKind:
         groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
-        casts_weights: whether forward and backward can get parameters in another format than the optimizer's.
+        casts_weights: whether it gives parameters in another format than the optimizer's to forward and backward. For
+            other engines, the trainer does.
         places_model: whether it moves the model to the device, part by part: the whole need not fit there.
         offloads: whether it can keep the optimizer in the memory of the host.
     """
@@ -141,12 +142,16 @@ def places_model(engine: str) -> bool:
     return any(kind.places_model for kind in TABLE if kind.name == engine)
 
 
+def casts_weights(engine: str) -> bool:
+    """Return whether an engine gives bf16 parameters to forward and backward itself."""
+    return any(kind.casts_weights for kind in TABLE if kind.name == engine)
+
+
 def find_engine(
     engine: str,
     compression: str = "none",
     shard: str = "none",
     dp_shard: int | None = None,
-    precision: str = "fp32",
     *,
     offload: bool = False,
     elastic: bool = False,
@@ -179,12 +184,6 @@ def find_engine(
             expected=", ".join(kind.compressions),
             next_step=f"choose one of these, or {_with(lambda k: name in k.compressions)}",
         )
-    if precision == BF16_WEIGHTS and not kind.casts_weights:
-        raise ConfigError(
-            f"{options} does not support --precision {precision}",
-            expected="fp32, bf16 or fp16",
-            next_step=f"--precision bf16, or {_with(lambda k: k.casts_weights)}",
-        )
     if offload and not kind.offloads:
         raise ConfigError(
             f"{options} does not support --memory.offload optimizer",
@@ -202,7 +201,7 @@ def find_engine(
 def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     """Return the engine of a run. Errors: those of `find_engine`."""
     parallel, offload = config.parallel, config.memory.offload != "none"
-    options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, config.precision
+    options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard
     return find_engine(*options, offload=offload, elastic=elastic)
 
 

@@ -132,11 +132,12 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
 def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes) -> None:
     """Do what `Stepper` does, but without its numbers."""
     engine.begin(len(batches))
-    for batch in batches:
-        with worker.precision.autocast():
-            loss, _ = engine.forward(partial(checked_loss, worker.task, worker.state.model, batch))
-        engine.backward(loss)
-        del loss
+    with worker.precision.weights(engine.complete):
+        for batch in batches:
+            with worker.precision.autocast():
+                loss, _ = engine.forward(partial(checked_loss, worker.task, worker.state.model, batch))
+            engine.backward(loss)
+            del loss
     live.assumed = _MANY  # rows of a gradient that are not zero: all of them are exchanged
     gradients = engine.finish()
     live.assumed = None

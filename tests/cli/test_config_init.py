@@ -108,7 +108,7 @@ def test_comments_are_the_docstrings_of_the_classes() -> None:
     nvtx = str(ObserveConfig.nvtx).lower()
     assert f"  # mark the parts of each step for Nsight Systems (true or false)\n  nvtx: {nvtx}" in text
     assert "\n# number format of forward and backward;" in text
-    assert "(fp32, bf16, fp16 or\n# bf16-weights)\nprecision: fp32\n" in text
+    assert "(fp32, bf16, fp16 or bf16-weights)\nprecision: fp32\n" in text
     assert "(number or null; default: train.steps instead)\n  epochs: null\n" in text
     assert f"\nseed: {Config.seed}\n" in text
 

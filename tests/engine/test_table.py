@@ -49,10 +49,3 @@ def test_ddp_divides_nothing() -> None:
 def test_which_engines_need_horovod() -> None:
     assert needs_horovod("horovod")
     assert not needs_horovod("ddp")
-
-
-def test_only_some_engines_cast_weights() -> None:
-    assert find_engine("fsdp", precision="bf16-weights").name == "fsdp"
-    with pytest.raises(ConfigError, match="horovod does not support --precision bf16-weights") as caught:
-        find_engine("horovod", precision="bf16-weights")
-    assert "--parallel.engine fsdp" in str(caught.value.next_step)

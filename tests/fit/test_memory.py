@@ -51,6 +51,7 @@ def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
     [
         (LANGUAGE, 1, ()),
         (LANGUAGE, 2, ("--precision=bf16",)),
+        (LANGUAGE, 2, ("--precision=bf16-weights", "--parallel.shard=optimizer")),
         (BLOCKS, 2, ("--parallel.compression=powersgd:2",)),
         (LANGUAGE, 2, ("--parallel.shard=optimizer", "--memory.checkpointing=full", "--optimizer.name=muon")),
         (BLOCKS, 4, ("--parallel.shard=gradients", "--parallel.compression=bf16")),

@@ -116,6 +116,11 @@ def test_rounded_parameters_stay_near(name: str, job: str, gallery: Gallery) -> 
         assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
 
 
+def test_bf16_weights_are_those_of_other_engines(gallery: Gallery, tmp_path: Path) -> None:
+    """torch's own mixed precision is the reference: the same inputs are cast."""
+    _check_equal(_whole(tmp_path, "--precision=bf16-weights"), _recorded(gallery, "fsdp/two", "weights"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["hybrid/four", "by_torchrun/groups"])
 @pytest.mark.parametrize(("name", "error"), [("fp16", 2e-4), ("bf16", 2e-3), ("int8", 2e-3), ("topk:0.5", 0.05)])

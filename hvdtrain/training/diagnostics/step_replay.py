@@ -114,8 +114,9 @@ class _Rerun:
 
     def origin(self, batch: Any) -> Origin | None:
         """Return what made the loss or the gradient non-finite; None if both are finite."""
-        model = self.stepper.model
-        with torch.autograd.detect_anomaly(check_nan=False):  # gives each node its source line
+        model, precision = self.stepper.model, self.stepper.precision
+        # Anomaly detection gives each node its source line.
+        with torch.autograd.detect_anomaly(check_nan=False), precision.weights():
             with ForwardTrace(model, batch) as forward:
                 loss = self._loss(batch)
             if not_finite(loss):
@@ -140,10 +141,11 @@ class _Rerun:
 
     def _is_bad(self, batch: Any) -> bool:
         self.stepper.model.zero_grad()
-        loss = self._loss(to_device(batch, self.stepper.device))
-        if not_finite(loss):
-            return True
-        self._backward(loss)
+        with self.stepper.precision.weights():
+            loss = self._loss(to_device(batch, self.stepper.device))
+            if not_finite(loss):
+                return True
+            self._backward(loss)
         return bool(_bad(self.stepper.model))
 
     def _backward(self, loss: Tensor) -> None:

@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.table import places_model
+from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, places_model
 from hvdtrain.exchange.active_buckets import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
@@ -27,6 +27,7 @@ from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
+from hvdtrain.training.loop.bf16_weights import Bf16Weights
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
@@ -174,7 +175,8 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
     move_optimizer_state(optimizer)
     samples = dataset_length(task.train_data)
-    precision = Precision(run.config.precision, device)
+    copies = run.config.precision == BF16_WEIGHTS and not casts_weights(run.config.parallel.engine)
+    precision = Precision(run.config.precision, device, Bf16Weights(model) if copies else None)
     progress = Progress(samples=samples, data_id=task.data_id)
     horizon = total_steps(train, samples)
     return WorkerState(

@@ -76,7 +76,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Return the mean loss over held-out samples, each used once; None if there are none. Collective: yes.
 
-    Sums are in float64. Each module returns to its mode. `touch` is called after each batch.
+    Sums are in float64. Each module returns to its mode. `touch` is called after each batch. The parameters
+    are those of the last step (`Engine.complete`).
     """
     if not held_out.count:
         return None
@@ -84,7 +85,7 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     # Not inference_mode: training must be able to use what a model caches here (positions, masks).
-    with torch.no_grad(), precision.autocast():
+    with torch.no_grad(), precision.weights(), precision.autocast():
         for place, batch, counts in held_out:
             seed_forward(0, place.start)
             batch = to_device(batch, device)

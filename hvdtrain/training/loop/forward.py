@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from collections import UserDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
@@ -16,23 +16,26 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import TaskError
 from hvdtrain.task.base import Task
+from hvdtrain.training.loop.bf16_weights import Bf16Weights
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Number formats of forward and backward: autocast, and loss scaling for fp16.
+    """Number formats of forward and backward: autocast, copies of weights, and loss scaling for fp16.
 
     Args:
-        name: fp32, bf16, fp16, or bf16-weights, which the engine provides.
+        name: fp32, bf16, fp16 or bf16-weights.
+        weights: makes the copies for bf16-weights; None if the engine does.
 
     Attributes:
         scaler: torch's GradScaler; it passes values through unless the format is fp16.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, weights: Bf16Weights | None = None) -> None:
         self._dtype = _AUTOCAST.get(name)
         self._device_type = device.type
+        self._weights = weights
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -40,6 +43,13 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def weights(self, wait: Callable[[], object] = lambda: None) -> AbstractContextManager[object]:
+        """Return the context of forward and backward passes; `wait` is called before weights are copied."""
+        if self._weights is None:
+            return nullcontext()
+        wait()
+        return self._weights()
 
 
 class _Cast:

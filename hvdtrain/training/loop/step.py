@@ -118,19 +118,20 @@ class Stepper:
             self._rollback.begin()
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
-        for number, (seed, batch) in enumerate(batches):
-            with self.spans("copy"):
-                batch = to_device(batch, self.device)
-            seed()
-            if number >= count:
-                self._run_extra(batch)
-                continue
-            with self.spans("forward"), self.precision.autocast(), self.around():
-                loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
-            with self.spans("backward"):
-                self.engine.backward(self.precision.scaler.scale(loss / nominal))
-            losses.append(loss.detach())
-            weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
+        with self.precision.weights(self.engine.complete) if count else nullcontext():
+            for number, (seed, batch) in enumerate(batches):
+                with self.spans("copy"):
+                    batch = to_device(batch, self.device)
+                seed()
+                if number >= count:
+                    self._run_extra(batch)
+                    continue
+                with self.spans("forward"), self.precision.autocast(), self.around():
+                    loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
+                with self.spans("backward"):
+                    self.engine.backward(self.precision.scaler.scale(loss / nominal))
+                losses.append(loss.detach())
+                weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
         self.buffers.start(count)

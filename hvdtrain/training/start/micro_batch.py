@@ -160,9 +160,10 @@ class Trial:
         reserve = torch.empty(self._reserve_bytes(), dtype=torch.uint8, device=device)
         for _ in range(2):  # the second adds to gradients that exist
             seed_forward(config.seed, 0)
-            with worker.precision.autocast():
-                loss, _ = checked_loss(task, worker.state.model, batch)
-            torch.autograd.backward(loss)
+            with worker.precision.weights():
+                with worker.precision.autocast():
+                    loss, _ = checked_loss(task, worker.state.model, batch)
+                torch.autograd.backward(loss)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         del reserve
