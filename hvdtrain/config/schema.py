@@ -120,7 +120,10 @@ class TrainConfig:
         check_every: compare a hash of the parameters across ranks every N steps, and at each checkpoint; 0 means at
             checkpoints only
         max_skipped: end the run after N steps in a row with a loss or gradient that is not finite
-        deterministic: use deterministic torch kernels; slower on CUDA, no change on CPUs
+        tf32: whether fp32 operations on GPUs may round their inputs to 10 bits (TF32), which is faster: on for matrix
+            products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
+        deterministic: use deterministic torch kernels, and refuse operations without one; slower on CUDA, no change on
+            CPUs
         compile: compile each block of the model with torch.compile; the exchange still overlaps backward. The first
             evaluation and first step take longer. CPUs need a C++ compiler
     """
@@ -135,6 +138,7 @@ class TrainConfig:
     eval_samples: int = 64
     check_every: int = 25
     max_skipped: int = 10
+    tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
     compile: bool = False
 

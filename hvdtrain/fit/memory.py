@@ -90,12 +90,12 @@ def _make_task(run: RunConfig, build: Callable[[], Any]) -> Task:
     """Make the task, if possible without memory for its parameters."""
     try:
         with parameters_without_memory(draw=False):
-            task = make_task(build, run.config, {})
+            task = make_task(build, run.config)
         refuse_other_placeholders(task.model)
     except HvdtrainError:
         raise
     except Exception:
-        task = make_task(build, run.config, {})
+        task = make_task(build, run.config)
     return task
 
 

@@ -25,6 +25,7 @@ from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
 from hvdtrain.training.start.device import check_device_is_own, limit_memory, pick_device, training_stream
+from hvdtrain.training.start.kernels import set_tf32, use_deterministic_kernels
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
 from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
@@ -48,10 +49,13 @@ def run_training(
     parallel = run.config.parallel
     # before anything costs time
     engine_of(run.config, elastic=rounds.elastic)
+    if run.config.train.deterministic:
+        use_deterministic_kernels(info.variables)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
     check_auto(run.config, device, elastic=rounds.elastic)
     limit_memory(device, run.config.memory.limit)
-    make = partial(make_task, build, run.config, info.variables)
+    set_tf32(run.config.train.tf32, device)
+    make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
     by_rank = places_model(parallel.engine)
     task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")

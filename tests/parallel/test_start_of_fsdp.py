@@ -36,7 +36,7 @@ def _task(model: nn.Module) -> Task:
 
 
 def _make(build: Callable[[], Task], job: Comm) -> tuple[Task, str]:
-    return make_task_by_rank(partial(make_task, build, Config(), {}), job)
+    return make_task_by_rank(partial(make_task, build, Config()), job)
 
 
 def _divide(task: Task, job: Comm) -> Engine:
@@ -58,7 +58,7 @@ class Tied(nn.Module):
 
 def test_every_rank_gets_rows_of_rank_0(job: Comm) -> None:
     """Also one that has made a model with values, other ones."""
-    expected = dict(make_task(lambda: _task(Tied()), Config(), {}).model.named_parameters(remove_duplicate=False))
+    expected = dict(make_task(lambda: _task(Tied()), Config()).model.named_parameters(remove_duplicate=False))
 
     def build() -> Task:
         model = Tied()

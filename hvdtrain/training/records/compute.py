@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.observe.flops import FlopCount, peak_tflops
+from hvdtrain.training.start.kernels import allows_tf32
 
 _BACKWARD = 2
 """Backward costs twice as much as forward: it computes gradients of inputs and of weights."""
@@ -51,9 +52,8 @@ class FirstPass:
         device, config = self.device, self.config
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         own = config.observe.peak_tflops
-        tf32 = torch.get_float32_matmul_precision() != "highest"
         precision = config.precision.removesuffix("-weights")
-        peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=tf32)
+        peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
         return {
             "event": "flops",
             "per_sample": (1 + _BACKWARD) * flops / config.train.pass_samples,

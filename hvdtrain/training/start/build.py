@@ -108,6 +108,8 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         recorder.warn("no histograms: no rank has whole parameters (--observe.histograms_every 0 turns this line off)")
     if offload != "none" and device.type == "cpu":
         recorder.warn(f"--memory.offload {offload} saves nothing on CPUs: their memory is the host's")
+    if train.tf32 == "on" and device.type == "cpu":
+        recorder.warn("--train.tf32 on changes nothing on CPUs, which have no TF32")
     batch = (train.global_batch, train.pass_samples)
     stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform)
     ledger = Ledger(current.layout.ledger, recorder.warn)

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,21 +20,17 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
-from hvdtrain.runtime.environment import change_variables
 from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import describe
 
 
-def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, str]) -> Task:
-    """Build the task under the run's seed, and check it. `variables`: the environment of this process."""
+def make_task(build: Callable[[], Any], config: Config) -> Task:
+    """Build the task under the run's seed, and check it."""
     value = mix_seed(config.seed, 0)
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    if config.train.deterministic:
-        change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
-        torch.use_deterministic_algorithms(True)
     try:
         with refuse_exit():
             task = build()
