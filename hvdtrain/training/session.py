@@ -60,7 +60,7 @@ def run_training(
     by_rank = places_model(parallel.engine)
     task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")
     worker = make_worker_state(run, task, device, info)
-    worker.warning = warning
+    worker.warnings += [warning] if warning else []
     why, text = STARTED, ""
     failed: Round | None = None
     with worker.signals if rounds.elastic else nullcontext():

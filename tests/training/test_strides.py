@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
+from hvdtrain.errors import TaskError
+from hvdtrain.training.start.fused import why_not_fused
 from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
 from tests.support.thread_job import train_on_threads
 
@@ -86,6 +88,65 @@ def test_an_update_in_one_pass_over_memory_needs_parameters_that_fill_theirs() -
     assert make_optimizer(model, OptimizerConfig()).defaults["fused"]
     model.thin = nn.Parameter(torch.zeros(16, 7)[:, :2])
     assert not make_optimizer(model, OptimizerConfig()).defaults["fused"]
+
+
+def _updated(parameter: Tensor, gradient: Tensor, *, fused: bool) -> Tensor:
+    """Three steps of AdamW; the change of the parameter."""
+    optimizer = torch.optim.AdamW([own := nn.Parameter(parameter)], lr=0.1, fused=fused, foreach=False)
+    for _ in range(3):
+        own.grad = gradient
+        optimizer.step()
+    return own.detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "is_right"),
+    [
+        (lambda: torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), True),
+        (lambda: torch.randn(4, 6).t(), True),
+        (lambda: torch.randn(4, 3, 2).permute(2, 0, 1), True),
+        (lambda: torch.randn(8, 6)[:, ::2], False),
+        (lambda: torch.randn(8, 6)[:, 1:4], False),
+    ],
+    ids=["channels last", "transposed", "permuted", "every second column", "some columns"],
+)
+def test_fused_kernels_are_right_where_parameters_fill_their_memory(make: Callable[[], Tensor], is_right: bool) -> None:
+    """torch's own kernels, on a CPU: they ignore strides. A gradient of the parameter's strides is needed, too."""
+    torch.manual_seed(0)
+    start = make()
+    gradient = torch.empty_like(start).copy_(torch.randn(start.shape))
+    fused, plain = (_updated(_copy_of_memory(start), gradient, fused=fused) for fused in (True, False))
+    assert torch.allclose(fused, plain, atol=1e-5) is is_right
+    named = [("weight", nn.Parameter(start))]
+    assert (why_not_fused(named) == "") is is_right
+    if is_right and gradient.stride() != (row_major := gradient.contiguous()).stride():
+        assert not torch.allclose(_updated(_copy_of_memory(start), row_major, fused=True), plain, atol=1e-5)
+
+
+def _copy_of_memory(tensor: Tensor) -> Tensor:
+    """Copy the whole memory of a tensor, so that its strides stay."""
+    memory = tensor.untyped_storage().clone()
+    return torch.empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def test_an_optimizer_that_is_not_fused_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours is changed with a warning that names the parameter; that of a task is refused, because it would be wrong."""
+
+    def build(rank: int, *, fused: bool | None = None) -> Task:
+        task = _task(rank, turned=True)
+        task.model.thin = nn.Parameter(torch.zeros(16, 7)[:, :2])
+        if fused is None:
+            return task
+        optimizer = torch.optim.SGD(task.model.parameters(), fused=fused)
+        return Task(task.model, task.loss, task.train_data, optimizer=optimizer)
+
+    options = (*OPTIONS, "--train.stop_at=1")
+    train_on_threads(*options, f"--run_dir={tmp_path / 'ours'}", size=1, build=build)
+    assert "takes longer: thin of shape (16, 2) and strides (7, 1) does not fill" in capsys.readouterr().out
+    train_on_threads(*options, f"--run_dir={tmp_path / 'plain'}", size=1, build=partial(build, fused=False))
+    assert "takes longer" not in capsys.readouterr().out
+    with pytest.raises(TaskError, match=r"SGD\(fused=True\), but thin of shape"):
+        train_on_threads(*options, f"--run_dir={tmp_path / 'fused'}", size=1, build=partial(build, fused=True))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
+from hvdtrain.training.start.fused import check_own_optimizer, why_not_fused
 from hvdtrain.training.start.optimizers import (
     lr_schedule,
     make_optimizer,
@@ -64,7 +65,7 @@ class WorkerState:
         last_record: journal line of the newest step that this process has recorded.
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
-        warning: about how the task was made; recorded when training starts.
+        warnings: about task and optimizer; recorded when training starts.
     """
 
     task: Task
@@ -84,7 +85,7 @@ class WorkerState:
     last_record: Mapping[str, Any] | None = None
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
     evaluated: int = -1
-    warning: str = ""
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def resumes_in_job(self) -> bool:
@@ -173,6 +174,12 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     checkpoint_blocks(model, run.config.memory.checkpointing)
     compiled = compile_blocks(model) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
+    warnings = []
+    if task.optimizer is not None:
+        check_own_optimizer(task.optimizer, model)
+    elif optimizer.defaults.get("fused") is False:
+        reason = why_not_fused((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        warnings.append(f"the update of the parameters takes longer: {reason}")
     move_optimizer_state(optimizer)
     samples = dataset_length(task.train_data)
     copies = run.config.precision == BF16_WEIGHTS and not casts_weights(run.config.parallel.engine)
@@ -190,6 +197,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
         base_lrs=[float(group["lr"]) for group in optimizer.param_groups],
         commits=Commits(run.config.elastic.loss_s),
         compiled=compiled,
+        warnings=warnings,
     )
 
 

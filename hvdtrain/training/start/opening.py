@@ -133,8 +133,8 @@ def describe_start(current: Round) -> None:
     )
     if worker.resumes_in_job:
         return
-    if worker.warning:
-        recorder.warn(worker.warning)
+    for warning in worker.warnings:
+        recorder.warn(warning)
     if task.optimizer is not None:
         recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
         optimized = worker.state.optimized()

@@ -16,6 +16,7 @@ from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.errors import ConfigError
 from hvdtrain.muon import Muon
+from hvdtrain.training.start.fused import why_not_fused
 
 _Groups = list[dict[str, Any]]
 
@@ -64,7 +65,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
-    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and _is_dense(p) for p in trained)
+    fused = not why_not_fused((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return OPTIMIZERS[config.name](groups, config, fused)
 
 
@@ -104,11 +105,6 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
             for name, value in state.items():
                 if isinstance(value, Tensor) and (name != "step" or counts):
                     state[name] = value.to(parameter.device)
-
-
-def _is_dense(parameter: nn.Parameter) -> bool:
-    """Return whether the elements are contiguous in some order of dimensions; fused updates assume it."""
-    return parameter.stride() == torch.empty_like(parameter, device="meta").stride()
 
 
 def total_steps(config: TrainConfig, samples: int) -> int:
