@@ -1,0 +1,95 @@
+"""Laws 1 and 2 for every optimizer, schedule, precision and mode of checkpointing, in pairs; ranks are threads.
+
+The values are those of the package's tables and options: a new one takes part by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from hvdtrain import Task
+from hvdtrain.config.schema import Config, MemoryConfig
+from hvdtrain.training.start.optimizers import OPTIMIZERS, SCHEDULES
+from tests.support.gallery import Recorded
+from tests.support.stack import STACK, stack
+from tests.support.thread_job import train_on_threads
+
+AXES: dict[str, tuple[str, ...]] = {
+    "optimizer.name": tuple(OPTIMIZERS),
+    "optimizer.schedule": tuple(SCHEDULES),
+    "precision": get_args(get_type_hints(Config)["precision"]),
+    "memory.checkpointing": get_args(get_type_hints(MemoryConfig)["checkpointing"]),
+}
+Row = tuple[str, ...]
+"""A value of each of `AXES`."""
+
+ROUNDING = {"fp32": 1e-5}
+"""Relative difference of losses between numbers of ranks, which sum gradients in another order."""
+COARSE = 2e-3
+"""The same in other precisions: a weight that differs in its last bit may be rounded to another one."""
+
+
+def _pairs(row: Row) -> set[tuple[tuple[int, str], ...]]:
+    return set(combinations(enumerate(row), 2))
+
+
+def _diagonal() -> list[Row]:
+    """Rows that have each value."""
+    values = AXES.values()
+    return [tuple(axis[number % len(axis)] for axis in values) for number in range(max(map(len, values)))]
+
+
+def _rest() -> list[Row]:
+    """Rows that have, with those of `_diagonal`, each pair of values. Each is the one with most pairs that lack."""
+    rows = list(product(*AXES.values()))
+    lacking = set[Any]().union(*map(_pairs, rows)).difference(*map(_pairs, _diagonal()))
+    found = []
+    while lacking:
+        found.append(best := max(rows, key=lambda row: len(_pairs(row) & lacking)))
+        lacking -= _pairs(best)
+    return found
+
+
+def _build(rank: int) -> Task:
+    """Blocks with dropout, tied and frozen parameters; the optimizer is that of the options."""
+    return replace(stack(), optimizer=None)
+
+
+def _train(folder: Path, row: Row, *options: str, size: int) -> Recorded:
+    folder.mkdir(exist_ok=True)
+    chosen = (f"--{name}={value}" for name, value in zip(AXES, row, strict=True))
+    train_on_threads(*STACK[1:], *chosen, *options, f"--run_dir={folder / 'run'}", size=size, build=_build)
+    return Recorded(folder, 0, "", "")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*_diagonal(), *(pytest.param(row, marks=pytest.mark.slow) for row in _rest())],
+    ids="-".join,
+)
+def test_laws_1_and_2(row: Row, tmp_path: Path) -> None:
+    """One and two ranks have one curve; two that were stopped and resumed have the bits of two that were not."""
+    options = ("--optimizer.warmup_steps=2", "--train.steps=7")
+    one, two = (_train(tmp_path / str(size), row, *options, size=size) for size in (1, 2))
+    tolerance = ROUNDING.get(row[list(AXES).index("precision")], COARSE)
+    assert len(one.losses()) == 7 and two.losses() == pytest.approx(one.losses(), rel=tolerance)
+    for stop in (4, 7):
+        parts = _train(tmp_path / "parts", row, *options, f"--train.stop_at={stop}", size=2)
+    assert parts.losses() == two.losses() and two.state().values["progress"]["skipped"] == 0
+    expected, found = two.state(), parts.state()
+    assert found.values == expected.values and found.tensors.keys() == expected.tensors.keys()
+    for group, tensors in expected.tensors.items():
+        assert tensors.keys() == found.tensors[group].keys()
+        assert all(torch.equal(tensors[name], found.tensors[group][name]) for name in tensors)
+
+
+def test_each_pair_of_values_is_tested() -> None:
+    every = set[Any]().union(*map(_pairs, product(*AXES.values())))
+    assert every == set[Any]().union(*map(_pairs, [*_diagonal(), *_rest()]))
+    assert all(set(axis) == set(found) for axis, found in zip(AXES.values(), zip(*_diagonal(), strict=True), strict=True))
