@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -16,7 +16,23 @@ class FusedAttention(TorchFunctionMode):
 
     That is what torch's flash, memory-efficient and cuDNN kernels keep. On a CPU, torch computes whole scores if keys
     and values have different sizes, as in DeepSeek's latent attention. Results have no values.
+
+    torch's function is replaced, too: modes are not active where backward computes activations again.
     """
+
+    def __enter__(self) -> FusedAttention:
+        """Begin."""
+        nn.functional.scaled_dot_product_attention = self._call
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(scaled_dot_product_attention, (), args, kwargs)
 
     def __torch_function__(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdtrain.runtime.memory import return_freed_memory
@@ -47,6 +48,8 @@ _FILL = {
 _TRUNCATED = "_no_grad_trunc_normal_"
 """What `nn.init.trunc_normal_` calls, under any of its names."""
 _LARGE_BYTES = 1 << 20
+_HUGE_BYTES = 1 << 30
+"""The kernel may refuse such memory, though nothing is written to it: of the experts of a layer, for example."""
 _draws = ContextVar("draws", default=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -156,6 +159,21 @@ def _writes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return False
 
 
+class _HugeTensors(TorchFunctionMode):
+    """Makes huge new tensors without values placeholders from the start."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        named = dict(kwargs or {})
+        if func is torch.empty and named.get("device") in (None, "cpu", _CPU) and "out" not in named:
+            made = torch.empty(*args, **{**named, "device": _META, "pin_memory": False})
+            if made.nbytes >= _HUGE_BYTES:
+                return Placeholder(made, made.requires_grad)
+        return func(*args, **named)
+
+
 def refuse_other_placeholders(model: nn.Module) -> None:
     """Check that no placeholder is left but the model's parameters.
 
@@ -214,7 +232,8 @@ def parameters_without_memory(*, draw: bool = True) -> Iterator[list[str]]:
     if truncated is not None:
         setattr(nn.init, _TRUNCATED, fill_truncated)
     try:
-        yield made
+        with _HugeTensors():
+            yield made
     finally:
         if truncated is not None:
             setattr(nn.init, _TRUNCATED, truncated)

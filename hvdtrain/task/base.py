@@ -14,6 +14,7 @@ from hvdtrain.loading import load
 from hvdtrain.runtime.environment import environ, rank_info
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
@@ -51,6 +52,8 @@ class Task:
             ranks with different data, and a resume with other data.
         remakes_frozen: whether the task function, called again with the same options, makes parameters that require no
             gradient with the same values. Checkpoints then leave them out; a digest detects other values in a resume.
+        prepare: called once before training, with the device and the dtype of forward, to choose kernels. Returns a
+            line to show.
     """
 
     model: nn.Module
@@ -65,6 +68,7 @@ class Task:
     unit: str = "samples"
     data_id: str = ""
     remakes_frozen: bool = False
+    prepare: Callable[[torch.device, torch.dtype], str] | None = None
 
 
 def load_task_function(spec: str) -> TaskFunction:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError, DataError, TaskError
 from hvdtrain.files import read_regular
+from hvdtrain.task.attention import choose_attention
 from hvdtrain.task.base import Task, import_library
 from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
+from hvdtrain.task.presets import preset_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,51 +28,28 @@ class ModelConfig:
     """Architecture and initial weights.
 
     Attributes:
-        preset: small DeepSeek-V3 with latent attention and a mixture of experts: small has about 7 million parameters,
-            tiny is for tests; the vocabulary size depends on the data
+        preset: DeepSeek-V3 with latent attention and a mixture of experts: tiny (for tests), small (7 million
+            parameters), 125m, 1b (0.2 billion of them active for each token), 16b (2.2 billion active) or 671b (36
+            billion active). The vocabulary depends on the data, and is not counted here
         config: train another architecture with new weights: config.json of any causal language model that transformers
             supports (default: model.preset)
         pretrained: train from existing weights: folder with config.json and safetensors files (default: model.preset)
         dropout: dropout rate of the attention weights (default: the model's own)
+        attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager
+            (whole scores in memory), or auto: the first of these that works
         lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
             rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
             the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
     """
 
-    preset: Literal["small", "tiny"] = "small"
+    preset: Literal["tiny", "small", "125m", "1b", "16b", "671b"] = "small"
     config: str | None = None
     pretrained: str | None = None
     dropout: float | None = None
+    attention: Literal["auto", "flash", "sdpa", "eager"] = "auto"
     lora: str | None = None
 
 
-_SHARED: dict[str, Any] = {
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.0,
-    "num_mtp_layers": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "use_cache": False,
-}
-_SIZES = {
-    "hidden_size": (256, 32),
-    "intermediate_size": (688, 64),
-    "moe_intermediate_size": (256, 16),
-    "n_routed_experts": (8, 4),
-    "num_hidden_layers": (4, 2),
-    "num_attention_heads": (8, 2),
-    "num_key_value_heads": (8, 2),
-    "q_lora_rank": (128, 16),
-    "kv_lora_rank": (64, 16),
-    "qk_nope_head_dim": (32, 8),
-    "qk_rope_head_dim": (16, 8),
-    "v_head_dim": (32, 8),
-}
-"""Of the presets small and tiny."""
 _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -100,6 +80,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         unit="tokens",
         data_id=corpus.train.file.digest,
         remakes_frozen=lora is not None,
+        prepare=partial(choose_attention, made, model.attention),
     )
 
 
@@ -149,12 +130,14 @@ def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Modul
     model_config = _model_config(config, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
     _check_fit(model_config, vocabulary, seq_len)
+    # Others are chosen when the device is known.
+    kernel = {"attn_implementation": "eager"} if config.attention == "eager" else {}
     try:
         auto = transformers.AutoModelForCausalLM
         if config.pretrained:
-            model = _pretrained(auto, Path(config.pretrained), model_config)
+            model = _pretrained(auto, Path(config.pretrained), model_config, kernel)
         else:
-            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
     except TaskError:
         raise
     except Exception as error:  # each model of transformers raises its own errors
@@ -175,11 +158,8 @@ def _model_config(config: ModelConfig, vocabulary: int, seq_len: int) -> Any:
             f" {_LARGEST_PRESET_VOCABULARY} at most",
             next_step="train a model with a larger vocabulary: --model.config",
         )
-    from transformers import DeepseekV3Config
-
     rounded = -(-vocabulary // 64) * 64  # matrix products are faster with a multiple of 64 rows
-    sizes = {name: small if config.preset == "small" else tiny for name, (small, tiny) in _SIZES.items()}
-    return DeepseekV3Config(**_SHARED, **sizes, vocab_size=rounded, max_position_embeddings=max(1024, seq_len))
+    return preset_config(config.preset, vocabulary=rounded, positions=max(1024, seq_len))
 
 
 def _read_config(path: Path) -> Any:
@@ -231,7 +211,7 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
         )
 
 
-def _pretrained(auto: Any, folder: Path, model_config: Any) -> nn.Module:
+def _pretrained(auto: Any, folder: Path, model_config: Any, kernel: dict[str, str]) -> nn.Module:
     import torch
 
     model: nn.Module
@@ -243,6 +223,7 @@ def _pretrained(auto: Any, folder: Path, model_config: Any) -> nn.Module:
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
+        **kernel,
     )
     if missing := sorted(report["missing_keys"]):
         raise TaskError(

@@ -19,6 +19,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
+from hvdtrain.training.loop.forward import forward_dtype
 from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_stamps, add_traces
 from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
@@ -59,7 +60,9 @@ def run_training(
     # An engine that places the model is for jobs of one round only.
     by_rank = places_model(parallel.engine)
     task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")
+    note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
     worker = make_worker_state(run, task, device, info)
+    worker.note = note
     worker.warnings += [warning] if warning else []
     why, text = STARTED, ""
     failed: Round | None = None

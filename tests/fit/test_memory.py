@@ -134,6 +134,17 @@ def test_attention_of_gpus_keeps_no_scores(precision: str) -> None:
     scores = layers * samples * heads * length * length * (4 if precision == "fp32" else 2)
     assert 0.8 * scores < on_cpu.peak - on_gpu.peak < 3 * scores
     assert (on_cpu.model, on_cpu.optimizer) == (on_gpu.model, on_gpu.optimizer)
+    eager = predict_memory(
+        *_parsed(*options, f"--precision={precision}", "--parallel.device=cuda", "--model.attention=eager"), 1
+    )
+    assert eager.peak > on_gpu.peak + 0.8 * scores
+
+
+def test_attention_of_gpus_is_computed_again_alike() -> None:
+    """Backward runs the blocks again, where modes of torch are not active."""
+    options = (*LANGUAGE, "--data.seq_len=256", "--parallel.device=cuda", "--memory.checkpointing")
+    kept, again = (predict_memory(*_parsed(*options[:-1], f"{options[-1]}={mode}"), 1) for mode in ("none", "full"))
+    assert again.peak < 0.8 * kept.peak
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 8)])

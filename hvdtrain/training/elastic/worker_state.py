@@ -66,6 +66,7 @@ class WorkerState:
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
         warnings: about task and optimizer; recorded when training starts.
+        note: of the task, about what it has prepared; shown when training starts.
     """
 
     task: Task
@@ -86,6 +87,7 @@ class WorkerState:
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
     evaluated: int = -1
     warnings: list[str] = field(default_factory=list)
+    note: str = ""
 
     @property
     def resumes_in_job(self) -> bool:

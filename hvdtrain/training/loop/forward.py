@@ -21,6 +21,11 @@ from hvdtrain.training.loop.bf16_weights import Bf16Weights
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def forward_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of most operations of a forward pass."""
+    return _AUTOCAST.get(precision.removesuffix("-weights"), torch.float32)
+
+
 class Precision:
     """Number formats of forward and backward: autocast, copies of weights, and loss scaling for fp16.
 

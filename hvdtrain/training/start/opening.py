@@ -155,6 +155,8 @@ def describe_start(current: Round) -> None:
         f"{count}, {dataset_length(task.train_data):,} samples, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
     )
+    if worker.note:
+        recorder.say(worker.note)
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     passes = -(-train.global_batch // train.pass_samples)

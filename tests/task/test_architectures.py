@@ -1,0 +1,67 @@
+"""Any causal model of transformers trains from a config.json, with every engine; tied word embeddings stay tied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gallery import Recorded
+from tests.support.thread_job import train_on_threads
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 260, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8},
+    "mistral": {"sliding_window": 8, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1},
+    "phi": {},
+    "deepseek_v2": {
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+        "topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+ENGINES = ("--parallel.shard=none", "--parallel.shard=optimizer", "--parallel.shard=gradients")
+
+
+def _train(folder: Path, model: str, *options: str, size: int) -> Recorded:
+    folder.mkdir(exist_ok=True)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**_SHAPE, "model_type": model, **MODELS[model]}))
+    common = ("--train.steps=3", "--train.global_batch=4", "--train.micro_batch=1", "--data.seq_len=16")
+    common += ("--optimizer.warmup_steps=1", "--train.eval_samples=2", "--optimizer.name=sgd")
+    train_on_threads(*common, f"--model.config={config}", f"--run_dir={folder / 'run'}", *options, size=size)
+    return Recorded(folder, 0, "", "")
+
+
+FAST = ("llama, tied", "gpt2", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "model", [model if model in FAST else pytest.param(model, marks=pytest.mark.slow) for model in MODELS]
+)
+def test_law_1_and_tied_embeddings(model: str, tmp_path: Path) -> None:
+    one = _train(tmp_path / "one", model, size=1)
+    for number, engine in enumerate(ENGINES if "tie_word_embeddings" in MODELS[model] else ENGINES[:1]):
+        two = _train(tmp_path / str(number), model, engine, size=2)
+        assert two.losses() == pytest.approx(one.losses(), rel=2e-6), engine
+        assert two.state().values["aliases"] == one.state().values["aliases"]
+    assert bool(one.state().values["aliases"]) == (model == "gpt2" or "tie_word_embeddings" in MODELS[model])
+    assert one.losses()[-1] != one.losses()[0]
