@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import Task
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.errors import ConfigError
 from hvdtrain.training.loop.compiled import compile_blocks
+from tests.support.gallery import Recorded
+from tests.support.thread_job import train_on_threads
 
 
 class Model(nn.Module):
@@ -103,6 +108,53 @@ def test_blocks_of_a_class_of_torch_are_compiled(graphs: list[torch.fx.GraphModu
     torch.testing.assert_close(block(x), expected)
     assert len(graphs) == 1
     assert model.state_dict().keys() == names
+
+
+class Breaking(nn.Module):
+    """A block that torch cannot compile as one graph, and compiles again when `late` changes."""
+
+    late = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        torch._dynamo.graph_break()
+        return h * 2 if self.late else h * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+@pytest.mark.parametrize("breaks", [True, False])
+def test_graph_breaks_and_late_compilations_are_counted(
+    breaks: bool, graphs: list[torch.fx.GraphModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(rank: int) -> Task:
+        model = nn.ModuleDict({"layers": nn.ModuleList([Breaking() if breaks else nn.Linear(2, 2)])})
+        block: Any = model["layers"][0]  # type: ignore[index]
+
+        def schedule(step: int) -> float:  # called before each step
+            block.late = step >= 2
+            return 1.0
+
+        data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Task(model, lambda _, batch: (block(batch[0]).sum(), 1), data, optimizer=optimizer, schedule=schedule)
+
+    options = ("--train.compile=true", "--train.steps=4", "--train.global_batch=2", "--train.micro_batch=2")
+    train_on_threads(*options, f"--run_dir={tmp_path / 'run'}", size=1, build=build)
+    (found,) = Recorded(tmp_path, 0, "", "").events("compiled")
+    shown = capsys.readouterr().out
+    assert found["frames"] >= len(graphs) > 0  # some functions have no operation of torch
+    if not breaks:
+        assert (found["graph_breaks"], found["late"], found["break_reasons"], found["late_reasons"]) == (0, 0, [], [])
+        assert "0 graph break(s), 0 compilation(s) after step 1\n" in shown
+        return
+    assert (found["graph_breaks"], found["late"]) == (1, 1)
+    assert re.search(r"forward_at_\d+ \(.*test_compiled\.py:\d+\)", found["break_places"][0])
+    assert "late" in found["late_reasons"][0] and "test_compiled.py" in found["late_reasons"][0]
+    assert f"1 graph break(s), 1 compilation(s) after step 1; {found['break_reasons'][0]}; " in shown
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")

@@ -18,6 +18,7 @@ from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
+from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
 
@@ -47,6 +48,7 @@ class Trainer:
         current: the round, with the state to train and the recorder.
         on_step: called with each step's journal line; it may change the compression.
         sums: further integers that each step sums over ranks.
+        compiled: counts of torch.compile; None if nothing is compiled.
     """
 
     current: Round
@@ -57,6 +59,7 @@ class Trainer:
     roll_back: RollBack
     on_step: Callable[[dict[str, Any]], None]
     sums: StepSums
+    compiled: CompileCounts | None = None
 
     def __post_init__(self) -> None:
         """Make the histograms."""
@@ -107,6 +110,8 @@ class Trainer:
             if progress.step == begun_at + 1:
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
                 self._show_memory()
+                if self.compiled is not None:
+                    self.compiled.end_first_step()
             reason = stop_reason(result.sums)
             last = progress.step == self._stop
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
@@ -130,6 +135,8 @@ class Trainer:
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         self._show_memory()
+        if self.compiled is not None:
+            self.compiled.end()
         event = "finished" if reason == "finished" else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
         self._set_lr(1.0)  # the task's own values, in case it trains again

@@ -28,6 +28,7 @@ from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
 from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
+from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.round import Round
@@ -138,6 +139,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm)),
+        compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
     )
 
 
