@@ -104,6 +104,8 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, ranks: int
     live.add([*worker.state.model.parameters(), *worker.state.model.buffers()])
     with live:
         engine = engine_of_worker(worker, run.config, ImaginedComm(ranks))
+        if engine.uniform_passes:  # before it was divided, the model was in the memory of the host
+            live.peak = live.now
         try:
             return _count_steps(run, worker, engine, live, ranks)
         finally:

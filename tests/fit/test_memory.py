@@ -140,6 +140,14 @@ def test_attention_of_gpus_keeps_no_scores(precision: str) -> None:
     assert eager.peak > on_gpu.peak + 0.8 * scores
 
 
+@pytest.mark.usefixtures("ranks")
+def test_the_whole_model_before_it_is_divided_does_not_count() -> None:
+    options = ("--model.preset=125m", "--data.seq_len=8", "--train.global_batch=4", "--train.micro_batch=1")
+    options += ("--optimizer.name=sgd", "--optimizer.momentum=0", "--parallel.engine=fsdp")
+    found = predict_memory(*_parsed(*options), 4)
+    assert found.peak < 0.95 * 4 * found.model
+
+
 def test_attention_of_gpus_is_computed_again_alike() -> None:
     """Backward runs the blocks again, where modes of torch are not active."""
     options = (*LANGUAGE, "--data.seq_len=256", "--parallel.device=cuda", "--memory.checkpointing")
