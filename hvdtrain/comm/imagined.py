@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class UnderWay(Finished):
+    """The handle of a collective that takes as long as it may: it completes when it is waited for."""
+
+    def done(self) -> bool:
+        """Return False."""
+        return False
+
+
 class ImaginedComm(SoloComm):
     """A job of `size` ranks on one host: all others send what this rank sends."""
 
@@ -21,13 +29,21 @@ class ImaginedComm(SoloComm):
         super().__init__()
         self.size = self.local_size = size
 
+    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
+        """Return `tensor`."""
+        return UnderWay(tensor)
+
     def allgather(self, tensor: Tensor, *, name: str) -> Finished:
         """Return a copy for each rank."""
-        return Finished(torch.cat([tensor] * self.size))
+        return UnderWay(torch.cat([tensor] * self.size))
+
+    def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> Finished:
+        """Return a copy."""
+        return UnderWay(tensor.clone())
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Finished:
         """Return this rank's share."""
-        return Finished(tensor.tensor_split(self.size)[0].clone())
+        return UnderWay(tensor.tensor_split(self.size)[0].clone())
 
     def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
         """Return a communicator of as many ranks."""

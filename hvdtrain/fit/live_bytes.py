@@ -77,6 +77,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = (tensor._local_tensor if is_divided(tensor) else tensor).untyped_storage()
         key = id(storage)
         if (known := self._known.get(key)) is not None and known() is storage:
+            self._set_size(key, storage.nbytes())  # Horovod resizes the empty result that it was given
             return
 
         def forget(_: object) -> None:

@@ -85,6 +85,14 @@ def test_bytes_that_are_freed_do_not_count() -> None:
     assert live.peak == live.now + (20000 - 8000) // SPACE * SPACE + SPACE, (len(view), len(again), len(parts))
 
 
+def test_a_tensor_that_others_resize_counts_with_its_new_size() -> None:
+    with LiveBytes() as live:
+        result = torch.ones(1).new()
+    result.resize_(1000)  # as the C++ of a collective does, unseen
+    live.add([result])
+    assert live.now == -(-4 * 1000 // SPACE) * SPACE
+
+
 def test_a_prediction_is_what_a_plain_loop_takes() -> None:
     """Of three steps with two micro-batches each."""
     run, build = _parsed(*LANGUAGE, "--train.global_batch=4", "--train.micro_batch=2")
