@@ -247,6 +247,10 @@ def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str
         advice.append(f"{setting}: the reserved memory is fragmented")
     if held["where"] == "host":
         advice.append("fewer ranks on this host: each rank holds all of this")
+    if module := held.get("module"):
+        rows.append(("asked for more", module))
+    if largest := held.get("largest"):
+        rows.append(("largest parameters", ", ".join(f"{name} {mib:,.1f} MiB" for name, mib in largest.items())))
     table_of_use = _section(f"use of the {held['where']}'s memory", rows)
     return f"{table_of_use}\nwhat to change\n" + "\n".join(f"  {line}" for line in advice)
 

@@ -39,7 +39,7 @@ class JobFacts:
         run_dir: as the user gave it.
         absolute_dir: the same, absolute.
         checkpoint: finds the newest checkpoint.
-        memory_holders: says what holds memory; called if memory ran out.
+        memory_holders: says what holds memory; called with the error if memory ran out.
         collective_parameters: parameters by the collective with their gradients.
         is_ending: says whether each rank may end when it wants to, because no other rank waits for it.
     """
@@ -48,7 +48,7 @@ class JobFacts:
     absolute_dir: Path
     resume: str
     checkpoint: Callable[[], str | None]
-    memory_holders: Callable[[], dict[str, Any]] = dict
+    memory_holders: Callable[[BaseException], dict[str, Any]] = lambda error: {}
     collective_parameters: Callable[[], Mapping[str, Sequence[str]]] = dict
     is_ending: Callable[[], bool] = lambda: False
 
@@ -89,7 +89,7 @@ class Reporter:
                 statement = self.statements.failure(error)
             if statement.fault is not None and statement.fault.memory:
                 with suppress(Exception):
-                    statement = replace(statement, memory_holders=self.job.memory_holders())
+                    statement = replace(statement, memory_holders=self.job.memory_holders(error))
             if self.mailbox.folder is None and len(self.mailbox.ranks) > 1:
                 return
             self.mailbox.post_statement(statement)

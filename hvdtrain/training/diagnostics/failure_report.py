@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.step_sums import handlers_as_before
-from hvdtrain.training.records.memory import memory_by_kind
+from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind
 from hvdtrain.training.round import Round
 
 
@@ -48,7 +49,7 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
         place,
         resume,
         lambda: _newest_checkpoint(place, given),
-        lambda: _memory_of(current),
+        partial(_memory_of, current),
         lambda: {} if current.engine is None else current.engine.parameters_by_collective(),
         lambda: current.is_ending,
     )
@@ -78,12 +79,13 @@ def _newest_checkpoint(place: Path, directory: Path) -> str | None:
     return str(RunLayout(directory).checkpoints / saves[-1].path.name) if saves else None
 
 
-def _memory_of(current: Round) -> dict[str, Any]:
-    """Return what holds memory, and which further options would need less."""
+def _memory_of(current: Round, error: BaseException) -> dict[str, Any]:
+    """Return what holds memory, what asked for more, and which further options would need less."""
     if current.engine is None:
         return {}
     config, worker = current.run.config, current.worker  # not those of the beginning: the micro-batch may be found
     held = memory_by_kind(worker.device, worker.state.model, current.engine)
     elastic = current.rounds.elastic
     advice = memory_advice(config, worker.state.model, worker.device, current.comm.size, elastic=elastic)
+    held |= {"module": failing_module(error, worker.state.model), "largest": largest_parameters(worker.state.model)}
     return {**held, "micro_batch": config.train.pass_samples, "precision": config.precision, "advice": advice}

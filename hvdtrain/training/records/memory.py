@@ -12,6 +12,8 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.observe.failure.process_states import memory
 from hvdtrain.state.divided import is_divided
 
+_LARGEST = 3
+
 
 def memory_by_kind(device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
     """Return what holds the memory of `device`: {"where": "GPU" or "host", "mib": {kind: MiB}}.
@@ -34,6 +36,21 @@ def memory_by_kind(device: torch.device, model: nn.Module, engine: Engine) -> di
     peak = figures.get("cuda_peak" if device.type == "cuda" else "peak_rss", 0.0)
     mib["activations and rest"] = round(max(0.0, peak - sum(mib.values())), 1)
     return {"where": "GPU" if device.type == "cuda" else "host", "mib": mib}
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the innermost module in the traceback of an error; empty if there is none."""
+    names, found, traceback = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
+    while traceback is not None:
+        found = names.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return found
+
+
+def largest_parameters(model: nn.Module) -> dict[str, float]:
+    """Return the MiB of the largest parameters by name, largest first."""
+    mib = {name: round(_bytes([p], p.device, set()) / 2**20, 1) for name, p in model.named_parameters()}
+    return dict(sorted(mib.items(), key=lambda item: -item[1])[:_LARGEST])
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:

@@ -93,6 +93,7 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
 
 
 HELD = {"where": "GPU", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32",
+        "module": "layers.3.mlp", "largest": {"head.weight": 80.0, "embed.weight": 20.0},
         "advice": ["--memory.checkpointing full: less"]}  # fmt: skip
 
 
@@ -101,6 +102,7 @@ def test_memory_that_ran_out_is_explained() -> None:
     shown = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
     assert "rank 1 on a ran out of memory: MemoryError" in shown
     assert "100.0 MiB" in shown and "900.0 MiB" in shown
+    assert "asked for more" in shown and "layers.3.mlp" in shown and "head.weight 80.0 MiB, embed.weight" in shown
     assert "--train.micro_batch 2 (is 4)" in shown
     assert "--precision bf16" in shown and "  --memory.checkpointing full: less" in shown
     assert "expandable_segments:True" in shown

@@ -109,8 +109,8 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
     reporter = _reporters(tmp_path, 1, shown)[0]
     asked: list[str] = []
 
-    def held() -> dict[str, Any]:
-        asked.append("how much")
+    def held(error: BaseException) -> dict[str, Any]:
+        asked.append(str(error))
         return {"where": "host", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
 
     reporter.job.memory_holders = held
@@ -119,7 +119,7 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
     again = _reporters(tmp_path, 1, shown)[0]
     again.job.memory_holders = reporter.job.memory_holders
     again.report_error(MemoryError("no"))
-    assert "use of the host's memory" in shown[1]
+    assert "use of the host's memory" in shown[1] and asked == ["no"]
 
 
 def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
