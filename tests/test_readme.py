@@ -24,15 +24,16 @@ TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
 BOTH = README + TRAINING_PAGE
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", BOTH, re.DOTALL)
+def _blocks(language: str, page: str = BOTH) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
 TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
 LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch") and "--dry-run" not in c]
 SHOWN = [c for c in COMMANDS if "--dry-run" in c]
-SPIRAL, HOROVOD_SCRIPT, FROM_PYTHON = _blocks("python")
+SPIRAL, HOROVOD_SCRIPT = _blocks("python", README)
+(FROM_PYTHON,) = (block for block in _blocks("python", TRAINING_PAGE) if "hvdtrain.train(" in block)
 
 
 @pytest.fixture

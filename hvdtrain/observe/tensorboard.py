@@ -26,6 +26,7 @@ _REPLAYED_S = 30.0
 
 _SHOWN_AS_TEXT = (
     "warning",
+    "compiled",
     "checkpoint_failed",
     "loss_spike",
     "skipped_step",

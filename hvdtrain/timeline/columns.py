@@ -139,7 +139,7 @@ class RunTrace:
         link: allreduces measured at the run's start: pairs of bytes and seconds.
         notes: sentences about missing or dropped data.
         is_part: `steps` are only the last round; others had other ranks or came before a resume.
-        memory: the last event ``memory``; empty if there is none.
+        events: the newest events ``memory`` and ``compiled`` by name, if there are any.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class RunTrace:
     link: Sequence[tuple[int, float]] = ()
     notes: Sequence[str] = ()
     is_part: bool = False
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

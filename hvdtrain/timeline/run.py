@@ -107,8 +107,8 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
-    memory: Mapping[str, Any] = next(reversed(this.events_named("memory")), {})
-    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, memory)
+    events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
+    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events)
     return run, logs
 
 

@@ -49,7 +49,7 @@ def analyse(run: RunTrace) -> Analysis:
         blame=blame,
         findings=found,
         lanes=lanes.window_lanes(run),
-        memory=_memory(run.memory),
+        memory=_memory(run.events.get("memory", {})),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )

@@ -25,18 +25,45 @@ _MUCH = 0.2
 """Share of the wall time of a Timeline alone."""
 _MANY = 50
 _TURNS_WITH_TICKS = 5
+_COMPILATIONS = (
+    (
+        "recompile",
+        "late",
+        "late_reasons",
+        "torch.compile compiled {} function(s) after step 1",
+        "use batches of one shape",
+    ),
+    (
+        "graph_break",
+        "graph_breaks",
+        "break_reasons",
+        "torch.compile broke {} graph(s)",
+        "remove from blocks what breaks them",
+    ),
+)
+"""Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 _MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*rank_findings(facts), *_stalls(facts)]
+    found = [*rank_findings(facts), *_stalls(facts), *_compilations(facts)]
     if facts.run.steps is not None and facts.budget is not None:
         for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)
     elif facts.budget is not None:
         found += _of_timelines(facts)
     return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
+
+
+def _compilations(facts: Facts) -> Iterator[Finding]:
+    """Report what torch.compile compiled too late, or could not compile as one graph."""
+    event = facts.run.events.get("compiled", {})
+    for kind, count, why, text, advice in _COMPILATIONS:
+        number, reasons = event.get(count), event.get(why)
+        if isinstance(number, int) and number > 0:
+            first = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
+            yield Finding(kind, f"{text.format(number)}{first}", None, advice)
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:

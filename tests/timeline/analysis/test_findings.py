@@ -49,6 +49,24 @@ def test_a_run_without_trouble_has_none() -> None:
     assert "findings: none" in to_text(analysis)
 
 
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"late": 0, "graph_breaks": 0, "late_reasons": [], "break_reasons": []}, {}),
+        (
+            {"late": 2, "late_reasons": ["size"]},
+            {"recompile": "torch.compile compiled 2 function(s) after step 1: size"},
+        ),
+        ({"graph_breaks": 1, "break_reasons": []}, {"graph_break": "torch.compile broke 1 graph(s)"}),
+        ({"late": "damaged", "graph_breaks": None}, {}),
+    ],
+)
+def test_late_compilations_and_graph_breaks_are_reported(counts: dict[str, Any], expected: dict[str, str]) -> None:
+    run = replace(run_of(table_of(_work())), events={"compiled": {"event": "compiled", **counts}})
+    found = {f.kind: f.text for f in analyse(run).findings if f.kind in ("recompile", "graph_break")}
+    assert found == expected
+
+
 @pytest.mark.parametrize("part", ["data", "copy", "forward", "backward", "optimizer"])
 def test_the_part_that_takes_longer_is_the_cause(part: str) -> None:
     analysis = analyse(run_of(table_of(_work(), more_ms={part: _each(2.0, rank=1)})))
