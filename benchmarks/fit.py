@@ -46,6 +46,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_SMALL, _BF16)),
     (2, (*_SMALL, "--precision=fp16")),
     (2, (*_SMALL, "--precision=bf16-weights")),
+    (2, (*_SMALL, "--parallel.engine=ddp")),
     (2, (*_SMALL, _SHARD)),
     (2, (*_SMALL, _SUMS, "--parallel.compression=bf16")),
     (2, (*_SMALL, _FSDP)),
@@ -69,7 +70,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_IMAGE, _SHARD)),
 ]
 """Numbers of ranks, and options of training."""
-QUICK = (0, 4, 6, 10, 17)
+QUICK = (0, 5, 7, 11, 18)
 
 
 def _parsed(options: tuple[str, ...]) -> tuple[RunConfig, Callable[[], Any]]:

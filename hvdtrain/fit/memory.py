@@ -62,11 +62,14 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         ConfigError: an option that cannot be predicted, or steps that depend on computed values.
         Those of a job's start.
     """
-    if run.config.parallel.engine == "ddp":
-        raise ConfigError(
-            "the memory of --parallel.engine ddp cannot be predicted: its exchange is not written in Python",
-            next_step="--parallel.engine horovod needs about as much",
-        )
+    parallel = run.config.parallel
+    if parallel.engine == "ddp":  # its exchange is not in Python; its buckets hold the gradients, as ours do
+        if parallel.compression != "none":
+            raise ConfigError(
+                f"the memory of --parallel.engine ddp with compression {parallel.compression} cannot be predicted",
+                next_step="--parallel.engine horovod needs about as much",
+            )
+        run = replace(run, config=replace(run.config, parallel=replace(parallel, engine="horovod")))
     if run.config.parallel.compression.startswith("topk"):
         raise ConfigError(
             "the memory of --parallel.compression topk cannot be predicted: it depends on the values of gradients",

@@ -15,7 +15,7 @@ from hvdtrain.timeline.whatif.predict import Prediction, predict
 from hvdtrain.timeline.whatif.probing import CodingProbe
 from hvdtrain.timeline.whatif.read_run import read_evidence
 
-_OF_A_PASS = {"train": ("micro_batch", "compile", "deterministic"), "optimizer": ("name",)}
+_OF_A_PASS = {"train": ("micro_batch", "compile", "deterministic", "tf32"), "optimizer": ("name",)}
 """Options of sections that affect the time of a pass or of the update; the others do not."""
 _PREDICTED = ("parallel", "loader", "checkpoint", "elastic", "observe", "run_dir", "resume", "log_level", "seed")
 """What the prediction covers, or what does not affect the time of a step."""

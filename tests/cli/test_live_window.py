@@ -49,6 +49,7 @@ def numbers(text: str) -> list[int]:
     return [int(word.rstrip(";,")) for word in text.split() if word.rstrip(";,").isdigit()]
 
 
+@pytest.mark.slow
 def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(gallery: Gallery) -> None:
     job = gallery["signalled"]
     code, begun, error = job.notes["start"]

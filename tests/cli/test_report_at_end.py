@@ -38,6 +38,7 @@ def test_it_reports_where_the_time_went(name: str, size: int, gallery: Gallery) 
     assert job.journal[-1]["event"] == "explained"
 
 
+@pytest.mark.slow
 def test_a_signal_that_saves_is_such_an_end_too(gallery: Gallery) -> None:
     job = gallery["signalled"]
     assert job.code == 128 + signal.SIGTERM

@@ -20,6 +20,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 TOY = [f"--task={SUPPORT}/toy.py:toy", "--train.global_batch=9", "--train.micro_batch=2", "--checkpoint.every=4"]
 
 
+@pytest.mark.slow
 def test_data_of_a_running_run(gallery: Gallery) -> None:
     assert gallery["signalled"].notes["verified"] == 0
 

@@ -151,7 +151,7 @@ def test_attention_of_gpus_keeps_no_scores(precision: str) -> None:
 @pytest.mark.usefixtures("ranks")
 def test_the_whole_model_before_it_is_divided_does_not_count() -> None:
     options = ("--model.preset=125m", "--data.seq_len=8", "--train.global_batch=4", "--train.micro_batch=1")
-    options += ("--optimizer.name=sgd", "--optimizer.momentum=0", "--parallel.engine=fsdp")
+    options += ("--optimizer.name=sgd", "--optimizer.momentum=0", "--parallel.engine=fsdp", "--precision=bf16-weights")
     found = predict_memory(*_parsed(*options), 4)
     assert found.peak < 0.95 * 4 * found.model
 
@@ -204,6 +204,12 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
-    for option in ("--parallel.engine=ddp", "--train.micro_batch=auto", "--parallel.compression=topk"):
+    ddp = ("--parallel.engine=ddp", "--parallel.compression=fp16")
+    for options in (ddp, ("--train.micro_batch=auto",), ("--parallel.compression=topk",)):
         with pytest.raises(ConfigError, match=r"the memory of --\w+"):
-            predict_memory(*_parsed(*LANGUAGE, option), 2)
+            predict_memory(*_parsed(*LANGUAGE, *options), 2)
+
+
+def test_ddp_needs_what_the_default_engine_needs() -> None:
+    """Real jobs: `benchmarks/fit.py`."""
+    assert predict_memory(*_parsed(*LANGUAGE, "--parallel.engine=ddp"), 2) == predict_memory(*_parsed(*LANGUAGE), 2)

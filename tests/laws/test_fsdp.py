@@ -48,16 +48,12 @@ def _recorded(gallery: Gallery, job: str, name: str) -> Recorded:
     return Recorded(gallery[recording].folder / ranks / name, 0, "", "")
 
 
-SLOW = [
-    pytest.param(variant, job, marks=pytest.mark.slow)
-    for variant in VARIANTS
-    for job in ("hybrid/four", "by_torchrun/four", "by_torchrun/groups")
-]
+JOBS = ("fsdp/two", "hybrid/four", "by_torchrun/four", "by_torchrun/groups")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "job"),
-    [*((variant, "fsdp/two") for variant in VARIANTS), ("uneven", "fsdp/four"), *SLOW],
+    ("variant", "job"), [*((variant, job) for variant in VARIANTS for job in JOBS), ("uneven", "fsdp/four")]
 )
 def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery: Gallery, tmp_path: Path) -> None:
     """Plain SGD, most of them: a wrong factor of a gradient shows in its parameter."""
@@ -68,6 +64,7 @@ def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery:
     assert [text[:30] for text in whole] == (["1 rank(s) besides rank 0 have "] if variant == "uneven" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size"), [("two", 2), ("four", 4)])
 def test_repeated_micro_batches_leave_no_trace_in_buffers(
     ranks: str, size: int, gallery: Gallery, tmp_path: Path
@@ -76,20 +73,19 @@ def test_repeated_micro_batches_leave_no_trace_in_buffers(
     _check_equal(_whole(tmp_path, *STATISTICS, size=size), divided)
 
 
-@pytest.mark.parametrize(
-    ("job", "count"), [("fsdp/two", 2), ("fsdp/four", 4), pytest.param("hybrid/four", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "count"), [("fsdp/two", 2), ("fsdp/four", 4), ("hybrid/four", 4)])
 def test_each_rank_writes_its_rows(job: str, count: int, gallery: Gallery) -> None:
     (saved,) = (_recorded(gallery, job, "even").run / "checkpoints").glob("step-*")
     assert len(list(saved.glob("model-*.safetensors"))) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "job"),
     [("offload", "fsdp/two"), ("recomputed", "fsdp/two"),
-     pytest.param("recomputed", "hybrid/four", marks=pytest.mark.slow),
-     *(pytest.param(option, "by_torchrun/four", marks=pytest.mark.slow) for option in ("offload", "recomputed")),
-     pytest.param("recomputed", "by_torchrun/groups", marks=pytest.mark.slow)],
+     ("offload", "by_torchrun/four"), ("recomputed", "by_torchrun/four"),
+     ("recomputed", "hybrid/four"), ("recomputed", "by_torchrun/groups")],
 )  # fmt: skip
 def test_options_of_memory_have_the_same_bits(option: str, job: str, gallery: Gallery) -> None:
     plain, found = (_recorded(gallery, job, each) for each in ("even", option))
@@ -101,10 +97,11 @@ def test_options_of_memory_have_the_same_bits(option: str, job: str, gallery: Ga
 ERRORS = {"fp16": 2e-4, "bf16": 2e-3, "int8": 1e-2, "weights": 1e-2, "int8_weights": 2e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "job"),
     [*((name, "fsdp/two") for name in ERRORS), ("int8", "fsdp/four"),
-     *(pytest.param(name, "by_torchrun/four", marks=pytest.mark.slow) for name in ERRORS)],
+     *((name, "by_torchrun/four") for name in ERRORS)],
 )  # fmt: skip
 def test_rounded_parameters_stay_near(name: str, job: str, gallery: Gallery) -> None:
     """Parameters and gradients are rounded on their way; the owner's parameters are not, so the checkpoint has them."""
@@ -116,6 +113,7 @@ def test_rounded_parameters_stay_near(name: str, job: str, gallery: Gallery) -> 
         assert tensor.dtype != torch.float32 or tensor.numel() < 9 or not torch.equal(found, found.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_bf16_weights_are_those_of_other_engines(gallery: Gallery, tmp_path: Path) -> None:
     """torch's own mixed precision is the reference: the same inputs are cast."""
     _check_equal(_whole(tmp_path, "--precision=bf16-weights"), _recorded(gallery, "fsdp/two", "weights"))
@@ -166,7 +164,8 @@ def test_compiled_blocks(size: int, more: tuple[str, ...], tmp_path: Path) -> No
     _check_equal(_whole(tmp_path, *options), Recorded(tmp_path / "job" / "compiled", 0, "", ""))
 
 
-@pytest.mark.parametrize("job", ["fsdp/two", pytest.param("hybrid/four", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["fsdp/two", "hybrid/four"])
 @pytest.mark.parametrize(("one", "other"), [("even", "halves"), ("int8", "int8_halves"), ("remade", "remade_halves")])
 def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gallery: Gallery) -> None:
     whole, halves = (_recorded(gallery, job, name) for name in (one, other))
@@ -176,6 +175,7 @@ def test_law_2_resumed_equals_uninterrupted(one: str, other: str, job: str, gall
         assert torch.equal(halves.state().tensors["model"][name], tensor), name
 
 
+@pytest.mark.slow
 def test_law_10_a_checkpoint_fits_any_engine(gallery: Gallery, tmp_path: Path) -> None:
     """FSDP on 2 ranks, 1 rank, FSDP on 4 ranks, a divided optimizer on 2 ranks."""
     resized = Recorded(gallery["fsdp"].folder / "resized", 0, "", "")

@@ -146,15 +146,17 @@ def test_law_4_every_sample_of_an_epoch_is_used_once(size: int, whole: dict[int,
 
 # On real jobs.
 
+SIGNALLED, TORCHRUN = (pytest.param(name, marks=pytest.mark.slow) for name in ("signalled", "torchrun"))
 
-@pytest.mark.parametrize("name", ["two", "three", "gloo", "launched", "resumed", "killed", "torchrun", "engines"])
+
+@pytest.mark.parametrize("name", ["two", "three", "gloo", "launched", "resumed", "killed", TORCHRUN, "engines"])
 def test_law_1_on_a_real_job(name: str, gallery: Gallery) -> None:
     job, one = gallery[name], gallery["one"].losses()
     assert job.code == 0 and len(one) == STEPS
     assert job.losses() == pytest.approx(one, rel=2e-6)
 
 
-@pytest.mark.parametrize("name", ["two", "torchrun", "engines"])
+@pytest.mark.parametrize("name", ["two", TORCHRUN, "engines"])
 def test_parameters_equal_those_of_one_rank(name: str, gallery: Gallery) -> None:
     """Parameter by parameter, after all steps: also by DDP, and where one engine resumes a checkpoint of another."""
     found, expected = gallery[name].state().tensors["model"], gallery["one"].state().tensors["model"]
@@ -178,7 +180,7 @@ def test_law_2_on_a_real_job(gallery: Gallery) -> None:
     _equal(gallery["resumed"].state(), gallery["two"].state())
 
 
-@pytest.mark.parametrize("name", ["one", "two", "three", "resumed", "killed", "survived", "signalled", "torchrun"])
+@pytest.mark.parametrize("name", ["one", "two", "three", "resumed", "killed", "survived", SIGNALLED, TORCHRUN])
 def test_law_4_on_a_real_job(name: str, gallery: Gallery) -> None:
     assert not verify_data(gallery[name].run).wrong
 

@@ -118,9 +118,11 @@ def _muon(parameters: list[nn.Parameter]) -> Optimizer:
     return Muon([{"params": matrices, "matrices": True}, {"params": rest}], lr=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "precision"), [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "fp16"), ("momentum", "bf16")]
-)
+FAST = [("adamw", "fp32"), ("muon", "fp32"), ("adamw", "fp16"), ("momentum", "bf16")]
+SLOW = [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in OPTIMIZERS if (name, "fp32") not in FAST]
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), [*FAST, *SLOW])
 def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: Path) -> None:
     """Two ranks have the bits of two ranks that each have all; four ranks the values of one."""
     options = [*SHORT[1:], f"--precision={precision}"]

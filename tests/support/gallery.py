@@ -206,10 +206,11 @@ def torchrun(folder: Path) -> Recorded:
 
 @_recording
 def engines(folder: Path) -> Recorded:
-    """Two ranks with the engine ddp, stopped at step 25; then Horovod's, which resumes its checkpoint."""
+    """Two ranks with the engine ddp, stopped at step 25; then fsdp to step 45, and Horovod's; each resumes."""
     first = _trained(folder, *TOY, "--train.stop_at=25", "--parallel.engine=ddp")
-    second = _trained(folder, *TOY)
-    return Recorded(folder, second.code, second.out, second.err, {"first": first.out})
+    _trained(folder, *TOY, "--train.stop_at=45", "--parallel.engine=fsdp")
+    last = _trained(folder, *TOY)
+    return Recorded(folder, last.code, last.out, last.err, {"first": first.out})
 
 
 @_recording
