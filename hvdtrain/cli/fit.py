@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hvdtrain.fit.step_time import StepTimes
 
 _GIB = 1 << 30
-_HEAD = f"{'ranks':>5} {'shard':<10} {'checkpointing':<13}{'model':>9}{'optimizer':>10}{'rest':>9}{'peak':>9}"
+_HEAD = f"{'ranks':>5} {'shard':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}"
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         if not options.json:
             if len(found) == 1:
                 unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
-                step = f"{'step ms':>10}" if times else ""
+                step = f"{'step ms':>9}" if times else ""
                 print(f"{unit} of a rank's tensors\n{_HEAD}{step}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
     if options.json:
@@ -166,7 +166,7 @@ def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
 
 
 def _text(line: _Line, gib: float | None, unit: str) -> str:
-    start = f"{line.ranks:>5} {line.shard:<10} {line.checkpointing:<13}"
+    start = f"{line.ranks:>5} {line.shard:<10} {line.checkpointing:<10}"
     if line.memory is None:
         return f"{start} {line.refused}"
     by = _GIB if unit == "GiB" else 1 << 20
@@ -174,9 +174,9 @@ def _text(line: _Line, gib: float | None, unit: str) -> str:
     rest = memory.peak - memory.model - memory.optimizer
     numbers = "".join(
         f"{value / by:>{width}.2f}"
-        for value, width in ((memory.model, 9), (memory.optimizer, 10), (rest, 9), (memory.peak, 9))
+        for value, width in ((memory.model, 8), (memory.optimizer, 10), (rest, 8), (memory.peak, 8))
     )
     if line.step_s is not None or line.no_step:
-        numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>10}"
-    fits = "" if gib is None else f"  {'fits' if memory.peak <= gib * _GIB else 'does not fit'}"
+        numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>9}"
+    fits = "" if gib is None else f"  {'fits' if memory.peak <= gib * _GIB else 'too big'}"
     return start + numbers + fits + (f"  host {memory.host / by:.2f}" if memory.host else "")

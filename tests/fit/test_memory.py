@@ -198,7 +198,7 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
     ]
     assert all(line.endswith("fits") and len(line) <= 80 for line in lines[2:])
     assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    assert "too big" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="invalid --ranks"):
         main(["--ranks", "two"])
 
