@@ -26,7 +26,7 @@ from common import Figure, figure, main
 from jobs import environment
 
 from hvdtrain import Task
-from hvdtrain.comm.imagined import imagine_ranks
+from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv, task_spec
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.fit.memory import predict_memory
@@ -175,20 +175,20 @@ def counted_peak(ranks: int, options: tuple[str, ...]) -> int:
 
 
 def measure(quick: bool) -> list[Figure]:
-    imagine_ranks(4)
     percents, seconds = [], []
-    for number in QUICK if quick else range(len(CONFIGURATIONS)):
-        ranks, options = CONFIGURATIONS[number]
-        began = time.monotonic()
-        predicted = predict_memory(*_parsed(options), ranks).peak
-        seconds.append(time.monotonic() - began)
-        counted = counted_peak(ranks, options)
-        percents.append(100 * abs(predicted / counted - 1))
-        print(
-            f"{ranks} ranks {' '.join(options)}: {predicted / MIB:.1f} predicted, {counted / MIB:.1f} MiB counted,"
-            f" off by {100 * (predicted / counted - 1):+.1f}%, {seconds[-1]:.1f} s",
-            file=sys.stderr,
-        )
+    with imagined_ranks(4):
+        for number in QUICK if quick else range(len(CONFIGURATIONS)):
+            ranks, options = CONFIGURATIONS[number]
+            began = time.monotonic()
+            predicted = predict_memory(*_parsed(options), ranks).peak
+            seconds.append(time.monotonic() - began)
+            counted = counted_peak(ranks, options)
+            percents.append(100 * abs(predicted / counted - 1))
+            print(
+                f"{ranks} ranks {' '.join(options)}: {predicted / MIB:.1f} predicted, {counted / MIB:.1f} MiB counted,"
+                f" off by {100 * (predicted / counted - 1):+.1f}%, {seconds[-1]:.1f} s",
+                file=sys.stderr,
+            )
     return [
         figure("memory/fit_worst_percent", [max(percents)], "%"),
         figure("memory/fit_median_percent", percents, "%"),

@@ -132,7 +132,7 @@ def _predict(
     argv: list[str], ranks: list[int], shards: list[str] | None, modes: list[str] | None, times: StepTimes | None
 ) -> Iterator[_Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
-    from hvdtrain.comm.imagined import imagine_ranks
+    from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.task.base import load_task_function
@@ -142,19 +142,19 @@ def _predict(
     given, modes = config.parallel, modes or [config.memory.checkpointing]
     if shards is None:
         shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
-    imagine_ranks(max(ranks))
-    for count, shard, mode in itertools.product(ranks, shards, modes):
-        if count == 1 and shard != "none":
-            continue
-        changed = [f"--parallel.shard={shard}", f"--memory.checkpointing={mode}"]
-        changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
-        run = parse_argv([*argv, *changed], function)
-        try:
-            line = _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
-        except ConfigError as error:
-            yield _Line(count, shard, mode, None, error.what)
-            continue
-        yield _with_step(line, times, run) if times else line
+    with imagined_ranks(max(ranks)):
+        for count, shard, mode in itertools.product(ranks, shards, modes):
+            if count == 1 and shard != "none":
+                continue
+            changed = [f"--parallel.shard={shard}", f"--memory.checkpointing={mode}"]
+            changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
+            run = parse_argv([*argv, *changed], function)
+            try:
+                line = _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
+            except ConfigError as error:
+                yield _Line(count, shard, mode, None, error.what)
+                continue
+            yield _with_step(line, times, run) if times else line
 
 
 def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:

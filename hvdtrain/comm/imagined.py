@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,16 +51,21 @@ class ImaginedComm(SoloComm):
         return ImaginedComm(len(ranks))
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return a process group of torch among those of `imagine_ranks`. Its collectives do nothing."""
+        """Return a process group of torch among those of `imagined_ranks`. Its collectives do nothing."""
         import torch.distributed as dist
 
         group: ProcessGroup = dist.new_group(list(ranks))
         return group
 
 
-def imagine_ranks(most: int) -> None:
-    """Make torch's default process group one of `most` ranks. Its collectives do nothing."""
+@contextmanager
+def imagined_ranks(most: int) -> Iterator[None]:
+    """Make torch's default process group one of `most` ranks, as long as it lasts. Its collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=most)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.cli.fit import main
-from hvdtrain.comm.imagined import imagine_ranks
+from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.engine import fsdp
 from hvdtrain.errors import ConfigError
@@ -33,10 +32,9 @@ SPACE = 512
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    imagine_ranks(4)
     monkeypatch.setattr(fsdp, "_groups", {})
-    yield
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield
 
 
 def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
@@ -186,8 +184,7 @@ def test_an_optimizer_on_the_host_is_not_on_the_device() -> None:
     assert device.peak - device.optimizer <= host.peak < device.peak
 
 
-def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.imagined.imagine_ranks", lambda most: None)
+def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ranks", "1,2", "--shards", "none,optimizer", "--gib", "1", "--checkpointing", "none,full", *BLOCKS]
     assert main(given) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -199,6 +196,7 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
     assert all(line.endswith("fits") and len(line) <= 80 for line in lines[2:])
     assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
     assert "too big" in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError, match="invalid --ranks"):
         main(["--ranks", "two"])
 
