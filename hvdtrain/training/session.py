@@ -53,7 +53,7 @@ def run_training(
     if run.config.train.deterministic:
         use_deterministic_kernels(info.variables)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
-    check_auto(run.config, device, elastic=rounds.elastic)
+    check_auto(run.config, device)
     limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)

@@ -22,9 +22,10 @@ from hvdtrain.training.start import device as devices
 from hvdtrain.training.start import micro_batch
 from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest, sizes_to_try
 from tests.support.gallery import Recorded
-from tests.support.stack import STACK
+from tests.support.stack import STACK, stack
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
+from tests.support.thread_rounds import Period, train_in_rounds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 AUTO = replace(Config(), train=TrainConfig(micro_batch="auto"))
@@ -102,6 +103,23 @@ def test_training_is_that_with_the_size_that_was_found(limits: dict[int, int], t
         assert all(torch.equal(found.state().tensors[group][name], tensor) for name, tensor in tensors.items())
 
 
+def test_later_rounds_keep_the_size_of_the_first(
+    limits: dict[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only its two ranks search. The round after next has none of the first one's: a rank that joined has the size."""
+    plain = _train(tmp_path / "plain", "--train.micro_batch=2", "--statistics=false", "--dropout=0")
+    limits.update({0: 4, 1: 2})
+    searches: list[Any] = []
+    search = micro_batch._search
+    monkeypatch.setattr(micro_batch, "_search", lambda current: searches.append(current) or search(current))
+    plan = [Period((0, 1), 2), Period((1, 2), 2), Period((2, 3))]
+    options = (*STACK, "--train.micro_batch=auto", f"--run_dir={tmp_path / 'run'}")
+    train_in_rounds(*options, plan=plan, build=lambda: stack(dropout=0.0))
+    found = Recorded(tmp_path, 0, "", "")
+    assert [event["samples"] for event in found.events("micro_batch_found")] == [2, 2, 2]
+    assert found.losses() == pytest.approx(plain.losses()) and len(searches) == 2
+
+
 def test_too_little_memory_for_one_sample_names_options(limits: dict[int, int], tmp_path: Path) -> None:
     limits.update({0: 1, 1: 0})
     with pytest.raises(ConfigError, match=r"rank\(s\) 1 lack memory for one sample") as caught:
@@ -131,44 +149,40 @@ def test_a_search_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "device", "elastic", "reason"),
-    [
-        ("horovod", CPU, False, "on a CPU"),
-        ("fsdp", GPU, False, "collectives in each pass"),
-        ("horovod", GPU, True, "elastic"),
-        ("ddp", GPU, False, ""),
-    ],
+    ("engine", "device", "reason"),
+    [("horovod", CPU, "on a CPU"), ("fsdp", GPU, "collectives in each pass"), ("ddp", GPU, "")],
 )
-def test_where_a_size_cannot_be_found(engine: Any, device: torch.device, elastic: bool, reason: str) -> None:
+def test_where_a_size_cannot_be_found(engine: Any, device: torch.device, reason: str) -> None:
     config = replace(AUTO, parallel=ParallelConfig(engine=engine))
-    check_auto(replace(config, train=TrainConfig(micro_batch=4)), device, elastic=elastic)
+    check_auto(replace(config, train=TrainConfig(micro_batch=4)), device)
     if not reason:
-        return check_auto(config, device, elastic=elastic)
+        return check_auto(config, device)
     with pytest.raises(ConfigError, match=reason) as caught:
-        check_auto(config, device, elastic=elastic)
+        check_auto(config, device)
     assert "--train.micro_batch 4" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("size", "options", "memory", "count"),
+    ("size", "elastic", "options", "memory", "count"),
     [
-        (1, {}, {}, 2.0),
-        (4, {}, {}, 3.0),
-        (4, {"compression": "int8"}, {}, 4.0),
-        (4, {"shard": "gradients"}, {}, 1.5),
-        (4, {"shard": "gradients"}, {"offload": "optimizer"}, 1.0),
+        (1, False, {}, {}, 2.0),
+        (1, True, {}, {}, 3.0),
+        (4, False, {}, {}, 3.0),
+        (4, False, {"compression": "int8"}, {}, 4.0),
+        (4, False, {"shard": "gradients"}, {}, 1.5),
+        (4, False, {"shard": "gradients"}, {"offload": "optimizer"}, 1.0),
     ],
 )
 def test_a_trial_leaves_room_for_optimizer_and_exchange(
-    size: int, options: Any, memory: Any, count: float, monkeypatch: pytest.MonkeyPatch
+    size: int, elastic: bool, options: Any, memory: Any, count: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a multiple of the trained parameters, and 5% of the GPU."""
+    """As a multiple of the trained parameters, and 5% of the GPU. In an elastic job, others may join one rank."""
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(5, 5).requires_grad_(False))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2000))
     config = replace(AUTO, parallel=ParallelConfig(**options), memory=MemoryConfig(**memory))
     worker = SimpleNamespace(device=GPU, state=SimpleNamespace(model=model))
     run, comm = SimpleNamespace(config=config), SimpleNamespace(size=size)
-    current: Any = SimpleNamespace(worker=worker, run=run, comm=comm)
+    current: Any = SimpleNamespace(worker=worker, run=run, comm=comm, rounds=SimpleNamespace(elastic=elastic))
     assert Trial(current)._reserve_bytes() == count * 400 + 100
 
 

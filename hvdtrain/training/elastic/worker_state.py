@@ -64,6 +64,7 @@ class WorkerState:
             `NOTHING` if that is not the run's.
         last_record: journal line of the newest step that this process has recorded.
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
+        micro_batch: samples that the job has found to fit memory; 0 until it has, or if they are given.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
         warnings: about task and optimizer; recorded when training starts.
         note: of the task, about what it has prepared; shown when training starts.
@@ -85,6 +86,7 @@ class WorkerState:
     step: int = NOTHING
     last_record: Mapping[str, Any] | None = None
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
+    micro_batch: int = 0
     evaluated: int = -1
     warnings: list[str] = field(default_factory=list)
     note: str = ""

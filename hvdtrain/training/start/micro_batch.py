@@ -42,7 +42,7 @@ _STATES = 2
 """Tensors of the optimizer for each parameter, as of AdamW."""
 
 
-def check_auto(config: Config, device: torch.device, *, elastic: bool) -> None:
+def check_auto(config: Config, device: torch.device) -> None:
     """Check that the micro-batch can be found, if it is asked for, before anything costs time.
 
     Errors:
@@ -58,12 +58,10 @@ def check_auto(config: Config, device: torch.device, *, elastic: bool) -> None:
             f"--parallel.engine {config.parallel.engine} has collectives in each pass: a rank out of memory would stop"
             " the others"
         )
-    elif elastic:
-        reason = "the job is elastic: another rank may join with less memory"
     if reason:
         raise ConfigError(
             f"--train.micro_batch auto cannot find a size: {reason}",
-            expected="GPUs, --parallel.engine horovod or ddp, and a job with a constant number of ranks",
+            expected="GPUs, and --parallel.engine horovod or ddp",
             next_step="set a number, such as --train.micro_batch 4",
         )
 
@@ -108,32 +106,43 @@ def _fits(run: Callable[[], None]) -> bool:
 def use_found_micro_batch(current: Round) -> None:
     """Set the micro-batch of the round's config, if it is to be found. Collective: yes.
 
-    A resumed run never gets a larger one than before: its samples, and random numbers, stay those of its micro-batches.
+    The first round of a job finds it; ranks that join later get it. A resumed run never gets a larger one than before:
+    its samples, and random numbers, stay those of its micro-batches.
 
     Errors:
         ConfigError: not even one sample fits.
     """
-    config, comm, recorder = current.run.config, current.comm, current.recorder
-    if config.train.micro_batch != AUTO:
+    worker = current.worker
+    if current.run.config.train.micro_batch != AUTO:
         return
+    found, lacking = max(allgather_json(current.comm, worker.micro_batch, name="micro_batch/found")), list[int]()
+    if not found:
+        found, lacking = _search(current)
+    worker.micro_batch = found
+    current.recorder.event({"event": FOUND, "samples": found, "limited_by": lacking})
+    current.run = _with_micro_batch(current.run, found)
+
+
+def _search(current: Round) -> tuple[int, list[int]]:
+    """Return the largest micro-batch, and the ranks that lack memory for the next. Collective: yes."""
+    config, comm, worker = current.run.config, current.comm, current.worker
     before = on_rank_0(comm, lambda: read_events(current.layout.journal, FOUND), name="micro_batch/before")
     most = before[-1]["samples"] if before else config.train.global_batch
     sizes = [size for size in sizes_to_try(config.train.global_batch, comm.size) if size <= most]
     with _without_trace(current):
         found, lacking = find_largest(comm, sizes, Trial(current).run)
     if not found:
-        advice = memory_advice(config, current.worker.state.model, current.worker.device, comm.size)
+        advice = memory_advice(config, worker.state.model, worker.device, comm.size, elastic=current.rounds.elastic)
         raise ConfigError(
             f"no micro-batch fits: rank(s) {', '.join(map(str, lacking))} lack memory for one sample, with optimizer"
             " and exchange",
             next_step="; or ".join(advice) or "a GPU with more memory, or a smaller model",
         )
-    recorder.event({"event": FOUND, "samples": found, "limited_by": lacking})
     limit = "as before in this run" if before else "larger ones would not divide the global batch evenly among ranks"
     if lacking:
         limit = f"rank(s) {', '.join(map(str, lacking))} lack memory for more"
-    recorder.say(f"micro-batches of {found}: {limit}")
-    current.run = _with_micro_batch(current.run, found)
+    current.recorder.say(f"micro-batches of {found}: {limit}")
+    return found, lacking
 
 
 def _with_micro_batch(run: RunConfig, samples: int) -> RunConfig:
@@ -180,7 +189,7 @@ class Trial:
         states = 0 if config.memory.offload != "none" else _STATES * trained // parts
         compression = config.parallel.compression
         feedback = compression == AUTO_COMPRESSION or parse(compression).kind.feedback
-        exchange = (1 + feedback) * trained if size > 1 else 0
+        exchange = (1 + feedback) * trained if size > 1 or self.current.rounds.elastic else 0
         return states + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
 
 
