@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from hvdtrain.config.checks import check_values
 from hvdtrain.config.options import list_options, plain_parser
 from hvdtrain.config.schema import LEARNING_RATES, Config
-from hvdtrain.config.spelling import EitherSpelling, declared_spelling
+from hvdtrain.config.spelling import EitherSpelling, declared_spelling, known_elsewhere
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.yaml_file import flatten, read_yaml
@@ -190,11 +190,7 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
     known = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     for option, place in _options_used(argv):
         if declared_spelling(option, known) not in known and f"--{option}" not in known:
-            near = difflib.get_close_matches(option, sorted(known), n=1, cutoff=0.5)
-            return ConfigError(
-                f"there is no option {option}{place}",
-                next_step=f"did you mean {near[0]}?" if near else "see all options: hvdtrain train --help",
-            )
+            return ConfigError(f"there is no option {option}{place}", next_step=_instead(option, known))
     text = " ".join(str(error.message).split())
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
@@ -214,6 +210,15 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
             next_step=f"did you mean {near[0]}?" if near else None,
         )
     return ConfigError(f"invalid options: {text}", next_step="see all options: hvdtrain train --help")
+
+
+def _instead(option: str, known: Set[str]) -> str:
+    """Return what to use instead of an unknown option."""
+    ours, remark = known_elsewhere(option) or ("", "")
+    if ours.partition(" ")[0] not in known:
+        near = difflib.get_close_matches(option, sorted(known), n=1, cutoff=0.5)
+        return f"did you mean {near[0]}?" if near else "see all options: hvdtrain train --help"
+    return f"did you mean {ours}?" + (f" ({remark})" if remark else "")
 
 
 def _in_words(hint: str) -> str:

@@ -10,9 +10,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.config import spelling
 from hvdtrain.config.parse import list_changes, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import LEARNING_RATES, Config, OptimizerConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.task.language_model import language_model
 from hvdtrain.yaml_file import flatten, read_yaml, yaml_text
 
 
@@ -102,6 +104,29 @@ def test_a_misspelt_flag_names_the_nearest(flag: str, what: str, near: str) -> N
         parse_argv([flag], build)
     assert what in caught.value.what
     assert f"did you mean {near}?" == caught.value.next_step
+
+
+@pytest.mark.parametrize("ours", spelling.ELSEWHERE)
+def test_options_of_other_trainers_are_answered_with_ours(ours: str) -> None:
+    """A key of a file, too. The option exists, and takes the value."""
+    name, _, value = ours.partition(" ")
+    if value:
+        parse_argv([name, value], language_model)
+    other = spelling.ELSEWHERE[ours].split()[-1].replace("_", "-")
+    with pytest.raises(ConfigError) as caught:
+        parse_argv([f"--{other}=1"], language_model)
+    assert (caught.value.next_step or "").startswith(f"did you mean {ours}?")
+
+
+def test_options_of_other_trainers_mean_one_of_ours() -> None:
+    names = [name for theirs in spelling.ELSEWHERE.values() for name in theirs.split()]
+    assert len(names) == len(set(names))
+    with pytest.raises(ConfigError, match="no option --lr") as caught:
+        parse_object({"lr": 0.1}, build)
+    assert caught.value.next_step == "did you mean --optimizer.lr?"
+    with pytest.raises(ConfigError) as caught:
+        parse_argv(["--lora=8"], build)  # a task without this option
+    assert "lora" not in (caught.value.next_step or "")
 
 
 def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None:
