@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import request_shards
-from hvdtrain.state.tensor_file import FileDigest, damaged, write_text
+from hvdtrain.state.shard_index import INDEX, index_of
+from hvdtrain.state.tensor_file import FileDigest, damaged, write_bytes
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
@@ -47,12 +48,14 @@ class CheckpointStore:
         warn: shows a warning.
         progress: called for each file and each verified MiB, so that the watchdog sees progress.
         check: called before each save; raises if another job has taken over the run.
+        files: content by name of further files in each checkpoint; see `Task.files`.
     """
 
     directory: Path
     warn: Callable[[str], None]
     progress: Callable[[], None] = lambda: None
     check: Callable[[], None] = lambda: None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
@@ -85,8 +88,9 @@ class CheckpointStore:
 
         It never changes existing checkpoints. `heldout_loss` in `notes` determines the best one.
         """
-        every = {**files, VALUES: write_text(folder / VALUES, json.dumps(dict(state.values)))}
-        write_text(folder / MANIFEST, manifest_text(step, notes, every))
+        texts = {VALUES: json.dumps(dict(state.values)).encode(), **index_of(folder, files), **self.files}
+        every = {**files, **{name: write_bytes(folder / name, content) for name, content in texts.items()}}
+        write_bytes(folder / MANIFEST, manifest_text(step, notes, every).encode())
         fsync(folder)
         target = self._free_name(step)
         folder.rename(target)
@@ -200,6 +204,12 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
             return read_state(path, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise damaged(path, found=f"{type(error).__name__}: {error}") from error
+
+
+def may_be_added(name: str) -> bool:
+    """Return whether a checkpoint can have a further file of this name."""
+    own = name in (MANIFEST, VALUES, INDEX) or name.startswith("shard-") or name.endswith(".safetensors")
+    return re.fullmatch(r"[A-Za-z][\w.-]*\.[a-z]+", name) is not None and not own
 
 
 def _heldout_loss(path: Path) -> float | None:

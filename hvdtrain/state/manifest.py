@@ -115,6 +115,8 @@ def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
             for tensor_name, tensor in found.items():
                 shape, offset = places.get(tensor_name, (tensor.shape, [0] * tensor.dim()))
                 group.add(tensor_name, tensor, shape, offset)
+        else:
+            read_verified(file, digest, progress)
         progress()
     if not isinstance(values, dict):
         raise ValueError(f"no {VALUES}")

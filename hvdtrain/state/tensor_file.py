@@ -89,9 +89,9 @@ def write_tensors(
     return _write(path, _parts(_header(names, tensors, places or {}), (tensors[name] for name in names)), progress)
 
 
-def write_text(path: Path, text: str) -> FileDigest:
-    """Write a text file and wait until it is on disk. Errors: OSError."""
-    digest = _write(path, [memoryview(text.encode())], lambda: None)
+def write_bytes(path: Path, content: bytes) -> FileDigest:
+    """Write a new small file and wait until it is on disk. Errors: OSError."""
+    digest = _write(path, [memoryview(content)], lambda: None)
     fsync(path)
     return digest
 
@@ -111,8 +111,7 @@ def read_tensors(
     (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
     if length > len(data) - 8:
         raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
-    header = json.loads(data[8 : 8 + length].numpy().tobytes())
-    pieces = json.loads(header.pop("__metadata__", {}).get(_PIECES, "{}"))
+    header, pieces = _parse_header(data[8 : 8 + length].numpy().tobytes())
     body, end = data[8 + length :], 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
         begin, after = entry["data_offsets"]
@@ -123,6 +122,21 @@ def read_tensors(
     if end != len(body):
         raise ValueError(f"{end} bytes of tensors in {len(body)}")
     return {name: _view(body, entry) for name, entry in header.items()}, pieces
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
+    """Read what a file that was just written contains: entries of tensors, and pieces as `read_tensors` returns them.
+
+    Errors: OSError.
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return _parse_header(file.read(length))
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
+    header = json.loads(text)
+    return header, json.loads(header.pop("__metadata__", {}).get(_PIECES, "{}"))
 
 
 def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:

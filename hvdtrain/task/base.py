@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ class Task:
             ranks with different data, and a resume with other data.
         remakes_frozen: whether the task function, called again with the same options, makes parameters that require no
             gradient with the same values. Checkpoints then leave them out; a digest detects other values in a resume.
+        files: content by name of further files for each checkpoint folder, such as the model's config.json. They let
+            other programs read the weights there, and training does not read them.
         prepare: called once before training, with the device and the dtype of forward, to choose kernels. Returns a
             line to show.
     """
@@ -68,6 +70,7 @@ class Task:
     unit: str = "samples"
     data_id: str = ""
     remakes_frozen: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
     prepare: Callable[[torch.device, torch.dtype], str] | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ class Corpus(NamedTuple):
 
     train: Windows  # at least one
     heldout: Windows | None  # None if there are too few tokens for one
+    tokenizer: Mapping[str, bytes]  # its files for transformers, by name; empty if it is unknown
 
 
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
@@ -62,11 +63,14 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         DataError: data is missing, unreadable, empty or too short.
     """
     _check(config)
+    tokenizer: Mapping[str, bytes]
     if config.tokens:
         name, file = config.tokens, _describe_npy_once(config.tokens, config.heldout)
+        tokenizer = TokenizerEncoder(own_tokenizer).files() if own_tokenizer else {}
     else:
         source = _source(config, own_tokenizer)
         name, file = source.name, _tokenize_once(source, config.heldout)
+        tokenizer = source.tokenizer()
     train = Windows(file, 0, file.train, config.seq_len)
     heldout = Windows(file, file.train, file.heldout, config.seq_len)
     if not len(train):
@@ -78,7 +82,7 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         )
     if not len(heldout) and config.heldout:
         log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
-    return Corpus(train, heldout if len(heldout) else None)
+    return Corpus(train, heldout if len(heldout) else None, tokenizer)
 
 
 def _check(config: TextConfig) -> None:

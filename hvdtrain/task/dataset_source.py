@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.base import import_library
+from hvdtrain.task.encode import TokenizerEncoder
 from hvdtrain.task.text_sources import Source
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
         train=lambda: rows.ids(rows.splits[0]),
         heldout=lambda: rows.ids(rows.splits[1]) if rows.splits[1] is not None else None,
         vocabulary=rows.vocabulary,
+        tokenizer=rows.tokenizer,
     )
 
 
@@ -86,6 +88,11 @@ class _Rows:
             return self.encoder.vocabulary()
         largest = (int(ids.max()) for split in self.splits if split is not None for ids in self.ids(split) if len(ids))
         return max(largest, default=-1) + 1
+
+    def tokenizer(self) -> dict[str, bytes]:
+        """Return the encoder's files, unless the ids in the dataset are of an unknown tokenizer."""
+        is_known = isinstance(self.encoder, TokenizerEncoder) or self._column(self.splits[0]) == "text"
+        return self.encoder.files() if is_known else {}
 
     def ids(self, split: Any) -> Iterator[Ids]:
         """Yield the ids of the rows of a split, in order."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import DataError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import import_library
+from hvdtrain.task.tokenizer_files import SETTINGS, TOKENIZER, byte_tokenizer, files_next_to, settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,12 @@ class ByteEncoder:
             yield np.frombuffer(piece, np.uint8)
         yield np.array([SEPARATOR], np.uint16)
 
+    def files(self) -> dict[str, bytes]:
+        """Return the files of a tokenizer for transformers with the same ids, by name."""
+        end = END_TOKENS[0]
+        # Its name in a text is text, as in `encode`.
+        return {TOKENIZER: byte_tokenizer(end), SETTINGS: settings(end, split_special_tokens=True)}
+
 
 class TokenizerEncoder:
     """A tokenizer.json of the tokenizers library, read on first use.
@@ -73,9 +80,16 @@ class TokenizerEncoder:
         tokenizer = self._tokenizer
         for text in _whole_lines(pieces, name):
             yield np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        end = next((i for i in map(tokenizer.token_to_id, END_TOKENS) if i is not None), None)
-        if end is not None:
-            yield np.array([end], np.int64)
+        if (end := self._end()) is not None:
+            yield np.array([tokenizer.token_to_id(end)], np.int64)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of the tokenizer for transformers, by name."""
+        files = files_next_to(self.path)
+        return files if SETTINGS in files else {**files, SETTINGS: settings(self._end())}
+
+    def _end(self) -> str | None:
+        return next((name for name in END_TOKENS if self._tokenizer.token_to_id(name) is not None), None)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -5,6 +5,7 @@ The model is a causal language model from transformers: a preset, a config.json 
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,9 @@ class ModelConfig:
     lora: str | None = None
 
 
+CONFIG, BASE_CONFIG = "config.json", "base_config.json"
+"""Files of a checkpoint that describe the model; the second one if the checkpoint has only adapters of it."""
+
 _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -80,6 +84,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         unit="tokens",
         data_id=corpus.train.file.digest,
         remakes_frozen=lora is not None,
+        files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
         prepare=partial(choose_attention, made, model.attention),
     )
 
@@ -101,6 +106,21 @@ def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
     # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
     loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
     return loss, float(targets_BT.numel())
+
+
+def _model_files(model: Any, *, adapters: bool) -> dict[str, bytes]:
+    """Return the files that describe the model to transformers.
+
+    Weights of adapters alone are no model to transformers: it would fill in random values. Then only `hvdtrain` reads
+    the description, and its name says of what it is.
+    """
+    described = copy.deepcopy(model.config)
+    described.architectures = [type(model).__name__]
+    described.dtype = "float32"
+    files = {BASE_CONFIG if adapters else CONFIG: described.to_json_string().encode()}
+    if not adapters and (generation := getattr(model, "generation_config", None)) is not None:
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
 
 
 def _own_tokenizer(model: ModelConfig) -> str | None:

@@ -7,7 +7,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ class Source:
         train: starts to yield the ids to train on, in pieces.
         heldout: starts to yield the held-out ids; returns None to hold out the end of `train`.
         vocabulary: returns one more than the largest id; called when the ids are written.
+        tokenizer: returns the files of the tokenizer for transformers, by name; empty if it is unknown.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Source:
     train: Callable[[], Iterator[Ids]]
     heldout: Callable[[], Iterator[Ids] | None]
     vocabulary: Callable[[], int]
+    tokenizer: Callable[[], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Sour
         train=lambda: _encoded(train, encoder),
         heldout=lambda: None if len(files) == 1 else _encoded([f for f in files if f in held], encoder),
         vocabulary=encoder.vocabulary,
+        tokenizer=encoder.files,
     )
 
 

@@ -122,7 +122,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
         with ExitStack() as stack:
             if current.claim is not None:
                 folder = current.layout.checkpoints
-                current.store = CheckpointStore(folder, recorder.warn, spans.touch, current.claim.check)
+                files = worker.task.files
+                current.store = CheckpointStore(folder, recorder.warn, spans.touch, current.claim.check, files)
             use_found_micro_batch(current)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)

@@ -245,6 +245,10 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
             f"def build():\n{MODEL}    return Task(model, lambda m, b: m(b[0]).sum(), data)\n",
             "the task's loss function returned an invalid value",
         ),
+        (
+            f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, files={{'state.json': b''}})\n",
+            "the task's files have a name that a checkpoint cannot have: 'state.json'",
+        ),
         (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, optimizer=3)\n", "the task's optimizer is of"),
         (
             f"def build():\n{MODEL}{LOSS}"

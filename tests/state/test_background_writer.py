@@ -96,7 +96,7 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
     assert event == {"event": "checkpoint", "at_step": 1, "path": "step-000001"}
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert len(list((folder / "step-000001").glob("model*"))) == size
+    assert len(list((folder / "step-000001").glob("model*.safetensors"))) == size
     assert {path.suffix for path in (folder / "step-000001").iterdir()} == {".json", ".safetensors"}
     assert _holds(load(folder / "step-000001"), 1)
 
@@ -345,7 +345,7 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "exists", lambda path: real(path) and not path.name.startswith(".shared-"))
     on_ranks(2, body, at_once=True)
-    assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*")] == ["model.safetensors"]
+    assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*s")] == ["model.safetensors"]
 
 
 def test_a_part_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:

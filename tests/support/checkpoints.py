@@ -1,4 +1,4 @@
-"""Write a checkpoint of one rank without a background thread."""
+"""Write checkpoints without a background thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import ShardedWrite
+from hvdtrain.state.pieces import Place, StateDict
+from hvdtrain.state.shard_files import ShardedWrite, select_shard, write_shard
 
 
 def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str, Any] | None = None) -> Path:
     """Write a checkpoint, remove none, and return its path."""
     write = ShardedWrite(store.begin(step, 1), step, 1, lambda: state, 0, notes or {}, None)
     return store.directory / write.write_on_rank_0(store, store.progress, threading.Event())
+
+
+def save_in_parts(store: CheckpointStore, step: int, state: StateDict, count: int, *, divided: bool) -> Path:
+    """Write a checkpoint as `count` ranks do; `divided`: each has some rows of every tensor, as with FSDP."""
+    folder = store.begin(step, 1)
+    files = {}
+    for number in range(count):
+        shard = _rows_of(state, number, count) if divided else select_shard(state, number, count)
+        files |= write_shard(folder, number, count, shard, store.progress)
+    return store.finish(folder, step, state, {}, files)
+
+
+def _rows_of(state: StateDict, number: int, count: int) -> StateDict:
+    own: dict[str, dict[str, Any]] = {}
+    places = {}
+    for group, tensors in state.tensors.items():
+        for name, tensor in tensors.items():
+            if not tensor.dim():
+                continue
+            rows = -(-len(tensor) // count)
+            begin = min(number * rows, len(tensor))
+            part = tensor[begin : begin + rows]
+            if len(part):
+                own.setdefault(group, {})[name] = part
+                places[group, name] = Place(tuple(tensor.shape), (begin, *[0] * (tensor.dim() - 1)), (number,))
+    return StateDict(own, {}, places)

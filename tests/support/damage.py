@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.state.manifest import MANIFEST, VALUES
+from hvdtrain.state.shard_index import INDEX
 
 Damage = Callable[[random.Random, Path, Path], str]
 """Changes the checkpoint in the first folder; may take from the second, another checkpoint; says what it did."""
@@ -71,7 +72,7 @@ def swap(chance: random.Random, folder: Path, other: Path) -> str:
 
 def take_from_another(chance: random.Random, folder: Path, other: Path) -> str:
     """Any file is that of another checkpoint, of the same names and sizes."""
-    file = chance.choice(_files(folder))
+    file = chance.choice([file for file in _files(folder) if file.name != INDEX])  # which is equal there
     shutil.copyfile(other / file.name, file)
     return f"{file.name} of another checkpoint"
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hvdtrain.task.language_model import ModelConfig, causal_lm
 from tests.support.gallery import Recorded
 from tests.support.thread_job import train_on_threads
 
@@ -51,6 +53,22 @@ def _train(folder: Path, model: str, *options: str, size: int) -> Recorded:
     return Recorded(folder, 0, "", "")
 
 
+def _check_that_transformers_reads(job: Recorded) -> None:
+    """Its newest checkpoint, as it is: with the run's weights, and the logits of a model that has them."""
+    from transformers import AutoModelForCausalLM
+
+    (folder,) = (job.run / "checkpoints").glob("step-*")
+    read, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    stored = job.state()
+    for name, source in {**{n: n for n in stored.tensors["model"]}, **stored.values["aliases"]}.items():
+        assert torch.equal(read.state_dict()[name], stored.tensors["model"][source]), name
+    own = causal_lm(ModelConfig(config=str(job.folder / "config.json")), vocabulary=257, seq_len=16).eval()
+    own.load_state_dict(dict(stored.tensors["model"]), strict=False)
+    ids = torch.arange(32).reshape(2, 16)
+    assert torch.equal(read(input_ids=ids).logits, own(input_ids=ids).logits)
+
+
 FAST = ("llama, tied", "gpt2", "mixtral")
 
 
@@ -63,5 +81,7 @@ def test_law_1_and_tied_embeddings(model: str, tmp_path: Path) -> None:
         two = _train(tmp_path / str(number), model, engine, size=2)
         assert two.losses() == pytest.approx(one.losses(), rel=2e-6), engine
         assert two.state().values["aliases"] == one.state().values["aliases"]
+        _check_that_transformers_reads(two)
+    _check_that_transformers_reads(one)
     assert bool(one.state().values["aliases"]) == (model == "gpt2" or "tie_word_embeddings" in MODELS[model])
     assert one.losses()[-1] != one.losses()[0]

@@ -173,6 +173,14 @@ def test_a_checkpoint_loads_into_a_model_of_transformers(one: Recorded) -> None:
     assert not loaded.unexpected_keys and not any(".lora_" in name for name in loaded.missing_keys)
 
 
+def test_transformers_refuses_a_checkpoint_of_adapters(one: Recorded) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (folder,) = (one.run / "checkpoints").glob("step-*")
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(TaskError, match="needs the peft library") as caught:

@@ -20,6 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.state.checkpoint_store import may_be_added
 from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import describe
@@ -61,6 +62,12 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
         raise TaskError(
             f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, but the trainer has none",
             next_step="write your own loop with hvdtrain.torch's DistributedOptimizer, which accepts closures",
+        )
+    if wrong := sorted(name for name in task.files if not may_be_added(name)):
+        raise TaskError(
+            f"the task's files have a name that a checkpoint cannot have: {wrong[0]!r}",
+            expected="file names without folders, and not those of hvdtrain's own files",
+            next_step="use another name, such as config.json",
         )
     if not callable(task.loss):
         raise TaskError(
