@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser
+from hvdtrain.config.schema import AUTO
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ _EPILOG = """\
 All options of hvdtrain train are accepted, too. With --parallel.device cuda,
 attention takes the memory that it takes on GPUs, also if there is none here.
 The rest is activations, gradients and the memory of their exchange.
+With --train.micro_batch auto, each line has the largest that fits in --gib.
 
 examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
-  hvdtrain fit --model.config big.json --train.micro_batch 1
+  hvdtrain fit --model.config big.json --train.micro_batch auto --gib 80
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
   hvdtrain fit --run runs/SHORT --config runs/SHORT/config.yaml --ranks 8,64 --bandwidth_gbit 100
 
@@ -67,6 +69,7 @@ class _Line:
     checkpointing: str
     memory: Memory | None
     refused: str = ""
+    micro_batch: int | None = None
     step_s: float | None = None
     step_interval_s: tuple[float, float] | None = None
     no_step: str = ""
@@ -83,13 +86,14 @@ def main(argv: list[str]) -> int:
     shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
     times = _step_times(options)
     found = []
-    for line in _predict(training, ranks, shards, modes, times):
+    for line in _predict(training, ranks, shards, modes, options.gib, times):
         found.append(line)
         if not options.json:
             if len(found) == 1:
                 unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
                 step = f"{'step ms':>9}" if times else ""
-                print(f"{unit} of a rank's tensors\n{_HEAD}{step}", flush=True)
+                found_sizes = f"{'samples':>8}" if line.micro_batch else ""
+                print(f"{unit} of a rank's tensors\n{_HEAD}{step}{found_sizes}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
@@ -102,7 +106,7 @@ def main(argv: list[str]) -> int:
 
 
 def _exit_code(found: list[_Line], gib: float | None) -> int:
-    return 0 if any(line.memory and line.memory.peak <= (gib or float("inf")) * _GIB for line in found) else 1
+    return 0 if any(line.memory and _fits(line.memory, gib) for line in found) else 1
 
 
 def _step_times(options: argparse.Namespace) -> StepTimes | None:
@@ -129,13 +133,19 @@ def _numbers(text: str) -> list[int]:
 
 
 def _predict(
-    argv: list[str], ranks: list[int], shards: list[str] | None, modes: list[str] | None, times: StepTimes | None
+    argv: list[str],
+    ranks: list[int],
+    shards: list[str] | None,
+    modes: list[str] | None,
+    gib: float | None,
+    times: StepTimes | None,
 ) -> Iterator[_Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.task.base import load_task_function
+    from hvdtrain.training.start.micro_batch import sizes_to_try
 
     function: Callable[..., Any] = load_task_function(task_spec(argv))
     config = parse_argv(argv, function).config
@@ -148,13 +158,25 @@ def _predict(
                 continue
             changed = [f"--parallel.shard={shard}", f"--memory.checkpointing={mode}"]
             changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
-            run = parse_argv([*argv, *changed], function)
-            try:
-                line = _Line(count, shard, mode, predict_memory(run, partial(function, **run.task_args), count))
-            except ConfigError as error:
-                yield _Line(count, shard, mode, None, error.what)
-                continue
-            yield _with_step(line, times, run) if times else line
+            train, line = config.train, None
+            is_auto = train.micro_batch == AUTO and gib is not None
+            for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
+                run = parse_argv([*argv, *changed, f"--train.micro_batch={size}"], function)
+                try:
+                    memory = predict_memory(run, partial(function, **run.task_args), count)
+                except ConfigError as error:
+                    line = _Line(count, shard, mode, None, error.what, size if is_auto else None)
+                    break
+                if line is not None and not _fits(memory, gib):
+                    break
+                line = _Line(count, shard, mode, memory, micro_batch=size if is_auto else None)
+                line = _with_step(line, times, run) if times else line
+            assert line is not None
+            yield line
+
+
+def _fits(memory: Memory, gib: float | None) -> bool:
+    return gib is None or memory.peak <= gib * _GIB
 
 
 def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
@@ -178,5 +200,7 @@ def _text(line: _Line, gib: float | None, unit: str) -> str:
     )
     if line.step_s is not None or line.no_step:
         numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>9}"
-    fits = "" if gib is None else f"  {'fits' if memory.peak <= gib * _GIB else 'too big'}"
+    if line.micro_batch:
+        numbers += f"{line.micro_batch:>8}"
+    fits = "" if gib is None else f"  {'fits' if _fits(memory, gib) else 'too big'}"
     return start + numbers + fits + (f"  host {memory.host / by:.2f}" if memory.host else "")

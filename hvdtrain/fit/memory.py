@@ -76,7 +76,10 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
             next_step="int8 needs about as much",
         )
     if run.config.train.micro_batch == "auto":
-        raise ConfigError("the memory of --train.micro_batch auto is what the device has", next_step="set a number")
+        raise ConfigError(
+            "the memory of --train.micro_batch auto is what the device has",
+            next_step="set a number, or the memory of the device: --gib 80",
+        )
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

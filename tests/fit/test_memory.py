@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -197,6 +198,12 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
     assert "too big" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
+    found = ["--ranks", "1", "--gib", "1", *BLOCKS, "--train.micro_batch=auto", "--train.global_batch=2"]
+    assert main(found) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["samples", "fits"]
+    assert main([*found, "--gib", "1e-6", "--json"]) == 1
+    (line,) = json.loads(capsys.readouterr().out)
+    assert line["micro_batch"] == 1 and line["memory"]["peak"] > 1e-6 * 2**30
     with pytest.raises(ConfigError, match="invalid --ranks"):
         main(["--ranks", "two"])
 

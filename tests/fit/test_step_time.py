@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_job_that_computes_something_else_is_refused(path: Path, option: str, 
     with pytest.raises(ConfigError, match=f"--{name} differs") as refused:
         StepTimes.of_run(path, None, None).predict(_parsed(option), 2)
     assert refused.value.found == option.partition("=")[2]
+
+
+def test_a_run_that_found_its_micro_batch_has_that(path: Path) -> None:
+    (path / "config.yaml").write_text(yaml.safe_dump(dict(_parsed("--train.micro_batch=auto").resolved)))
+    with (path / "journal.jsonl").open("a") as journal:
+        journal.write(json.dumps({"event": "micro_batch_found", "samples": 4, "limited_by": []}) + "\n")
+    StepTimes.of_run(path, 10.0, None).predict(_parsed(), 2)
 
 
 def test_the_table_has_the_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

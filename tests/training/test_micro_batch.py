@@ -148,17 +148,11 @@ def test_a_search_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("engine", "device", "reason"),
-    [("horovod", CPU, "on a CPU"), ("fsdp", GPU, "collectives in each pass"), ("ddp", GPU, "")],
-)
-def test_where_a_size_cannot_be_found(engine: Any, device: torch.device, reason: str) -> None:
-    config = replace(AUTO, parallel=ParallelConfig(engine=engine))
-    check_auto(replace(config, train=TrainConfig(micro_batch=4)), device)
-    if not reason:
-        return check_auto(config, device)
-    with pytest.raises(ConfigError, match=reason) as caught:
-        check_auto(config, device)
+def test_memory_of_a_host_is_not_searched() -> None:
+    check_auto(replace(AUTO, train=TrainConfig(micro_batch=4)), CPU)
+    check_auto(AUTO, GPU)
+    with pytest.raises(ConfigError, match="on a CPU") as caught:
+        check_auto(AUTO, CPU)
     assert "--train.micro_batch 4" in str(caught.value)
 
 

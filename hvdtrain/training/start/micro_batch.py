@@ -31,6 +31,7 @@ from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.buffers import restored_buffers
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.round import Round
+from hvdtrain.training.start.predicted_micro_batch import predict_largest
 
 FOUND = "micro_batch_found"
 """Event: `samples` of a micro-batch, and `limited_by`, the ranks with too little memory for twice as many."""
@@ -48,20 +49,11 @@ def check_auto(config: Config, device: torch.device) -> None:
     Errors:
         ConfigError: it cannot.
     """
-    if config.train.micro_batch != AUTO:
-        return
-    reason = ""
-    if device.type != "cuda":
-        reason = "this rank trains on a CPU, which uses the memory of the whole host"
-    elif places_model(config.parallel.engine):
-        reason = (
-            f"--parallel.engine {config.parallel.engine} has collectives in each pass: a rank out of memory would stop"
-            " the others"
-        )
-    if reason:
+    if config.train.micro_batch == AUTO and device.type != "cuda":
         raise ConfigError(
-            f"--train.micro_batch auto cannot find a size: {reason}",
-            expected="GPUs, and --parallel.engine horovod or ddp",
+            "--train.micro_batch auto cannot find a size: this rank trains on a CPU, which uses the memory of the whole"
+            " host",
+            expected="GPUs",
             next_step="set a number, such as --train.micro_batch 4",
         )
 
@@ -129,8 +121,11 @@ def _search(current: Round) -> tuple[int, list[int]]:
     before = on_rank_0(comm, lambda: read_events(current.layout.journal, FOUND), name="micro_batch/before")
     most = before[-1]["samples"] if before else config.train.global_batch
     sizes = [size for size in sizes_to_try(config.train.global_batch, comm.size) if size <= most]
-    with _without_trace(current):
-        found, lacking = find_largest(comm, sizes, Trial(current).run)
+    if places_model(config.parallel.engine):
+        found, lacking = predict_largest(current, sizes[-1])
+    else:
+        with _without_trace(current):
+            found, lacking = find_largest(comm, sizes, Trial(current).run)
     if not found:
         advice = memory_advice(config, worker.state.model, worker.device, comm.size, elastic=current.rounds.elastic)
         raise ConfigError(
