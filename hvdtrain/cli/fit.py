@@ -162,14 +162,15 @@ def _predict(
             is_auto = train.micro_batch == AUTO and gib is not None
             for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
                 run = parse_argv([*argv, *changed, f"--train.micro_batch={size}"], function)
+                found = size if is_auto and isinstance(size, int) else None
                 try:
                     memory = predict_memory(run, partial(function, **run.task_args), count)
                 except ConfigError as error:
-                    line = _Line(count, shard, mode, None, error.what, size if is_auto else None)
+                    line = _Line(count, shard, mode, None, error.what, found)
                     break
                 if line is not None and not _fits(memory, gib):
                     break
-                line = _Line(count, shard, mode, memory, micro_batch=size if is_auto else None)
+                line = _Line(count, shard, mode, memory, micro_batch=found)
                 line = _with_step(line, times, run) if times else line
             assert line is not None
             yield line

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -61,11 +62,12 @@ def _ask(current: Round, usable_bytes: int) -> int:
         argv = [sys.executable, "-m", "hvdtrain", "fit", "--json", *given, "--parallel.device", worker.device.type]
         done = run_program(argv, None, folder=worker.info.folder)
     reason = next((text for text in done.err.splitlines() if "Error" in text), f"exit code {done.code}")
-    (line,) = orjson.loads(done.out) if done.out else [{"memory": None, "refused": reason}]
+    lines: list[dict[str, Any]] = orjson.loads(done.out) if done.out else [{"memory": None, "refused": reason}]
+    (line,) = lines
     if line["memory"] is None:
         raise ConfigError(
             "--train.micro_batch auto cannot predict the memory of this job",
-            expected="a task that hvdtrain fit can make, of a module or file, and whose steps it can predict",
+            expected="a task of a module or a file, with steps that hvdtrain fit can predict",
             found=line["refused"],
             next_step="set a number, such as --train.micro_batch 4",
         )
