@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.schema import Config
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
-from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind
+from hvdtrain.training.diagnostics.failure_report import _memory_of
+from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind, unused_memory
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20
@@ -67,6 +73,42 @@ def test_the_module_that_asked_for_more_is_named(recomputed: bool) -> None:
         model(model(given))
     assert failing_module(failed.value, model) == "1.1"
     assert failing_module(ValueError("not raised"), model) == ""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """GPU 1 of two: 10 GiB, of which 2 GiB are free; torch has two segments of 1 GiB on it."""
+    states = ("inactive", "active_allocated", "active_awaiting_free", "inactive")
+    blocks = [{"size": size * _MIB, "state": state} for size, state in zip((100, 400, 24, 500), states, strict=True)]
+    whole = {"device": 0, "total_size": 9 << 30, "blocks": [{"size": 9 << 30, "state": "inactive"}]}
+    cut = {"device": 1, "total_size": 1 << 30, "blocks": blocks}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [whole, cut, cut])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 10 << 30))
+    return torch.device("cuda", 1)
+
+
+def test_memory_that_no_tensor_uses(gpu: torch.device) -> None:
+    assert unused_memory(gpu) == {"free": 1200.0, "largest": 500.0, "outside": 6 * 1024.0}
+    assert unused_memory(_CPU) == {}
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_device_that_has_failed_costs_only_its_own_figures(
+    gpu: torch.device, has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    if has_failed:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    model = nn.Linear(2, 2)
+    engine = make_engine(torch.optim.SGD(model.parameters()), model, SoloComm(), "none", Spans())
+    worker = SimpleNamespace(device=gpu, state=SimpleNamespace(model=model))
+    current: Any = SimpleNamespace(run=SimpleNamespace(config=Config()), worker=worker, engine=engine, comm=SoloComm())
+    current.rounds = SimpleNamespace(elastic=False)
+    found = _memory_of(current, MemoryError())
+    assert ("unused" in found) is not has_failed
+    assert found["largest"].keys() == {"weight", "bias"} and found["micro_batch"] == 4
 
 
 def test_the_largest_parameters_are_named() -> None:

@@ -44,6 +44,8 @@ _MESSAGE_LINES = 5
 _FRAMES = 8
 _STACKS = 4
 _NAMES = 4
+_OUTSIDE_MIB = 4096
+"""What CUDA and NCCL take of a GPU is less."""
 _MEMORY = {
     "rss": "{} MiB",
     "peak_rss": ", peak {} MiB",
@@ -245,6 +247,12 @@ def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str
     if memory.get("cuda_reserved", 0.0) > 1.2 * memory.get("cuda_allocated", 0.0) + 256:
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
         advice.append(f"{setting}: the reserved memory is fragmented")
+    if unused := held.get("unused"):
+        blocks = f"{unused['free']:>10,.1f} MiB, in blocks of up to {unused['largest']:,.1f} MiB"
+        others = f"{unused['outside']:>10,.1f} MiB: CUDA, NCCL and other programs"
+        rows += [("free in torch's allocator", blocks), ("outside of torch", others)]
+        if unused["outside"] > _OUTSIDE_MIB:
+            advice.append("other programs on this GPU, if nvidia-smi shows any: end them")
     if held["where"] == "host":
         advice.append("fewer ranks on this host: each rank holds all of this")
     if module := held.get("module"):

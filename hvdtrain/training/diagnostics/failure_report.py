@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.step_sums import handlers_as_before
-from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind
+from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind, unused_memory
 from hvdtrain.training.round import Round
 
 
@@ -87,5 +87,7 @@ def _memory_of(current: Round, error: BaseException) -> dict[str, Any]:
     held = memory_by_kind(worker.device, worker.state.model, current.engine)
     elastic = current.rounds.elastic
     advice = memory_advice(config, worker.state.model, worker.device, current.comm.size, elastic=elastic)
+    with suppress(Exception):  # of a failed device; the rest is known
+        held["unused"] = unused_memory(worker.device)
     held |= {"module": failing_module(error, worker.state.model), "largest": largest_parameters(worker.state.model)}
     return {**held, "micro_batch": config.train.pass_samples, "precision": config.precision, "advice": advice}

@@ -38,6 +38,25 @@ def memory_by_kind(device: torch.device, model: nn.Module, engine: Engine) -> di
     return {"where": "GPU" if device.type == "cuda" else "host", "mib": mib}
 
 
+def unused_memory(device: torch.device) -> dict[str, float]:
+    """Return MiB of a GPU that no tensor uses: `free` and `largest` block in torch's allocator, `outside` of torch.
+
+    Empty on a CPU. A new tensor needs one block: many small ones do not help it (fragmentation).
+    """
+    if device.type != "cuda":
+        return {}
+    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    segments = [segment for segment in snapshot if segment["device"] == device.index]
+    free = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
+    available, total = torch.cuda.mem_get_info(device)
+    found = {
+        "free": sum(free),
+        "largest": max(free, default=0),
+        "outside": total - available - sum(segment["total_size"] for segment in segments),
+    }
+    return {name: round(size / 2**20, 1) for name, size in found.items()}
+
+
 def failing_module(error: BaseException, model: nn.Module) -> str:
     """Return the name of the innermost module in the traceback of an error; empty if there is none."""
     names, found, traceback = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
