@@ -16,15 +16,17 @@ _HOME = {
     "Config": "hvdtrain.config.schema",
     "Task": "hvdtrain.task.base",
     "HvdtrainError": "hvdtrain.errors",
+    "Callback": "hvdtrain.training.callbacks.base",
 }
 
-__all__ = ["Config", "HvdtrainError", "Result", "Task", "__version__", "train"]
+__all__ = ["Callback", "Config", "HvdtrainError", "Result", "Task", "__version__", "train"]
 
 if TYPE_CHECKING:
     from hvdtrain.config.schema import Config
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.task.base import Task
     from hvdtrain.training.api import train
+    from hvdtrain.training.callbacks.base import Callback
     from hvdtrain.training.result import Result
 
 

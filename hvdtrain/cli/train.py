@@ -98,7 +98,8 @@ def summary(result: Result, info: RankInfo) -> str:
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
     rows.append(("run folder", str(run_dir)))
-    how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
+    how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, "ended")
+    how = f"stopped by {result.reason}" if result.reason in EXIT_OF_SIGNAL else how
     commands = []
     if result.analysis is not None:
         commands.append(("report", f"{layout.timeline.report_page} (open in a browser)"))
@@ -117,6 +118,8 @@ def summary(result: Result, info: RankInfo) -> str:
     else:
         commands.append(("resume", resume_command(result.run_dir, info)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
+    if how == "ended":
+        head += f": {result.reason}"
     times = summary_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
     return "\n".join(["", *times, "", head, table(rows), "next:", table(commands)])
 

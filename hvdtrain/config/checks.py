@@ -38,6 +38,8 @@ _RULES: Mapping[str, _Rule] = {
     "train.eval_every": _AT_LEAST_1,
     "train.eval_samples": _not_negative("all"),
     "train.check_every": _not_negative("at checkpoints only"),
+    "train.patience": _AT_LEAST_1,
+    "train.ema": (lambda value: 0 < value < 1, "more than 0, and less than 1"),
     "train.max_skipped": _AT_LEAST_1,
     "optimizer.lr": _POSITIVE,
     "optimizer.weight_decay": _not_negative("off"),

@@ -119,6 +119,10 @@ class TrainConfig:
         eval_samples: number of held-out samples per evaluation; 0 means all
         check_every: compare a hash of the parameters across ranks every N steps, and at each checkpoint; 0 means at
             checkpoints only
+        patience: end training after N evaluations in a row that are not better than the best one, by checkpoint.best
+            (default: never)
+        ema: keep an exponential moving average of the parameters: the fraction that stays at each step, such as 0.999.
+            Evaluations have its loss as ema_loss (default: none)
         max_skipped: end the run after N steps in a row with a loss or gradient that is not finite
         tf32: whether fp32 operations on GPUs may round their inputs to 10 bits (TF32), which is faster: on for matrix
             products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
@@ -137,6 +141,8 @@ class TrainConfig:
     eval_every: int | None = None
     eval_samples: int = 64
     check_every: int = 25
+    patience: int | None = None
+    ema: float | None = None
     max_skipped: int = 10
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
@@ -171,11 +177,13 @@ class CheckpointConfig:
 
     Attributes:
         every: save and evaluate every N steps; 0 saves only at the end and on signals
-        keep: number of newest checkpoints to keep; the one with the lowest held-out loss is kept as well
+        keep: number of newest checkpoints to keep; the best one is kept as well
+        best: what makes a checkpoint the best: the lowest held-out loss, or a metric of the task, as accuracy:max
     """
 
     every: int = 50
     keep: int = 3
+    best: str = "loss"
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class ObserveConfig:
     """
 
     line_every_s: float = 5.0
-    sinks: list[str] = field(default_factory=list)
+    sinks: list[str] | str = field(default_factory=list)
     timeline: str = "auto"
     profile: str = "off"
     nvtx: bool = False
@@ -237,6 +245,7 @@ class Config:
             same config under runs/, otherwise a new one)
         resume: checkpoint to resume from: auto (newest complete one in run_dir), never, or the path of a checkpoint or
             of another run
+        callbacks: classes of hvdtrain.Callback that are called during training, as file.py:name or module:name
         log_level: lowest level of messages on stderr
         optimizer: update rule and learning rate; unused if the task brings its own
         parallel: exchange of gradients between ranks
@@ -253,6 +262,7 @@ class Config:
     seed: int = 0
     run_dir: str | None = None
     resume: str = "auto"
+    callbacks: list[str] | str = field(default_factory=list)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -125,9 +125,11 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     passes = min(_PASSES, len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
+    parameters = [p for p in worker.state.model.parameters() if p.requires_grad]
+    averages = [p.detach().clone() for p in parameters] if train.ema is not None else []  # as the callback EMA
     _step(engine, worker, batches[:1], live)  # makes the optimizer's state
     _step(engine, worker, batches, live)
-    model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers()])
+    model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers(), *averages])
     slots = [slot for state in engine.optimizer.state.values() for slot in state.values()]
     optimizer = _bytes([slot for slot in slots if isinstance(slot, Tensor)])
     if run.config.memory.offload == "none":

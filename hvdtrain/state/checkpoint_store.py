@@ -22,6 +22,7 @@ from hvdtrain.files import fsync
 from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
+from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import request_shards
 from hvdtrain.state.shard_index import INDEX, index_of
@@ -49,6 +50,7 @@ class CheckpointStore:
         progress: called for each file and each verified MiB, so that the watchdog sees progress.
         check: called before each save; raises if another job has taken over the run.
         files: content by name of further files in each checkpoint; see `Task.files`.
+        best: which checkpoint is kept besides the newest.
     """
 
     directory: Path
@@ -56,6 +58,7 @@ class CheckpointStore:
     progress: Callable[[], None] = lambda: None
     check: Callable[[], None] = lambda: None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    best: Measure = field(default_factory=Measure)
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
@@ -86,7 +89,7 @@ class CheckpointStore:
     ) -> Path:
         """Complete a checkpoint from the files in `folder`, and return its path. Call in `discard_on_error`.
 
-        It never changes existing checkpoints. `heldout_loss` in `notes` determines the best one.
+        It never changes existing checkpoints. `heldout_loss` and `metrics` in `notes` determine the best one.
         """
         texts = {VALUES: json.dumps(dict(state.values)).encode(), **index_of(folder, files), **self.files}
         every = {**files, **{name: write_bytes(folder / name, content) for name, content in texts.items()}}
@@ -142,12 +145,19 @@ class CheckpointStore:
                 renamed = self._set_aside(saved.path)
                 self.warn(f"{saved.path.name} is set aside as {renamed}; remove it if you do not need it")
 
+    def _score(self, path: Path) -> float | None:
+        try:
+            manifest = read_manifest(path)
+            return self.best.score(manifest.get("heldout_loss"), manifest.get("metrics") or {})
+        except (CheckpointError, TypeError, AttributeError):
+            return None
+
     def _set_aside(self, path: Path) -> Path:
         names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count())
         return path.rename(next(name for name in names if not name.exists()))
 
     def remove_old(self, keep: int, just_saved: Path, progress: Callable[[], None] | None = None) -> None:
-        """Remove all but the newest `keep` checkpoints, `just_saved`, and the one with the lowest held-out loss.
+        """Remove all but the newest `keep` checkpoints, `just_saved`, and the best one.
 
         Before that it verifies that the disk returns the bytes of `just_saved`.
 
@@ -156,9 +166,9 @@ class CheckpointStore:
         """
         every = self.list()
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
-        losses = [(loss, saved.path) for saved in every if (loss := _heldout_loss(saved.path)) is not None]
-        if losses:
-            kept.add(min(losses)[1])
+        scores = [(score, saved.path) for saved in every if (score := self._score(saved.path)) is not None]
+        if scores:
+            kept.add(min(scores)[1])
         obsolete = [saved.path for saved in every if saved.path not in kept]
         if obsolete:
             self._verify(just_saved, progress or self.progress)
@@ -210,11 +220,3 @@ def may_be_added(name: str) -> bool:
     """Return whether a checkpoint can have a further file of this name."""
     own = name in (MANIFEST, VALUES, INDEX) or name.startswith("shard-") or name.endswith(".safetensors")
     return re.fullmatch(r"[A-Za-z][\w.-]*\.[a-z]+", name) is not None and not own
-
-
-def _heldout_loss(path: Path) -> float | None:
-    try:
-        loss = read_manifest(path).get("heldout_loss")
-    except CheckpointError:
-        return None
-    return loss if isinstance(loss, float) else None

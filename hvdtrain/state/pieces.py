@@ -86,9 +86,9 @@ class StateDict:
     """The pieces of a state that one rank holds, and plain values that JSON supports.
 
     Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
-            last one only if it is not empty. ``optimizer_values`` holds numbers of a divided optimizer's state, by
-            ``name/slot``, as tensors without dimensions.
+        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor},
+            "callbacks": {"callback/name": tensor}}; the last two only if they are not empty. ``optimizer_values``
+            holds numbers of a divided optimizer's state, by ``name/slot``, as tensors without dimensions.
         values: equal on all ranks.
         places: of the pieces; a tensor without a place is whole, and equal on all ranks.
     """

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
 from hvdtrain.state.exchange_state import Exchange, Owned
+from hvdtrain.state.extras import GROUP as EXTRAS
+from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
 from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
@@ -49,6 +51,7 @@ class TrainState:
     progress: Progress
     exchange: Exchange | None = None  # synchronized before it is saved
     frozen: FrozenWeights | None = None  # parameters that checkpoints leave out; see `Task.remakes_frozen`
+    extras: Mapping[str, Stateful] = field(default_factory=dict)  # callbacks by name
 
     def state_dict(self, *, with_frozen: bool = False) -> StateDict:
         """Return the pieces that this rank holds, without copying tensors.
@@ -67,6 +70,8 @@ class TrainState:
         for key in residuals:
             if self.exchange is not None and (place := self.exchange.state_place(key)) is not None:
                 places["exchange", key] = place
+        extra_tensors, extra_values, extra_places = extra_state(self.extras, self._parameter)
+        places |= extra_places
         values = {
             "progress": vars(self.progress).copy(),
             "aliases": aliases,
@@ -75,8 +80,10 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "exchange": exchange,
             **({FROZEN: self.frozen.facts()} if self.frozen is not None else {}),
+            **({EXTRAS: extra_values} if extra_values else {}),
         }
-        tensors = {"model": model, **slots, **({"exchange": residuals} if residuals else {})}
+        rest = {"exchange": residuals, EXTRAS: extra_tensors}
+        tensors = {"model": model, **slots, **{group: found for group, found in rest.items() if found}}
         return StateDict(tensors, values, places)
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -106,11 +113,13 @@ class TrainState:
         if self.exchange is not None:
             values = state.values.get("exchange") or _NO_EXCHANGE  # missing in checkpoints of version 0.1
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), values)
+        load_extras(self.extras, state, self._parameter)
         self.progress = Progress(**state.values["progress"])
 
     def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
-        if group == "model" and is_divided(parameter := self._parameter(name)):
+        own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
+        if own_name and is_divided(parameter := self._parameter(own_name)):
             return place_of(parameter).cut(whole, local(parameter).shape).clone()
         if group not in ("optimizer", NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
             return whole

@@ -19,6 +19,7 @@ from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
+from hvdtrain.training.callbacks.base import Callback
 from hvdtrain.training.result import Result
 from hvdtrain.yaml_file import read_yaml
 
@@ -28,6 +29,7 @@ def train(
     task: Task | TaskFunction | None = None,
     *,
     sinks: Sequence[Sink | Callable[[Record], object]] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train on all ranks of this job. Collective: yes.
 
@@ -37,6 +39,7 @@ def train(
             `config` names. A `Task` object starts a new run each time, unless `run_dir` names one.
         sinks: receive each step and event on rank 0, in addition to the journal: functions of one record, or objects
             with ``write(record)`` and ``close()`` (`hvdtrain.observe.sinks.Sink`).
+        callbacks: called at each step, evaluation and checkpoint, on every rank (`hvdtrain.Callback`).
 
     Errors:
         HvdtrainError: see `hvdtrain.errors`. On one rank or on all; end the process then, so that the launcher ends
@@ -74,7 +77,7 @@ def train(
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
         rounds = start_rounds(info, run.config.parallel.dp_shard, horovod=needs_horovod(run.config.parallel.engine))
-        return run_training(run, build, rounds, timeline, info, sinks)
+        return run_training(run, build, rounds, timeline, info, sinks, callbacks=callbacks)
     except NoPlace:
         sys.exit(0)
 

@@ -37,7 +37,8 @@ class Result:
 
     Attributes:
         run_dir: the run folder; absolute.
-        reason: "finished", "stop_at", or the name of the signal that stopped it.
+        reason: "finished", "stop_at", the name of the signal that stopped it, or what a callback gave as
+            the reason.
         step: optimizer steps done, including earlier stretches of the run.
         total_steps: the schedule's horizon.
         train_on: options that train for as many steps again, at the last learning rate.

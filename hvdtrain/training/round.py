@@ -37,6 +37,7 @@ class Round:
         recorder: of this rank.
         store: of checkpoints, on rank 0; None elsewhere.
         engine: exchange and optimizer.
+        ended_at: the step at which a callback ends training; None to continue.
         is_ending: whether this rank needs no other rank any more, so that each may end.
     """
 
@@ -52,9 +53,10 @@ class Round:
     recorder: Recorder = field(init=False)
     store: CheckpointStore | None = field(default=None, init=False)
     engine: Engine | None = field(default=None, init=False)
+    ended_at: int | None = field(default=None, init=False)
     is_ending: bool = field(default=False, init=False)
 
     @property
     def stop(self) -> int:
         """The step to stop at."""
-        return stop_step(self.run.config.train, self.worker.horizon)
+        return stop_step(self.run.config.train, self.worker.horizon) if self.ended_at is None else self.ended_at

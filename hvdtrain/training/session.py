@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
+from hvdtrain.data.loader import dataset_length
 from hvdtrain.engine.table import engine_of, places_model
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
@@ -17,6 +18,9 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.state.measure import Measure
+from hvdtrain.training.callbacks.base import Callback
+from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
 from hvdtrain.training.loop.forward import forward_dtype
@@ -41,8 +45,9 @@ def run_training(
     info: RankInfo,
     sinks: Sequence[Any] = (),
     output: FailureOutput | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train the task that `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
+    """Train the task that `build` makes. Collective: yes. Errors, `sinks`, `callbacks`: those of `hvdtrain.train`.
 
     `timeline` was made before Horovod was initialised. `info` describes this process at its start. Without an
     `output`, the failure card goes to the run folder only.
@@ -63,6 +68,9 @@ def run_training(
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
     worker = make_worker_state(run, task, device, info)
     worker.note = note
+    heldout = 0 if task.heldout_data is None else dataset_length(task.heldout_data, least=0)
+    worker.callbacks = make_callbacks(run.config, info, callbacks, evaluates=heldout > 0)
+    worker.state.extras = worker.callbacks.by_name
     worker.warnings += [warning] if warning else []
     why, text = STARTED, ""
     failed: Round | None = None
@@ -111,24 +119,25 @@ def _train_round(
                 return _train_recorded(current, timeline, sinks)
     finally:
         current.engine = None  # frees its buckets before those of the next round are made
+        worker.callbacks.end_round()
         if current.claim is not None:
             current.claim.release()
 
 
 def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]) -> Result | None:
-    worker, recorder, spans = current.worker, current.recorder, current.spans
+    run, worker, recorder, spans = current.run, current.worker, current.recorder, current.spans
     horovod = add_job_observers(current, timeline, sinks)
     with refuse_exit():
         with ExitStack() as stack:
             if current.claim is not None:
-                folder = current.layout.checkpoints
-                files = worker.task.files
-                current.store = CheckpointStore(folder, recorder.warn, spans.touch, current.claim.check, files)
+                folder, warn, touch = current.layout.checkpoints, recorder.warn, spans.touch
+                best, check = Measure.parse(run.config.checkpoint.best), current.claim.check
+                current.store = CheckpointStore(folder, warn, touch, check, worker.task.files, best)
             use_found_micro_batch(current)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)
             stack.callback(current.engine.close)
-            add_listeners(spans, current.run.config.observe, worker.device, stack)
+            add_listeners(spans, run.config.observe, worker.device, stack)
             describe_start(current)
             resumed_at = resume_state(current)
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.

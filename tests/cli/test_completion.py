@@ -99,7 +99,7 @@ def test_the_options_of_train_are_those_of_its_parser() -> None:
         ("launch --el", ["--elastic", "--elastic-timeout"]),
         ("train --train.st", ["--train.steps", "--train.stop_at"]),
         ("--train.st", ["--train.steps", "--train.stop_at"]),
-        ("--train.steps 5 --checkpoint.", ["--checkpoint.every", "--checkpoint.keep"]),
+        ("--train.steps 5 --checkpoint.", ["--checkpoint.every", "--checkpoint.keep", "--checkpoint.best"]),
         ("train --precision ", ["fp32", "bf16", "fp16", "bf16-weights"]),
         ("train --precision = b", ["bf16", "bf16-weights"]),  # bash makes three words of --precision=b
         ("train --precision =", ["fp32", "bf16", "fp16", "bf16-weights"]),

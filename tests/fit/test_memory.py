@@ -218,3 +218,10 @@ def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
 def test_ddp_needs_what_the_default_engine_needs() -> None:
     """Real jobs: `benchmarks/fit.py`."""
     assert predict_memory(*_parsed(*LANGUAGE, "--parallel.engine=ddp"), 2) == predict_memory(*_parsed(*LANGUAGE), 2)
+
+
+def test_an_average_of_the_parameters_counts() -> None:
+    plain, averaged = (predict_memory(*_parsed(*LANGUAGE, *more), 1) for more in ((), ("--train.ema=0.9",)))
+    parameters = sum(p.nbytes for p in _parsed(*LANGUAGE)[1]().model.parameters())
+    assert averaged.model - plain.model == pytest.approx(parameters, rel=0.01)
+    assert averaged.peak - plain.peak == pytest.approx(parameters, rel=0.05)

@@ -39,6 +39,7 @@ TOY = (
     f"--train.steps={STEPS}",
     "--train.check_every=10",
     "--checkpoint.every=20",
+    "--train.ema=0.9",
     "--run_dir=run",
 )
 IMAGE = (

@@ -27,6 +27,7 @@ from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
+from hvdtrain.training.callbacks.group import Callbacks
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
@@ -67,6 +68,7 @@ class WorkerState:
         micro_batch: samples that the job has found to fit memory; 0 until it has, or if they are given.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
         warnings: about task and optimizer; recorded when training starts.
+        callbacks: of the run; `session.py` sets them.
         note: of the task, about what it has prepared; shown when training starts.
     """
 
@@ -89,6 +91,7 @@ class WorkerState:
     micro_batch: int = 0
     evaluated: int = -1
     warnings: list[str] = field(default_factory=list)
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
     note: str = ""
 
     @property

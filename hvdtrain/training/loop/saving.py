@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.ledger import Ledger
+from hvdtrain.state.measure import Measure
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.state.unsaved import UnsavedValues
 from hvdtrain.training.diagnostics.drift import check_equal, check_frozen
@@ -50,27 +51,41 @@ class Saving:
         check_frozen(self._state)  # notes the values at the start
         self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
+        self._best = Measure.parse(self._config.checkpoint.best)
+        self._callbacks = self._worker.callbacks
         self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate on held-out samples, if there are any. Collective: yes."""
-        stepper = self.stepper
-        with stepper.spans("evaluation"):
-            stepper.engine.complete()
-            found = evaluate(
-                stepper.task,
-                stepper.model,
-                self._comm,
-                stepper.precision,
-                stepper.device,
-                self.held_out,
-                touch=stepper.spans.touch,
-            )
+        """Evaluate on held-out samples, if there are any; callbacks may end training. Collective: yes.
+
+        Errors:
+            ConfigError: the value that determines the best checkpoint is missing.
+        """
+        with self.stepper.spans("evaluation"):
+            if (found := self.measure()) is not None:
+                self._callbacks.on_evaluation(found)
+                self._best.check(found.metrics)
+                if self._callbacks.why is not None:
+                    self.current.ended_at = self._state.progress.step
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
             self._recorder.event({"event": "evaluation", "at_step": self._state.progress.step, **facts})
         self._worker.evaluated = self._state.progress.step
         return found
+
+    def measure(self) -> Evaluation | None:
+        """Return loss and metrics of the model's present values; None without held-out data. Collective: yes."""
+        stepper = self.stepper
+        stepper.engine.complete()
+        return evaluate(
+            stepper.task,
+            stepper.model,
+            self._comm,
+            stepper.precision,
+            stepper.device,
+            self.held_out,
+            touch=stepper.spans.touch,
+        )
 
     def catch_up(self, requests: Callable[[], list[int]]) -> None:
         """Do the evaluation and the save due at this step, if a lost rank prevented them. Collective: yes."""
@@ -111,12 +126,13 @@ class Saving:
             check_frozen(self._state)
             self.stepper.engine.synchronize_state()
             # First: if a rank is lost now, nothing on the disk is newer than the commit.
+            self._callbacks.on_checkpoint()
             self.roll_back.commit(self._state, synchronized=True)
             state = self._state.state_dict()
             check_dtypes(state)  # waiting would not help
             self._warn_unsaved()
             heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
-            notes = {"heldout_loss": heldout_loss}
+            notes = {"heldout_loss": heldout_loss, "metrics": _finite(evaluation.metrics) if evaluation else {}}
             waits_s = list(WAITS_S if wait and not urgent else ())
             is_stopped = False
             while True:
@@ -188,3 +204,7 @@ class Saving:
                     self._recorder.warn(f"{reason}: trying once more now to write the last checkpoint")
                 return True
         return False
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

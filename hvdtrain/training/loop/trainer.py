@@ -12,6 +12,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import JOURNAL_KEYS
+from hvdtrain.training.callbacks.base import Training
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.feed import Feed
@@ -30,12 +31,12 @@ class Trainer:
     ::
 
         evaluate
-        for step in progress.step .. stop:
+        for step in progress.step .. stop, or until a callback asks to stop:
             set the learning rate of the step
             for each micro-batch of this rank: forward, scaled backward      (Stepper)
             finish exchange; unscale; finite? clip; step                     (Stepper)
             position += global batch
-            record the step; check skipped steps and jumps of the loss       (StepChecks)
+            record the step; callbacks; check skipped steps and jumps of the loss       (StepChecks)
             if they have spoiled training: back to the last commit           (RollBack)
             every N steps, last step, unless a signal asks to stop: evaluate
             a signal on any rank, every M steps, last step: save; stop if asked to
@@ -63,7 +64,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         """Make the histograms."""
-        self._worker, self._stop = self.current.worker, self.current.stop
+        self._worker, self._callbacks = self.current.worker, self.current.worker.callbacks
         self._state = self._worker.state
         self._histograms = Histograms(self.current.recorder.warn)
 
@@ -71,7 +72,7 @@ class Trainer:
         """Train; return why training ended. Collective: yes.
 
         Returns:
-            "finished", "stop_at", the name of a signal, or `RANKS_CHANGE`.
+            "finished", "stop_at", the name of a signal, `RANKS_CHANGE`, or the reason of a callback.
 
         Errors:
             NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
@@ -90,13 +91,15 @@ class Trainer:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
+        self._callbacks.begin(Training(self.current, self.stepper.engine, saving.measure), self.current.comm)
+        self._end_if_asked()
         if progress.step == 0:
             saving.evaluate()
         elif self.current.rounds.elastic:
             saving.catch_up(requests)
         self.roll_back.begin(self._state)
-        self.feed.begin(progress, self._stop, "round" if self.current.rounds.elastic else "started")
-        while progress.step < self._stop:
+        self.feed.begin(progress, self.current.stop, "round" if self.current.rounds.elastic else "started")
+        while progress.step < self.current.stop:
             own = [*requests(), *(commit := self.roll_back.values())]
             own[SAVE] += saving.writer.poll()  # all ranks together retry a failed save
             result = self._step([*own, *self.sums.values()])
@@ -104,7 +107,7 @@ class Trainer:
             spoiled = self.step_checks.check(result, progress)
             if is_back := spoiled is not None and self.roll_back.roll_back(spoiled, self._state, saving.writer.wait):
                 progress = self._state.progress
-                self.feed.begin(progress, self._stop, "rolled_back")
+                self.feed.begin(progress, self.current.stop, "rolled_back")
             elif any(result.sums[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self._state)
             if progress.step == begun_at + 1:
@@ -112,8 +115,8 @@ class Trainer:
                 self._show_memory()
                 if self.compiled is not None:
                     self.compiled.end_first_step()
+            self._end_if_asked()
             reason = stop_reason(result.sums)
-            last = progress.step == self._stop
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.sums[SAVE]) and progress.step > asked_at + 1
             if asked:
@@ -121,6 +124,7 @@ class Trainer:
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
             evaluating = not (reason or is_back) and saving.is_evaluation_due()
             evaluated = saving.evaluate() if evaluating else None
+            last = progress.step == self.current.stop
             if asked or reason or (not is_back and saving.is_save_due()):
                 why = f"requested by {reason or 'SIGUSR1'}" if reason or asked else ""
                 saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, requests=requests)
@@ -130,15 +134,21 @@ class Trainer:
                 self.stepper.engine.synchronize_state()
                 self.roll_back.end_round(self._state)
                 return RANKS_CHANGE
-        return self._end("finished" if progress.step >= self._worker.horizon else "stop_at")
+        done = "finished" if progress.step >= self._worker.horizon else "stop_at"
+        return self._end(self._callbacks.why or done)
+
+    def _end_if_asked(self) -> None:
+        if self._callbacks.why is not None:
+            self.current.ended_at = self._state.progress.step
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         self._show_memory()
         if self.compiled is not None:
             self.compiled.end()
-        event = "finished" if reason == "finished" else "stopped"
+        event = "finished" if reason in ("finished", self._callbacks.why) else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
+        self._callbacks.on_end(reason)
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
 
@@ -193,6 +203,7 @@ class Trainer:
         self._worker.last_record = record
         self.current.recorder.step(record)
         self._show_histograms()
+        self._callbacks.on_step(record)
         self.on_step(record)  # may clear gradients
 
     def _show_memory(self) -> None:

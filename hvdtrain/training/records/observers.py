@@ -105,7 +105,9 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
     wanted, folder = "a function of one record, or a class with write(record) and close()", current.worker.info.folder
-    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in current.run.config.observe.sinks]
+    named = current.run.config.observe.sinks
+    specs = [named] if isinstance(named, str) else named
+    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in specs]
     sinks += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in sinks:
         make = sink_maker(value)

@@ -138,7 +138,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         step_checks=StepChecks(current, stepper, feed),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
-        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm)),
+        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm), worker.callbacks),
         compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
     )
 

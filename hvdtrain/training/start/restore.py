@@ -19,6 +19,7 @@ from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
+from hvdtrain.state.extras import unused
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.pooling import pool_state
 from hvdtrain.state.sync import broadcast_state
@@ -121,6 +122,8 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
         recorder.say(f"resuming from step {saved.step} ({relative_to_start(saved.path, worker.info)})")
+        if lost := unused(state.extras, snapshot):
+            recorder.warn(f"the state of callbacks that this run does not have is dropped: {', '.join(lost)}")
         if change := learning_rate_change(worker):
             recorder.warn(change)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):

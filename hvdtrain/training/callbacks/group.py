@@ -1,0 +1,128 @@
+"""The callbacks of a run, called in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import ConfigError
+from hvdtrain.loading import load
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.state.measure import Measure
+from hvdtrain.training.callbacks.base import Callback, Training
+from hvdtrain.training.callbacks.early_stopping import EarlyStopping
+from hvdtrain.training.callbacks.ema import EMA
+
+if TYPE_CHECKING:
+    from hvdtrain.training.loop.evaluate import Evaluation
+
+
+class Callbacks:
+    """The callbacks of this process, and the request of any of them, on any rank, to stop.
+
+    Attributes:
+        by_name: by the name of the class.
+        why: the agreed reason to stop; None to continue.
+    """
+
+    def __init__(self, members: Sequence[Callback]) -> None:
+        self.by_name = {type(member).__name__: member for member in members}
+        if len(self.by_name) < len(members):
+            raise ConfigError(
+                "two callbacks are of the same class: checkpoints could not distinguish their state",
+                found=", ".join(type(member).__name__ for member in members),
+                everywhere=True,
+            )
+        self.why: str | None = None
+        self._of_round: Training | None = None
+        self._has_begun = False
+
+    def begin(self, training: Training, comm: Comm) -> None:
+        """Begin a round. Collective: yes."""
+        self._of_round, self._comm = training, comm
+        if not self._has_begun:
+            for callback in self.by_name.values():
+                callback.on_begin(training)
+        self._has_begun = True
+        self._agree()
+
+    @property
+    def _training(self) -> Training:
+        assert self._of_round is not None
+        return self._of_round
+
+    def end_round(self) -> None:
+        """Release the round, because its engine has memory."""
+        self._of_round = None
+
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """Call those that are due."""
+        for callback in self.by_name.values():
+            if record["step"] % callback.every == 0:
+                callback.on_step(self._training, record)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Call each; any may ask to stop at this step. Collective: yes."""
+        for callback in self.by_name.values():
+            callback.on_evaluation(self._training, evaluation)
+        self._agree()
+
+    def on_checkpoint(self) -> None:
+        """Call each."""
+        for callback in self.by_name.values():
+            callback.on_checkpoint(self._training)
+
+    def on_end(self, reason: str) -> None:
+        """Call each."""
+        for callback in self.by_name.values():
+            callback.on_end(self._training, reason)
+
+    def values(self) -> list[int]:
+        """Return 1 if one of this rank asks to stop; the next step sums it over ranks."""
+        return [int(self._training.is_asked)] if self.by_name else []
+
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Agree on a stop if one asks for it. Collective: yes."""
+        if any(sums):
+            self._agree()
+
+    def _agree(self) -> None:
+        if not self.by_name:
+            return
+        asked = allgather_json(self._comm, self._training.requests(), name="callbacks/stop")
+        self.why = self.why or next((why for each in asked for why in each), None)
+
+
+def make_callbacks(config: Config, info: RankInfo, given: Sequence[Any], *, evaluates: bool) -> Callbacks:
+    """Return the callbacks that options ask for, then those of the calling program.
+
+    Errors:
+        ConfigError: one cannot be found or is of the wrong type, or there are no held-out data to judge by.
+    """
+    best, train = Measure.parse(config.checkpoint.best), config.train
+    if not evaluates and (train.patience is not None or best != Measure()):
+        raise ConfigError(
+            "training cannot be judged by evaluations: there are no held-out data",
+            next_step="omit --train.patience and --checkpoint.best, or hold out data",
+            everywhere=True,
+        )
+    members: list[Callback] = [EMA(train.ema)] if train.ema is not None else []
+    members += [EarlyStopping(train.patience, best)] if train.patience is not None else []
+    wanted = "a class of hvdtrain.Callback, without arguments"
+    for spec in [config.callbacks] if isinstance(config.callbacks, str) else config.callbacks:
+        members.append(_checked(load(spec, ConfigError, wanted, info.folder)(), spec))
+    return Callbacks([*members, *(_checked(value, type(value).__name__) for value in given)])
+
+
+def _checked(value: Any, name: str) -> Callback:
+    if isinstance(value, Callback) and isinstance(value.every, int) and value.every >= 1:
+        return value
+    raise ConfigError(
+        f"{name} is no callback",
+        expected="an object of a class of hvdtrain.Callback, with every = 1 or more",
+        found=f"every = {value.every!r}" if isinstance(value, Callback) else type(value).__name__,
+        everywhere=True,
+    )

@@ -1,0 +1,265 @@
+"""Callbacks: when they are called, what they may change, what comes back in a resume; EMA and early stopping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hvdtrain
+from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.state.checkpoint_store import MANIFEST, load
+from tests.support.thread_job import train_on_threads
+from tests.support.toy import toy
+
+OPTIONS: dict[str, Any] = {
+    "train": {"steps": 8, "global_batch": 4, "micro_batch": 2},
+    "checkpoint": {"every": 4, "keep": 9},
+    "run_dir": "run",
+}
+ARGUMENTS = ("--task=tests.support.toy:toy", "--train.global_batch=4", "--train.micro_batch=2", "--checkpoint.every=4")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _train(*callbacks: hvdtrain.Callback, task: Any = toy, checkpoint: Any = None, **train: Any) -> hvdtrain.Result:
+    checkpoint = {**OPTIONS["checkpoint"], **(checkpoint or {})}
+    options = {**OPTIONS, "train": {**OPTIONS["train"], **train}, "checkpoint": checkpoint}
+    return hvdtrain.train(options, task, callbacks=callbacks)
+
+
+def _events(run: str, name: str) -> list[Mapping[str, Any]]:
+    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == name]
+
+
+def _losses(run: str) -> list[float]:
+    return [line["loss"] for line in read_steps(Path(run, "journal.jsonl")).values()]
+
+
+class Note(hvdtrain.Callback):
+    """Notes its calls, and keeps their number."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every, self.calls, self.known = every, list[tuple[str, int]](), 0
+
+    def on_begin(self, training: Any) -> None:
+        self.calls.append(("begin", training.step))
+
+    def on_step(self, training: Any, record: Mapping[str, Any]) -> None:
+        self.calls.append(("step", record["step"]))
+
+    def on_evaluation(self, training: Any, evaluation: Any) -> None:
+        self.calls.append(("evaluation", training.step))
+        evaluation.metrics["noted"] = float(training.step)
+
+    def on_checkpoint(self, training: Any) -> None:
+        self.calls.append(("checkpoint", training.step))
+
+    def on_end(self, training: Any, reason: str) -> None:
+        self.calls.append((reason, training.step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": len(self.calls), "step": torch.tensor(self.calls[-1][1] if self.calls else 0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.known = state["calls"] + int(state["step"])
+
+
+def test_calls_and_their_order() -> None:
+    note = Note(every=3)
+    assert _train(note).metrics["noted"] == 8
+    saved = [(name, step) for step in (4, 8) for name in ("evaluation", "checkpoint")]
+    steps = sorted([("step", 3), ("step", 6), *saved], key=lambda call: call[1])
+    assert note.calls == [("begin", 0), ("evaluation", 0), *steps, ("finished", 8)]
+
+
+def test_state_comes_back() -> None:
+    _train(Note(), stop_at=4)
+    note = Note()
+    _train(note)
+    assert note.known == 8 + 4  # begin, an evaluation, four steps, an evaluation, a checkpoint; at step 4
+    assert note.calls[0] == ("begin", 4)
+
+
+class Stop(hvdtrain.Callback):
+    """Asks for a stop on one rank."""
+
+    def __init__(self, where: str, rank: int = 0) -> None:
+        self._where, self._rank = where, rank
+
+    def _ask(self, where: str, training: Any) -> None:
+        if where == self._where and training.rank == self._rank:
+            training.stop("enough")
+
+    def on_begin(self, training: Any) -> None:
+        self._ask("begin", training)
+
+    def on_step(self, training: Any, record: Mapping[str, Any]) -> None:
+        self._ask(f"step {record['step']}", training)
+
+    def on_evaluation(self, training: Any, evaluation: Any) -> None:
+        self._ask(f"evaluation {training.step}", training)
+
+
+@pytest.mark.parametrize(
+    ("where", "ends"), [("begin", 0), ("evaluation 0", 0), ("step 2", 3), ("evaluation 4", 4), ("step 7", 8)]
+)
+def test_one_rank_ends_training_on_all(where: str, ends: int) -> None:
+    results = train_on_threads(*ARGUMENTS, "--train.steps=8", "--run_dir=run", size=2, callbacks=[Stop(where, rank=1)])
+    assert [(result.step, result.reason) for result in results] == [(ends, "enough")] * 2
+    assert sorted(_events("run", "evaluation"), key=lambda line: line["at_step"])[-1]["at_step"] == ends
+    assert [line["reason"] for line in _events("run", "finished")] == ["enough"]
+    assert (Path("run/checkpoints") / f"step-{ends:06d}").is_dir() == (ends > 0)
+
+
+def _without_progress() -> hvdtrain.Task:
+    task = toy(dropout=0)
+    return replace(task, optimizer=torch.optim.SGD(task.model.parameters(), lr=0.0))
+
+
+def test_training_ends_without_progress_and_a_resume_ends_at_once() -> None:
+    first = _train(task=_without_progress, eval_every=1, patience=3)
+    assert first.step == 3 and "loss has not improved in 3 evaluations" in first.reason
+    assert _train(task=_without_progress, eval_every=1, patience=3).step == 3
+    assert _train(task=_without_progress, eval_every=1, patience=4).step == 4
+    assert _train(task=_without_progress, eval_every=1, patience=9).step == 8
+
+
+def test_progress_counts_anew() -> None:
+    """The 4 evaluations after the best one end training, not 4 in all."""
+    losses = iter([5.0, 6.0, 6.0, 4.0, 7.0, 7.0, 7.0, 7.0, 1.0])
+
+    class Replace(hvdtrain.Callback):
+        def on_evaluation(self, training: Any, evaluation: Any) -> None:
+            evaluation.metrics["given"] = next(losses)
+
+    from hvdtrain.state.measure import Measure
+    from hvdtrain.training.callbacks.early_stopping import EarlyStopping
+
+    assert _train(Replace(), EarlyStopping(4, Measure("given")), eval_every=1).step == 7
+
+
+@pytest.mark.parametrize(("best", "kept"), [("given:max", 8), ("given", 4), ("given:min", 4)])
+def test_the_best_checkpoint_by_a_metric_is_kept(best: str, kept: int) -> None:
+    class Replace(hvdtrain.Callback):
+        def on_evaluation(self, training: Any, evaluation: Any) -> None:
+            evaluation.metrics["given"] = {4: 1.0, 8: 9.0}.get(training.step, 5.0)
+
+    _train(Replace(), steps=16, checkpoint={"keep": 1, "best": best})
+    found = sorted(Path("run/checkpoints").iterdir())
+    assert [path.name for path in found] == [f"step-{step:06d}" for step in (kept, 16)]
+    assert json.loads((found[0] / MANIFEST).read_text())["metrics"]["given"] == {4: 1.0, 8: 9.0}[kept]
+
+
+class Follow(hvdtrain.Callback):
+    """Computes an average in float64."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay, self.found = decay, dict[str, Tensor]()
+
+    def on_begin(self, training: Any) -> None:
+        self.found = {name: p.detach().double().clone() for name, p in training.model.named_parameters()}
+
+    def on_step(self, training: Any, record: Mapping[str, Any]) -> None:
+        decay = min(self._decay, (1 + training.step) / (10 + training.step))
+        for name, parameter in training.model.named_parameters():
+            self.found[name] = decay * self.found[name] + (1 - decay) * parameter.detach().double()
+
+
+def _averages(run: str, step: int) -> dict[str, Tensor]:
+    stored = load(Path(run, "checkpoints", f"step-{step:06d}")).tensors["callbacks"]
+    return {name.removeprefix("EMA/"): tensor for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("decay", [0.2, 0.9])
+def test_the_average_is_right_and_changes_no_training(decay: float) -> None:
+    follow = Follow(decay)
+    _train(follow, ema=decay)
+    found = _averages("run", 8)
+    assert found.keys() == follow.found.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), follow.found[name], rtol=1e-5, atol=1e-7)
+    hvdtrain.train({**OPTIONS, "run_dir": "plain"}, toy)
+    assert _losses("plain") == _losses("run")
+    plain, averaged = (load(Path(run, "checkpoints/step-000008")) for run in ("plain", "run"))
+    for group in ("model", "optimizer"):
+        assert all(torch.equal(tensor, averaged.tensors[group][name]) for name, tensor in plain.tensors[group].items())
+
+
+def test_the_loss_of_the_average_is_that_of_a_model_with_its_values() -> None:
+    follow = Follow(0.5)
+    _train(follow, ema=0.5)
+
+    def average() -> hvdtrain.Task:
+        task = toy()
+        task.model.load_state_dict(follow.found)
+        return task
+
+    hvdtrain.train({**OPTIONS, "run_dir": "other"}, average)
+    expected = _events("other", "evaluation")[0]["loss"]
+    assert _events("run", "evaluation")[-1]["metrics"]["ema_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_average_does_not_depend_on_ranks_nor_on_a_stop() -> None:
+    options = (*ARGUMENTS, "--train.steps=8", "--train.ema=0.8")
+    for size in (1, 2, 3):
+        train_on_threads(*options, f"--run_dir={size}", size=size)
+    train_on_threads(*options, "--run_dir=parts", "--train.stop_at=4", size=2)
+    train_on_threads(*options, "--run_dir=parts", size=2)
+    expected = _averages("1", 8)
+    for size in (2, 3):
+        for name, tensor in _averages(str(size), 8).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(tensor, _averages("2", 8)[name]) for name, tensor in _averages("parts", 8).items())
+
+
+class Unsavable(hvdtrain.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"set": {1, 2}}
+
+
+class Never(hvdtrain.Callback):
+    every = 0
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (lambda: _train(Note(), Note()), "two callbacks are of the same class"),
+        (lambda: _train("text"), "str is no callback"),  # type: ignore[arg-type]
+        (lambda: _train(Never()), "Never is no callback"),
+        (lambda: _train(Unsavable()), "the state of Unsavable/set cannot be saved"),
+        (lambda: _train(patience=2, task=lambda: toy(heldout=0)), "there are no held-out data"),
+        (lambda: _train(checkpoint={"best": "accurate"}), "evaluations have no such value"),
+        (lambda: _train(checkpoint={"best": "loss:most"}), "invalid --checkpoint.best"),
+        (lambda: _train(ema=1.0), r"--train.ema is 1.0"),
+        (lambda: hvdtrain.train({**OPTIONS, "callbacks": "json:JSONDecoder"}, toy), "is no callback"),
+    ],
+)
+def test_what_is_refused(train: Callable[[], object], message: str) -> None:
+    with pytest.raises(hvdtrain.HvdtrainError, match=message):
+        train()
+
+
+def test_options_name_callbacks(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        "import hvdtrain\n\n\nclass Mine(hvdtrain.Callback):\n"
+        "    def on_end(self, training, reason):\n        training.say(f'{reason} on {training.size}')\n"
+    )
+    train_on_threads(*ARGUMENTS, "--train.steps=2", "--run_dir=run", "--callbacks=mine.py:Mine", size=2)
+    assert capfd.readouterr().out.count("finished on 2") == 1
+
+
+def test_state_of_a_missing_callback_is_said_to_be_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    _train(Note(), stop_at=4)
+    _train()
+    assert "is dropped: Note" in capfd.readouterr().out
