@@ -26,7 +26,7 @@ _METAVARS: Mapping[str, str] = {
     "run_dir": "DIR",
     "resume": "CHECKPOINT",
     "model.config": "FILE",
-    "model.pretrained": "DIR",
+    "model.from": "DIR",
     "data.text": "GLOB",
     "data.tokens": "FILE",
     "data.dataset": "DIR",

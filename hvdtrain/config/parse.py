@@ -14,6 +14,7 @@ import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from hvdtrain.config.checks import check_values
 from hvdtrain.config.options import list_options, plain_parser
 from hvdtrain.config.schema import LEARNING_RATES, Config
-from hvdtrain.config.spelling import EitherSpelling, declared_spelling, known_elsewhere
+from hvdtrain.config.spelling import EitherSpelling, declared_spelling, known_elsewhere, option_name
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.yaml_file import flatten, read_yaml
@@ -86,6 +87,12 @@ def _values(option: str, argv: Sequence[str]) -> list[str]:
 
 class _Parser(EitherSpelling, ArgumentParser):
     """The parser of training. Its help omits options such as ``--train CONFIG``, which set a whole section."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        return super().add_argument(*map(option_name, args), **kwargs)
+
+    def set_defaults(self, *args: Any, **kwargs: Any) -> None:
+        super().set_defaults(*({option_name(name): value for name, value in each.items()} for each in args), **kwargs)
 
     def format_help(self, formatter: Any = None) -> str:
         return plain_parser(list_options(self)).format_help()
@@ -177,12 +184,16 @@ def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
     if namespace.optimizer.lr is None:  # so that `config.yaml` names it
         namespace.optimizer.lr = LEARNING_RATES[namespace.optimizer.name]
     resolved = yaml.safe_load(parser.dump(namespace))
-    values = vars(parser.instantiate(namespace))
+    values = vars(parser.instantiate(namespace, instantiators=[(_make_section, object, True)]))
     names = {field.name for field in fields(Config)}
     config = Config(**{name: values[name] for name in names})
     check_values(flatten(asdict(config)), config)
     task_args = {k: v for k, v in values.items() if k not in names and k != "config"}
     return RunConfig(config, task_args, resolved)
+
+
+def _make_section(section: type, *args: Any, **options: Any) -> Any:
+    return section(*args, **{f"{name}_" if iskeyword(name) else name: value for name, value in options.items()})
 
 
 def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:

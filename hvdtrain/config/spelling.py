@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Container, Mapping
+from keyword import iskeyword
 from typing import Any
 
 ELSEWHERE: Mapping[str, str] = {
@@ -46,6 +47,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--resume": "resume_from_checkpoint resume_from ckpt_path load_checkpoint",
     "--observe.line_every_s": "logging_steps log_interval log_every_n_steps log_every",
     "--observe.sinks": "report_to wandb",
+    "--model.from": "model.pretrained pretrained model_name_or_path pretrained_model_name_or_path init_from",
     "--model.attention": "attn_implementation attention flash_attention use_flash_attn",
     "--model.lora": "lora use_lora lora_r lora_rank",
     "--data.seq_len": "seq_len seq_length max_length max_seq_length block_size context_length",
@@ -57,6 +59,12 @@ _REMARKS: Mapping[str, str] = {
     "--optimizer.warmup_steps": "a number of steps",
     "--observe.line_every_s": "in seconds",
 }
+
+
+def option_name(name: str) -> str:
+    """Return the name of an option for a field; `from_` is for `from`, which Python reserves."""
+    short = name.removesuffix("_")
+    return short if iskeyword(short.rpartition(".")[2]) else name
 
 
 class EitherSpelling(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,8 +202,10 @@ class CheckpointStore:
         return self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
 
 
-def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
-    """Read and verify one checkpoint. Tensors are on the CPU. For `progress` see `CheckpointStore`.
+def load(path: Path, progress: Callable[[], None] = lambda: None, *, groups: Container[str] | None = None) -> StateDict:
+    """Read and verify one checkpoint, or only these groups of tensors. Tensors are on the CPU.
+
+    For `progress` see `CheckpointStore`.
 
     Errors:
         CheckpointError: a file is missing, truncated or changed.
@@ -211,7 +213,7 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
     """
     try:
         with detect_unreadable(path):
-            return read_state(path, progress)
+            return read_state(path, progress, groups)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise damaged(path, found=f"{type(error).__name__}: {error}") from error
 

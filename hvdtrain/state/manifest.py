@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,10 @@ def detect_unreadable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
+def read_state(path: Path, progress: Callable[[], None], groups: Container[str] | None = None) -> StateDict:
     """Verify every byte of a checkpoint, and return its whole tensors, on the CPU. They are read when they are used.
+
+    With `groups`, only these groups of tensors.
 
     Errors:
         CheckpointError: a file is missing or changed.
@@ -110,6 +112,8 @@ def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
         if name == VALUES:
             values = json.loads(read_verified(file, digest, progress).numpy().tobytes())
         elif name.endswith(".safetensors"):
+            if groups is not None and file_group(name) not in groups:
+                continue
             group = tensors.setdefault(file_group(name), Assembly())
             found, places = read_tensors(file, digest, progress)
             for tensor_name, tensor in found.items():

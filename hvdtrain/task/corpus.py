@@ -31,7 +31,7 @@ class TextConfig:
             data.text)
         dataset: train on a folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
             test split is held out, otherwise its end (default: use data.text)
-        tokenizer: tokenizer.json for the text (default: the tokenizer of model.pretrained, otherwise each byte is a
+        tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
             token)
         seq_len: tokens per sample, and the weight of a sample in the loss
         heldout: fraction of the data to hold out for evaluation

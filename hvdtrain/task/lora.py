@@ -125,6 +125,14 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
         peft.inject_adapter_in_model(config, holder)
 
 
+def merge_adapters(model: nn.Module) -> None:
+    """Add the trained matrices of `add_adapters` to the layers' weights, and remove them, in place."""
+    layer_type = import_library("peft.tuners.lora", "--model.lora", "lm").LoraLayer
+    for name, layer in [(name, each) for name, each in model.named_modules() if isinstance(each, layer_type)]:
+        layer.merge()
+        model.set_submodule(name, layer.get_base_layer())
+
+
 def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Return the names of the layers to adapt.
 

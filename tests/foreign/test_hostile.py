@@ -149,7 +149,7 @@ ROWS: list[tuple[str, int, str]] = [
     ("--model.config fifo", 2, "hvdtrain: ConfigError: fifo does not describe a model"),
     ("--model.config deep.json", 2, "hvdtrain: ConfigError: deep.json does not describe a model"),
     ("--model.config list.json", 2, "hvdtrain: ConfigError: list.json does not describe a model"),
-    ("--model.pretrained folder", 2, "hvdtrain: ConfigError: folder/config.json does not describe a model"),
+    ("--model.from folder", 2, "hvdtrain: ConfigError: folder/config.json does not describe a model"),
     ("timeline nonsense", 2, "hvdtrain: there is no command 'nonsense' of timeline"),
     ("timeline report nowhere.json", 1, "hvdtrain: TraceError: nowhere.json does not exist"),
     ("timeline report empty.txt", 1, "hvdtrain: TraceError: there is no event in empty.txt"),

@@ -28,7 +28,7 @@ def test_weights_in_a_pickle_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(MakesFolder(marker)))
     with pytest.raises(TaskError):
-        causal_lm(ModelConfig(pretrained=str(tmp_path)), vocabulary=64, seq_len=8)
+        causal_lm(ModelConfig(from_=str(tmp_path)), vocabulary=64, seq_len=8)
     assert not marker.exists()
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.placeholder import Placeholder, parameters_without_memory, refuse_other_placeholders
-from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from tests.support.checkpoints import save
 
 
 class Initialised(nn.Module):
@@ -54,7 +58,7 @@ def _transformer(name: str) -> nn.Module:
 
 
 def _preset(pretrained: str | None = None) -> nn.Module:
-    return causal_lm(ModelConfig(preset="tiny", pretrained=pretrained), vocabulary=64, seq_len=8)
+    return causal_lm(ModelConfig(preset="tiny", from_=pretrained), vocabulary=64, seq_len=8)
 
 
 def _pretrained(folder: Path) -> nn.Module:
@@ -63,10 +67,20 @@ def _pretrained(folder: Path) -> nn.Module:
     return _preset(str(folder))
 
 
+def _saved(folder: Path) -> nn.Module:
+    if not (folder / "checkpoints").exists():
+        made: Any = _preset()
+        state = StateDict({"model": made.state_dict(), "optimizer": {}}, {"aliases": {}})
+        files = {"config.json": made.config.to_json_string().encode()}
+        save(CheckpointStore(folder / "checkpoints", pytest.fail, files=files), 1, state)
+    return _preset(str(folder))
+
+
 MODELS: dict[str, Callable[[Path], nn.Module]] = {
     "initial values": lambda folder: Initialised(),
     "DeepSeek": lambda folder: _preset(),
     "a folder": _pretrained,
+    "a run": _saved,
     "Llama": lambda folder: _transformer("Llama"),
     "ViT": lambda folder: _transformer("ViT"),  # truncated
     "Mamba": lambda folder: _transformer("Mamba"),  # looks at the device of its parameters

@@ -191,7 +191,7 @@ def pretrained(tmp_path):
 
 def test_training_continues_from_a_pretrained_folder(pretrained, text):
     folder, saved = pretrained
-    task = language_model(ModelConfig(pretrained=str(folder)), TextConfig(text=text, seq_len=32))
+    task = language_model(ModelConfig(from_=str(folder)), TextConfig(text=text, seq_len=32))
     loaded = task.model.state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in saved.state_dict().items())
     assert {p.dtype for p in task.model.parameters()} == {torch.float32}
@@ -206,7 +206,7 @@ def test_a_pretrained_model_reads_by_its_own_tokenizer(pretrained, text):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(pretrained[0] / "tokenizer.json"))
-    task = language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=4))
+    task = language_model(ModelConfig(from_=str(pretrained[0])), TextConfig(text=text, seq_len=4))
     assert task.train_data[0].tolist() == [1, 0, 2, 3, 4]
 
 
@@ -217,21 +217,21 @@ def test_weights_that_are_missing(pretrained, text):
     del weights["lm_head.weight"]
     save_file(weights, pretrained[0] / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TaskError, match=r"lm_head\.weight"):
-        language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=32))
+        language_model(ModelConfig(from_=str(pretrained[0])), TextConfig(text=text, seq_len=32))
 
 
 def test_pickled_weights_are_not_read(pretrained, text):
     (pretrained[0] / "model.safetensors").unlink()
     torch.save(pretrained[1].state_dict(), pretrained[0] / "pytorch_model.bin")
     with pytest.raises(TaskError, match="safetensors"):
-        language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=32))
+        language_model(ModelConfig(from_=str(pretrained[0])), TextConfig(text=text, seq_len=32))
 
 
 def test_code_next_to_a_config_is_not_run(tmp_path, text):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
-    for options in ({"config": str(tmp_path / "config.json")}, {"pretrained": str(tmp_path)}):
+    for options in ({"config": str(tmp_path / "config.json")}, {"from_": str(tmp_path)}):
         with pytest.raises(ConfigError, match="does not describe a model"):
             language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))
     assert not (tmp_path / "ran").exists()
@@ -281,7 +281,7 @@ def test_more_tokens_at_a_time_than_the_model_takes(tmp_path, text):
     assert language_model(ModelConfig(config=gpt2(tmp_path)), TextConfig(text=text, seq_len=64))
 
 
-@pytest.mark.parametrize("options", [{"config": "a", "pretrained": "b"}, {"dropout": 1.0}, {"dropout": -0.1}])
+@pytest.mark.parametrize("options", [{"config": "a", "from_": "b"}, {"dropout": 1.0}, {"dropout": -0.1}])
 def test_model_options_that_are_wrong(text, options):
     with pytest.raises(ConfigError):
         language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))

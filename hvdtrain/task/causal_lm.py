@@ -1,0 +1,219 @@
+"""A causal language model of transformers: a preset, a config.json, or the weights of a run or a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
+from hvdtrain.files import read_regular
+from hvdtrain.task.base import import_library
+from hvdtrain.task.presets import preset_config
+from hvdtrain.task.saved_model import SavedModel, find_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture and initial weights.
+
+    Attributes:
+        preset: DeepSeek-V3 with latent attention and a mixture of experts: tiny (for tests), small (7 million
+            parameters), 125m, 1b (0.2 billion of them active for each token), 16b (2.2 billion active) or 671b (36
+            billion active). The vocabulary depends on the data, and is not counted here
+        config: train another architecture with new weights: config.json of any causal language model that transformers
+            supports (default: model.preset)
+        from_: begin with the weights of a run (its newest checkpoint), of a checkpoint, or of a folder with config.json
+            and safetensors files, at step 0 (default: new weights of model.preset)
+        dropout: dropout rate of the attention weights (default: the model's own)
+        attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager
+            (whole scores in memory), or auto: the first of these that works
+        lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
+            rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
+            the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
+    """
+
+    preset: Literal["tiny", "small", "125m", "1b", "16b", "671b"] = "small"
+    config: str | None = None
+    from_: str | None = None
+    dropout: float | None = None
+    attention: Literal["auto", "flash", "sdpa", "eager"] = "auto"
+    lora: str | None = None
+
+
+_LARGEST_PRESET_VOCABULARY = 1 << 20
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabulary: int, seq_len: int) -> nn.Module:
+    """Create the model in float32 on the CPU. New weights depend only on torch's global seed.
+
+    Args:
+        config: architecture and initial weights.
+        source: what `config.from_` names, if it has been looked for.
+        vocabulary: one more than the largest id in the data.
+        seq_len: tokens of a sample.
+
+    Errors:
+        TaskError: transformers is missing, or cannot create the model.
+        ConfigError: options conflict, or a file does not describe a model.
+        CheckpointError: the weights are damaged.
+        DataError: the data's token ids or the sequence length are too large for the model.
+    """
+    import torch
+
+    transformers = import_library("transformers", "the language_model task", "lm")
+    if config.config and config.from_:
+        raise ConfigError(
+            "model.config and model.from conflict",
+            expected="one of them: a config.json for new weights, or a run or folder with weights",
+        )
+    if config.from_ and source is None:
+        source = find_model(config.from_)
+    model_config = _model_config(config, source, vocabulary, seq_len)
+    _set_dropout(model_config, config.dropout)
+    _check_fit(model_config, vocabulary, seq_len)
+    # Others are chosen when the device is known.
+    kernel = {"attn_implementation": "eager"} if config.attention == "eager" else {}
+    try:
+        auto = transformers.AutoModelForCausalLM
+        if source is not None:
+            model = _with_weights(auto, source, model_config, kernel)
+        else:
+            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
+    except HvdtrainError:
+        raise
+    except Exception as error:  # each model of transformers raises its own errors
+        raise TaskError(
+            f"transformers cannot create the model of {config.from_ or config.config or config.preset}",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    model.train()
+    return model
+
+
+def _model_config(config: ModelConfig, source: SavedModel | None, vocabulary: int, seq_len: int) -> Any:
+    if config.config:
+        return read_config(Path(config.config), "--model.config")
+    if source is not None:
+        return read_config(source.config(), "--model.from")
+    if vocabulary > _LARGEST_PRESET_VOCABULARY:
+        raise DataError(
+            f"the data has token ids up to {vocabulary - 1}, but the preset model has a vocabulary of"
+            f" {_LARGEST_PRESET_VOCABULARY} at most",
+            next_step="train a model with a larger vocabulary: --model.config",
+        )
+    rounded = -(-vocabulary // 64) * 64  # matrix products are faster with a multiple of 64 rows
+    return preset_config(config.preset, vocabulary=rounded, positions=max(1024, seq_len))
+
+
+def read_config(path: Path, option: str) -> Any:
+    """Read a config.json that `option` names. Errors: ConfigError: it does not describe a model."""
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(read_regular(path.expanduser()))
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+    except Exception as error:  # no file, no JSON, an unknown model, an invalid value
+        raise ConfigError(
+            f"{path} does not describe a model",
+            expected="a config.json of a causal language model that the installed transformers supports",
+            found=f"{type(error).__name__}: {error}",
+            next_step=f"correct {option}",
+        ) from error
+
+
+def _set_dropout(model_config: Any, dropout: float | None) -> None:
+    if dropout is None:
+        return
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"--model.dropout is {dropout}, which is out of range", expected="0 or more, and less than 1")
+    name = next((name for name in _DROPOUT_NAMES if hasattr(model_config, name)), None)
+    if not name:
+        raise ConfigError(
+            f"a model of type {model_config.model_type} has no dropout of attention weights",
+            next_step="omit --model.dropout",
+        )
+    setattr(model_config, name, dropout)
+
+
+def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
+    text_config = model_config.get_text_config()
+    ids = getattr(text_config, "vocab_size", None)
+    if ids and vocabulary > ids:  # a model without a vocabulary fails later, when it is created
+        raise DataError(
+            "the model's vocabulary is too small for the data",
+            expected=f"a vocabulary of {vocabulary} or more",
+            found=f"a vocabulary of {ids}",
+            next_step="use the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions and seq_len > positions:
+        raise DataError(
+            "data.seq_len is too large for the model",
+            expected=f"at most {positions}",
+            found=str(seq_len),
+            next_step=f"use --data.seq_len {positions}",
+        )
+
+
+def _with_weights(auto: Any, source: SavedModel, model_config: Any, kernel: dict[str, str]) -> nn.Module:
+    import torch
+
+    weights = read_weights(source)
+    kind, place = auto, str(source.folder)
+    if weights is not None:  # only a model's own class takes weights from memory
+        with torch.device("meta"):
+            kind, place = type(auto.from_config(model_config, trust_remote_code=False)), ""
+    model: nn.Module
+    model, report = kind.from_pretrained(
+        place or None,
+        config=model_config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **({} if weights is None else {"state_dict": weights}),
+        **kernel,
+    )
+    missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or (unknown and weights is not None):
+        found, what = (missing, "no weights of") if missing else (unknown, "weights of unknown parameters")
+        raise TaskError(
+            f"the weights in {source.folder} are not those of the model",
+            expected=f"weights of all parameters of a {model_config.model_type} model",
+            found=f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if found[3:] else ""),
+        )
+    return model if weights is None else _with_own_memory(model)
+
+
+def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
+    """Return the whole tensors of a checkpoint by name, with adapters merged; None if `source` is another folder.
+
+    Errors:
+        CheckpointError: it is damaged, or its adapters belong to other weights.
+    """
+    if not source.is_checkpoint:
+        return None
+    state = source.load()
+    if source.has_adapters:
+        from hvdtrain.task.merged import merged_weights
+
+        return merged_weights(source, state)
+    return dict(state.tensors["model"])
+
+
+def _with_own_memory(model: nn.Module) -> nn.Module:
+    """Copy parameters and buffers out of the mapped files. Returns the model."""
+    from hvdtrain.state.placeholder import Placeholder
+
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not isinstance(tensor, Placeholder):
+            tensor.data = tensor.data.clone()
+    return model

@@ -1,0 +1,87 @@
+"""What `--model.from` names: a run, a checkpoint, or the folder of a model of transformers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.task.tokenizer_files import TOKENIZER, is_byte_tokenizer
+
+if TYPE_CHECKING:
+    from hvdtrain.state.pieces import StateDict
+
+CONFIG, BASE_CONFIG = "config.json", "base_config.json"
+"""Files of a checkpoint that describe the model; the second one if the checkpoint has only adapters of it."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A folder with the files of a model.
+
+    Attributes:
+        folder: of a checkpoint, or in the form of transformers.
+        is_checkpoint: whether it is a checkpoint of hvdtrain.
+    """
+
+    folder: Path
+    is_checkpoint: bool
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it has the weights of LoRA only."""
+        return self.is_checkpoint and (self.folder / BASE_CONFIG).exists()
+
+    def config(self) -> Path:
+        """Return the path of the config.json. Errors: CheckpointError: the checkpoint has none."""
+        path = self.folder / (BASE_CONFIG if self.has_adapters else CONFIG)
+        if self.is_checkpoint and not path.exists():
+            raise CheckpointError(
+                f"{self.folder} has no {CONFIG}, so it does not describe its model",
+                expected="a checkpoint of --task language_model",
+                found="a checkpoint of another task, or of an older version",
+                next_step="name another run, or a folder of transformers",
+            )
+        return path
+
+    def tokenizer(self) -> str | None:
+        """Return the path of its tokenizer.json; None if it has none, or if each byte is a token."""
+        path = self.folder / TOKENIZER
+        return str(path) if path.is_file() and not is_byte_tokenizer(path) else None
+
+    def load(self) -> StateDict:
+        """Read and verify the model of a checkpoint. Errors: CheckpointError."""
+        from hvdtrain.state.checkpoint_store import load
+
+        return load(self.folder, groups={"model"})
+
+
+def find_model(name: str) -> SavedModel:
+    """Return the model in a run, a checkpoint or a folder; of a run, that of the newest checkpoint.
+
+    Errors:
+        ConfigError: there is none.
+    """
+    from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
+
+    path = Path(name).expanduser()
+    if (path / MANIFEST).exists():
+        return SavedModel(path, True)
+    if saves := CheckpointStore(RunLayout(path).checkpoints, lambda text: None).list():
+        return SavedModel(saves[-1].path, True)
+    if path.is_dir() and not RunLayout(path).is_run:
+        return SavedModel(path, False)
+    on_hub = not path.is_dir() and _HUB_ID.fullmatch(name)
+    raise ConfigError(
+        f"there is no model in {name!r}",
+        expected="a run, a checkpoint such as RUN/checkpoints/step-000100, or a folder with config.json",
+        found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
+        next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then --model.from DIR"
+        if on_hub
+        else "correct --model.from",
+    )
