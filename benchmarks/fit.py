@@ -37,8 +37,10 @@ FIRST, LAST = 2, 4
 """Counts begin at the first pass of FIRST, and end at that of LAST."""
 _SMALL = ("--train.global_batch=16", "--train.micro_batch=4")
 _LLAMA = ("--task=models:llama15m", "--train.global_batch=8", "--train.micro_batch=2")
+_WIDE = ("--task=tests/support/stack.py:wide", "--train.global_batch=4", "--train.micro_batch=2")
 _IMAGE = ("--task=image", "--model.preset=resnet18", "--train.global_batch=16", "--train.micro_batch=4")
 _SHARD, _SUMS, _FSDP = "--parallel.shard=optimizer", "--parallel.shard=gradients", "--parallel.engine=fsdp"
+_DDP = "--parallel.engine=ddp"
 _BF16, _INT8 = "--precision=bf16", "--parallel.compression=int8"
 _FULL, _SELECTIVE = "--memory.checkpointing=full", "--memory.checkpointing=selective"
 CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
@@ -46,13 +48,19 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_SMALL, _BF16)),
     (2, (*_SMALL, "--precision=fp16")),
     (2, (*_SMALL, "--precision=bf16-weights")),
-    (2, (*_SMALL, "--parallel.engine=ddp")),
+    (2, (*_SMALL, _DDP)),
+    (2, (*_SMALL, _DDP, "--parallel.compression=bf16")),
+    (2, (*_WIDE, _DDP, "--parallel.compression=fp16")),
+    (2, (*_WIDE, _DDP, "--parallel.compression=powersgd:2")),
     (2, (*_SMALL, _SHARD)),
     (2, (*_SMALL, _SUMS, "--parallel.compression=bf16")),
     (2, (*_SMALL, _FSDP)),
     (2, (*_SMALL, _FSDP, "--precision=bf16-weights")),
     (2, (*_SMALL, _INT8)),
     (2, (*_SMALL, "--parallel.compression=powersgd:4")),
+    (2, (*_SMALL, "--parallel.compression=topk")),
+    (2, (*_SMALL, "--parallel.compression=topk:0.3")),
+    (4, (*_SMALL, "--parallel.compression=topk:0.1")),
     (2, (*_SMALL, _FULL)),
     (2, (*_SMALL, _SELECTIVE, _SHARD)),
     (2, (*_SMALL, _FULL, _FSDP)),
@@ -70,7 +78,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_IMAGE, _SHARD)),
 ]
 """Numbers of ranks, and options of training."""
-QUICK = (0, 5, 7, 11, 18)
+QUICK = (0, 8, 10, 17, 24)
 
 
 def _parsed(options: tuple[str, ...]) -> tuple[RunConfig, Callable[[], Any]]:

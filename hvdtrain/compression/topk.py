@@ -112,12 +112,17 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
     On a CPU, numpy selects in a tenth of torch's time.
     """
-    if values.device.type != "cpu":
+    if not _in_numpy(values):
         best: Tensor = torch.topk(values, count, sorted=False).indices.sort().values
         return best
     chosen = values.numpy().argpartition(len(values) - count)[len(values) - count :]
     chosen.sort()
     return torch.from_numpy(chosen)
+
+
+def _in_numpy(tensor: Tensor) -> bool:
+    """Return whether numpy can read a tensor: it is on a CPU, and has values, unlike those of `hvdtrain fit`."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 
 def encode(coding: str, indices: Tensor, coded: Tensor, length: int) -> None:
@@ -149,7 +154,7 @@ def decode(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
         return found.view(offsets.shape).add_(offsets.long() & (INT16_REACH - 1))
     bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
     flags = ((coded[..., None, :] >> bits[:, None]) & 1).flatten(-2)
-    if coded.device.type == "cpu" and flags.numel() == flags.shape[-1]:
+    if _in_numpy(coded) and flags.numel() == flags.shape[-1]:
         return torch.from_numpy(flags.view(-1).numpy().nonzero()[0])
     return _nonzero(flags, count)
 

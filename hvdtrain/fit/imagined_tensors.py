@@ -19,10 +19,10 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
-    """While it is active, new floating-point tensors are torch's fake tensors.
+    """While it is active, new tensors of floating-point numbers, and of bytes, are torch's fake tensors.
 
-    What is computed from a fake tensor is fake. Tensors of integers that depend on none, such as token ids, positions
-    and sizes of parts, have values: models and engines read them.
+    Compressions send bytes. What is computed from a fake tensor is fake. Tensors of integers that depend on none, such
+    as token ids, positions and sizes of parts, have values: models and engines read them.
 
     Attributes:
         assumed: what numbers of fake tensors are read as; None to refuse, as the model's steps may depend on them.
@@ -71,7 +71,7 @@ def _makes_floats(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) ->
     """Return whether an operation without tensors makes one of floating-point numbers."""
     dtype = named.get("dtype")
     if dtype is not None:
-        return bool(dtype.is_floating_point)
+        return bool(dtype.is_floating_point or dtype == torch.uint8)
     numbers = [value for value in args if isinstance(value, (int, float))]
     if "arange" in func.name() or "full" in func.name() or "scalar_tensor" in func.name():
         return any(isinstance(number, float) for number in numbers)

@@ -14,12 +14,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.compression import base
+from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.fit.fused_attention import FusedAttention
+from hvdtrain.fit.imagined_ddp import ImaginedDdp
 from hvdtrain.fit.imagined_tensors import ImaginedTensors
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.runtime.environment import RankInfo
@@ -62,19 +66,12 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         ConfigError: an option that cannot be predicted, or steps that depend on computed values.
         Those of a job's start.
     """
-    parallel = run.config.parallel
-    if parallel.engine == "ddp":  # its exchange is not in Python; its buckets hold the gradients, as ours do
-        if parallel.compression != "none":
-            raise ConfigError(
-                f"the memory of --parallel.engine ddp with compression {parallel.compression} cannot be predicted",
-                next_step="--parallel.engine horovod needs about as much",
-            )
-        run = replace(run, config=replace(run.config, parallel=replace(parallel, engine="horovod")))
-    if run.config.parallel.compression.startswith("topk"):
-        raise ConfigError(
-            "the memory of --parallel.compression topk cannot be predicted: it depends on the values of gradients",
-            next_step="int8 needs about as much",
-        )
+    parallel, comm = run.config.parallel, ImaginedComm(ranks)
+    if parallel.engine == "ddp":
+        engine_of(run.config)  # refuses what DDP does not support
+        comm = ImaginedDdp(ranks, parse(parallel.compression).kind.name)
+        parallel = replace(parallel, engine="horovod", compression="none")
+        run = replace(run, config=replace(run.config, parallel=parallel))
     if run.config.train.micro_batch == "auto":
         raise ConfigError(
             "the memory of --train.micro_batch auto is what the device has",
@@ -88,8 +85,8 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
         on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
-        with _explained(), FusedAttention() if on_gpu else nullcontext():
-            return count_bytes(run, worker, imagined, ranks)
+        with _explained(), _as_on_gpu() if on_gpu else nullcontext():
+            return count_bytes(run, worker, imagined, comm)
 
 
 def _make_task(run: RunConfig, build: Callable[[], Any]) -> Task:
@@ -105,29 +102,43 @@ def _make_task(run: RunConfig, build: Callable[[], Any]) -> Task:
     return task
 
 
-def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, ranks: int) -> Memory:
+@contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Compute as on GPUs: attention without scores, and compressed shards of all ranks at once."""
+    before = base.processes_at_once
+    base.processes_at_once = lambda device: True
+    try:
+        with FusedAttention():
+            yield
+    finally:
+        base.processes_at_once = before
+
+
+def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: ImaginedComm) -> Memory:
     """Run two steps of rank 0 in a job that does not run, and return what `live` has counted."""
     live.add([*worker.state.model.parameters(), *worker.state.model.buffers()])
     with live:
-        engine = engine_of_worker(worker, run.config, ImaginedComm(ranks))
+        engine = engine_of_worker(worker, run.config, comm)
         if engine.uniform_passes:  # before it was divided, the model was in the memory of the host
             live.peak = live.now
         try:
-            return _count_steps(run, worker, engine, live, ranks)
+            return _count_steps(run, worker, engine, live, comm)
         finally:
             engine.close()
 
 
-def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, ranks: int) -> Memory:
+def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, comm: ImaginedComm) -> Memory:
     train = run.config.train
     data = worker.task.train_data
-    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, 0, ranks)
+    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, 0, comm.size)
     passes = min(_PASSES, len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
     parameters = [p for p in worker.state.model.parameters() if p.requires_grad]
     averages = [p.detach().clone() for p in parameters] if train.ema is not None else []  # as the callback EMA
     _step(engine, worker, batches[:1], live)  # makes the optimizer's state
+    if isinstance(comm, ImaginedDdp):  # only ours keeps all gradients until the end of the first backward
+        live.peak = live.now
     _step(engine, worker, batches, live)
     model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers(), *averages])
     slots = [slot for state in engine.optimizer.state.values() for slot in state.values()]
