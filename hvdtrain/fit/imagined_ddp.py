@@ -42,7 +42,7 @@ class _Sent(UnderWay):
 
 
 class _Approximated(UnderWay):
-    """Holds a copy for PowerSGD, of which it keeps what was not sent. The matrices that are sent are small."""
+    """Holds a copy for PowerSGD, and keeps the error. The matrices that are sent are small."""
 
     def __init__(self, tensor: Tensor, errors: dict[str, Tensor], name: str) -> None:
         super().__init__(tensor)
