@@ -44,6 +44,7 @@ LAYERS = {
     "engine": 9,
     "training": 10,
     "doctor": 10,
+    "export": 11,
     "fit": 11,
     "verify": 11,
     "cli": 12,
@@ -215,7 +216,7 @@ def test_readers_of_foreign_files_state_that_they_run_no_code(call: str, keyword
     "argument",
     [
         *("--help", "--version", "doctor --help", "build-horovod --help", "timeline --help", "verify data --help"),
-        *("config init --help", "completion --help", "bundle --help"),
+        *("config init --help", "completion --help", "bundle --help", "export --help"),
     ],
 )
 def test_help_imports_no_torch(argument: str) -> None:

@@ -162,6 +162,12 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
         )
 
 
+def load_model(source: SavedModel) -> nn.Module:
+    """Create a saved model as it is, in float32 on the CPU. Errors: see `causal_lm`."""
+    transformers = import_library("transformers", "the language_model task", "lm")
+    return _with_weights(transformers.AutoModelForCausalLM, source, read_config(source.config(), "RUN"), {})
+
+
 def _with_weights(auto: Any, source: SavedModel, model_config: Any, kernel: dict[str, str]) -> nn.Module:
     import torch
 

@@ -61,8 +61,10 @@ class SavedModel:
         return load(self.folder, groups={"model"})
 
 
-def find_model(name: str) -> SavedModel:
+def find_model(name: str, option: str = "--model.from") -> SavedModel:
     """Return the model in a run, a checkpoint or a folder; of a run, that of the newest checkpoint.
+
+    `option` is what has the name.
 
     Errors:
         ConfigError: there is none.
@@ -83,5 +85,5 @@ def find_model(name: str) -> SavedModel:
         found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
         next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then --model.from DIR"
         if on_hub
-        else "correct --model.from",
+        else f"correct {option}",
     )

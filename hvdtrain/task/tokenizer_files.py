@@ -12,12 +12,12 @@ from hvdtrain.task.base import import_library
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-_OTHERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+TOKENIZER_FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def files_next_to(tokenizer: Path) -> dict[str, bytes]:
     """Return the content of a tokenizer.json, and of the files about it next to it, by name. Errors: OSError."""
-    places = {TOKENIZER: tokenizer, **{name: tokenizer.with_name(name) for name in (SETTINGS, *_OTHERS)}}
+    places = {TOKENIZER: tokenizer, **{name: tokenizer.with_name(name) for name in TOKENIZER_FILES[1:]}}
     return {name: read_regular(file) for name, file in places.items() if name == TOKENIZER or file.is_file()}
 
 

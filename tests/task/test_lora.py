@@ -161,7 +161,7 @@ def test_other_weights_and_full_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_loads_into_a_model_of_transformers(one: Recorded) -> None:
-    """As docs/training.md shows it."""
+    """By the names of layers alone."""
     from peft import LoraConfig, inject_adapter_in_model
 
     stored = one.state().tensors["model"]

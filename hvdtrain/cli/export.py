@@ -1,0 +1,51 @@
+"""``hvdtrain export``: write a run's model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdtrain.cli.parser import Parser
+from hvdtrain.errors import ConfigError
+
+_FORMATS = ("hf", "safetensors", "onnx")
+_DESCRIPTION = """\
+Write the model of a run's newest checkpoint, or of a checkpoint. Adapters of
+--model.lora are merged. Every byte that is read is verified."""
+_EPILOG = """\
+formats:
+  hf           folder for transformers: config, weights, tokenizer, model card
+  safetensors  one file with the state dict, of any task
+  onnx         folder with model.onnx for any batch and length, compared with
+               torch by onnxruntime (pip install "hvdtrain[onnx]")
+
+examples:
+  hvdtrain export runs/NAME my-model
+  hvdtrain export runs/NAME/checkpoints/step-000100 model.safetensors --format safetensors
+"""
+
+
+def parser() -> Parser:
+    """Declare the options."""
+    made = Parser(prog="hvdtrain export", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("run", type=Path, metavar="RUN", help="run folder or checkpoint")
+    made.add_argument("out", type=Path, metavar="OUT", help="new folder or file")
+    made.add_argument("--format", choices=_FORMATS, default="hf", help="what to write (default: hf)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Write the model and return 0. Errors: those of `hvdtrain.export.formats.export`."""
+    options = parser().parse_args(argv)
+
+    from hvdtrain.export.formats import export
+    from hvdtrain.task.saved_model import find_model
+
+    source = find_model(str(options.run), "RUN")
+    if not source.is_checkpoint:
+        raise ConfigError(
+            f"{options.run} is not a run or checkpoint of hvdtrain",
+            expected="a run folder, or a checkpoint such as RUN/checkpoints/step-000100",
+        )
+    export(source, options.out, options.format)
+    print(f"{options.out} has the model of {source.folder}")
+    return 0

@@ -1,0 +1,144 @@
+"""`hvdtrain export`: other programs read the model of a run, with its values; an error leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.cli.export import main
+from hvdtrain.errors import CheckpointError, ConfigError, TaskError
+from hvdtrain.export import formats
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.task.causal_lm import load_model
+from hvdtrain.task.saved_model import find_model
+from tests.support.checkpoints import save_in_parts
+from tests.support.gallery import LANGUAGE, Recorded
+from tests.support.thread_job import train_on_threads
+
+transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def _train(folder: Path, *options: str) -> Recorded:
+    train_on_threads(*LANGUAGE, "--train.steps=4", f"--run_dir={folder / 'run'}", *options, size=1)
+    return Recorded(folder, 0, "", "")
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    options = ("--model.lora=rank=4", "--optimizer.lr=0.03") if request.param == "lora" else ("--checkpoint.every=2",)
+    return _train(tmp_path_factory.mktemp(request.param), *options)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return logits
+
+
+def test_a_folder_for_transformers(job: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(job.run), str(tmp_path / "out")]) == 0
+    assert "step-000004" in capsys.readouterr().out
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(_logits(read), _logits(load_model(find_model(str(job.run)))))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("a ü").input_ids == list("a ü".encode())
+    names = {name.name for name in (tmp_path / "out").iterdir()}
+    assert names >= {"config.json", "model.safetensors", "README.md"} and "base_config.json" not in names
+    card = (tmp_path / "out/README.md").read_text()
+    evaluations = {event["at_step"]: event["loss"] for event in job.events("evaluation")}
+    assert f"| last | 4 | {evaluations[4]:.4f} |" in card and f"| first | 0 | {evaluations[0]:.4f} |" in card
+    assert "32 samples in all" in card and f"torch {torch.__version__}" in card and "preset: tiny" in card
+
+
+def test_one_file_of_safetensors(job: Recorded, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    main([str(job.run), str(tmp_path / "a.safetensors"), "--format=safetensors"])
+    model = load_model(find_model(str(job.run)))
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_pieces_become_whole_tensors(job: Recorded, tmp_path: Path) -> None:
+    newest = job.run / "checkpoints/step-000004"
+    if not (newest / "config.json").exists():
+        pytest.skip("adapters are not a model")
+    files = {"config.json": (newest / "config.json").read_bytes()}
+    pieces = save_in_parts(CheckpointStore(tmp_path / "c", pytest.fail, files=files), 4, load(newest), 3, divided=True)
+    main([str(pieces), str(tmp_path / "out")])
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(_logits(read), _logits(transformers.AutoModelForCausalLM.from_pretrained(newest)))
+
+
+def test_what_cannot_be_exported_leaves_nothing(job: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists already"):
+        main([str(job.run), str(tmp_path / "there")])
+    with pytest.raises(ConfigError, match="not a run or checkpoint"):
+        main([str(tmp_path / "there"), str(tmp_path / "out")])
+    shutil.copytree(job.run, tmp_path / "run")
+    file = tmp_path / "run/checkpoints/step-000004/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    for form in ("hf", "safetensors"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            main([str(tmp_path / "run"), str(tmp_path / "out"), f"--format={form}"])
+    monkeypatch.setattr(formats, "model_card", lambda checkpoint: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([str(job.run), str(tmp_path / "out")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+
+
+def test_another_task(tmp_path: Path) -> None:
+    options = (
+        "--task=tests/support/stack.py:stack",
+        "--train.steps=1",
+        "--train.global_batch=2",
+        "--train.micro_batch=1",
+    )
+    train_on_threads(*options, f"--run_dir={tmp_path / 'a/run'}", size=1)
+    train_on_threads(*options, f"--run_dir={tmp_path / 'b/run'}", "--remade=true", size=1)
+    with pytest.raises(CheckpointError, match="does not describe its model"):
+        main([str(tmp_path / "a/run"), str(tmp_path / "out")])
+    main([str(tmp_path / "a/run"), str(tmp_path / "out"), "--format=safetensors"])
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["head.weight"], found["embedding.weight"]), "tied, under each name"
+    with pytest.raises(CheckpointError, match="lacks the frozen parameters"):
+        main([str(tmp_path / "b/run"), str(tmp_path / "other"), "--format=safetensors"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.onnx
+def test_onnx(job: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="the onnxruntime library is not installed")
+    main([str(job.run), str(tmp_path / "out"), "--format=onnx"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"input_ids": IDS.numpy()})
+    assert torch.allclose(torch.from_numpy(found), _logits(load_model(find_model(str(job.run)))), atol=1e-4)
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == found.shape[-1]
+    real = formats._Logits.forward
+    monkeypatch.setattr(formats, "_check_onnx", lambda model, *rest: _check_another(model, real, *rest))
+    with pytest.raises(TaskError, match="other logits than torch"):
+        main([str(job.run), str(tmp_path / "wrong"), "--format=onnx"])
+    assert not (tmp_path / "wrong").exists()
+
+
+_real_check = formats._check_onnx
+
+
+def _check_another(model: Any, real: Any, *rest: Any) -> None:
+    """Compare with a model of other weights."""
+    with torch.no_grad():
+        model.model.get_output_embeddings().weight.add_(0.1)
+    _real_check(model, *rest)
