@@ -13,10 +13,12 @@ import torch
 from hvdtrain.cli.export import main
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.export import formats
+from hvdtrain.export.card import model_card
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.causal_lm import load_model
 from hvdtrain.task.saved_model import find_model
-from tests.support.checkpoints import save_in_parts
+from tests.support.checkpoints import save, save_in_parts
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.thread_job import train_on_threads
 
@@ -55,6 +57,15 @@ def test_a_folder_for_transformers(job: Recorded, tmp_path: Path, capsys: pytest
     evaluations = {event["at_step"]: event["loss"] for event in job.events("evaluation")}
     assert f"| last | 4 | {evaluations[4]:.4f} |" in card and f"| first | 0 | {evaluations[0]:.4f} |" in card
     assert "32 samples in all" in card and f"torch {torch.__version__}" in card and "preset: tiny" in card
+
+
+def test_a_card_has_the_losses_up_to_its_step(tmp_path: Path) -> None:
+    losses = {0: 5.0, 10: 2.0, 20: 3.0, 30: 1.0}
+    events = [{"event": "evaluation", "at_step": step, "loss": loss} for step, loss in losses.items()]
+    (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    path = save(CheckpointStore(tmp_path / "checkpoints", pytest.fail), 20, StateDict({"model": {}}, {}))
+    rows = [line for line in model_card(path).splitlines() if line.startswith("|")][2:]
+    assert rows == ["| first | 0 | 5.0000 |", "| best | 10 | 2.0000 |", "| last | 20 | 3.0000 |"]
 
 
 def test_one_file_of_safetensors(job: Recorded, tmp_path: Path) -> None:
