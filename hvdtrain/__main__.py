@@ -15,6 +15,7 @@ COMMANDS = {
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
+    "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
     "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
     "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),

@@ -34,6 +34,7 @@ LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch") and "--dry-r
 SHOWN = [c for c in COMMANDS if "--dry-run" in c]
 SPIRAL, HOROVOD_SCRIPT = _blocks("python", README)
 (FROM_PYTHON,) = (block for block in _blocks("python", TRAINING_PAGE) if "hvdtrain.train(" in block)
+(CALLBACK,) = (block for block in _blocks("python", TRAINING_PAGE) if block.startswith("# mine.py"))
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("It is a page. " * 2000)
     (tmp_path / "spiral.py").write_text(SPIRAL)
+    (tmp_path / "mine.py").write_text(CALLBACK)
     (tmp_path / "run.yaml").write_text("model: {preset: tiny}\n")
     return tmp_path
 

@@ -93,15 +93,9 @@ class TrainState:
         """
         if self.exchange is not None:
             self.exchange.complete()
-        stored = state.tensors["model"]
-        names = {**{name: name for name in stored}, **state.values["aliases"]}
-        left_out = check_stored(self.frozen, state.values.get(FROZEN), names)
-        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
-        shapes = specs(stored)
-        _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
+        loaded, strict = self._checked_model(state)
         self._check_optimizer(state)
-        loaded = {name: take_rows(stored[source], own.get(name)) for name, source in names.items()}
-        self.model.load_state_dict(loaded, strict=not left_out)
+        self.model.load_state_dict(loaded, strict=strict)
         numbers = {key: value.item() for key, value in state.tensors.get(NUMBERS, {}).items()}
         self._load_optimizer(state.tensors["optimizer"], {**state.values["optimizer"], **numbers})
         for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
@@ -115,6 +109,21 @@ class TrainState:
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), values)
         load_extras(self.extras, state, self._parameter)
         self.progress = Progress(**state.values["progress"])
+
+    def load_model(self, state: StateDict) -> None:
+        """Load only the model's part of a state. Errors: CheckpointError if it is that of another model."""
+        loaded, strict = self._checked_model(state)
+        self.model.load_state_dict(loaded, strict=strict)
+
+    def _checked_model(self, state: StateDict) -> tuple[dict[str, Tensor], bool]:
+        """Return the tensors to load into the model, and whether they are all."""
+        stored = state.tensors["model"]
+        names = {**{name: name for name in stored}, **state.values["aliases"]}
+        left_out = check_stored(self.frozen, state.values.get(FROZEN), names)
+        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
+        shapes = specs(stored)
+        _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
+        return {name: take_rows(stored[source], own.get(name)) for name, source in names.items()}, not left_out
 
     def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.parse import parse_argv
@@ -83,12 +85,19 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
     """Train with the options of a command line. The first error of a rank is raised."""
     hubs = [Hub(len(period.workers)) for period in plan]
     errors: list[BaseException] = []
+    lock = threading.Lock()
+
+    def alone() -> Task:
+        """Build as in a process of its own: threads share torch's random numbers."""
+        with lock:
+            torch.manual_seed(0)
+            return build()
 
     def work(worker: int) -> None:
         try:
             info = RankInfo("threads", folder=Path.cwd())
             run = parse_argv(list(options), build)
-            run_training(run, build, PlannedRounds(worker, plan, hubs), TimelinePlan("off"), info)
+            run_training(run, alone, PlannedRounds(worker, plan, hubs), TimelinePlan("off"), info)
         except (Killed, NoPlace):
             pass
         except BaseException as error:

@@ -36,9 +36,7 @@ class EMA(Callback):
 
     def on_begin(self, training: Training) -> None:
         """Start with the parameters, unless the run has an average."""
-        parameters = dict(_trained(training))
-        if self.average.keys() != parameters.keys():
-            self.average = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self._pairs(training)
 
     def on_step(self, training: Training, record: Mapping[str, Any]) -> None:
         """Move the average."""
@@ -73,8 +71,13 @@ class EMA(Callback):
                 average.copy_(own)
 
     def _pairs(self, training: Training) -> tuple[list[Tensor], list[Tensor]]:
-        parameters = dict(_trained(training))
-        return [local(self.average[name]) for name in parameters], [local(each) for each in parameters.values()]
+        """Return the averages, and the parameters. One that is trained from now on begins with its value."""
+        parameters = dict(training.model.named_parameters())
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and name not in self.average:
+                self.average[name] = parameter.detach().clone()
+        names = [name for name in parameters if name in self.average]
+        return [local(self.average[name]) for name in names], [local(parameters[name]) for name in names]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the average."""
@@ -83,7 +86,3 @@ class EMA(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from an average."""
         self.average = dict(state)
-
-
-def _trained(training: Training) -> Iterator[tuple[str, Tensor]]:
-    return ((name, each) for name, each in training.model.named_parameters() if each.requires_grad)

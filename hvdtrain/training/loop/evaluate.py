@@ -73,11 +73,12 @@ def evaluate(
     held_out: HeldOut,
     *,
     touch: Callable[[], None] | None = None,
+    on_pass: Callable[[MicroBatch, dict[str, tuple[Tensor | float, Tensor | float]]], None] | None = None,
 ) -> Evaluation | None:
     """Return the mean loss over held-out samples, each used once; None if there are none. Collective: yes.
 
-    Sums are in float64. Each module returns to its mode. `touch` is called after each batch. The parameters
-    are those of the last step (`Engine.complete`).
+    Sums are in float64. Each module returns to its mode. `touch` is called after each batch, `on_pass` with the sums
+    and weights of each that counts, on the device. The parameters are those of the last step (`Engine.complete`).
     """
     if not held_out.count:
         return None
@@ -91,6 +92,8 @@ def evaluate(
             batch = to_device(batch, device)
             values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
             values |= {f"metric/{name}": pair for name, pair in checked_metrics(task, model, batch).items()}
+            if counts and on_pass is not None:
+                on_pass(place, values)
             for name, (value, weight) in values.items() if counts else ():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] = total[0] + _exact(value)

@@ -1,0 +1,120 @@
+"""``hvdtrain evaluate``: equal on any number of ranks, equal to training's own evaluation, clear errors."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.cli.evaluate import main
+from hvdtrain.comm.base import Comm
+from hvdtrain.config.parse import parse_argv
+from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.state.checkpoint_store import load
+from hvdtrain.training.evaluate_run import Evaluated, Split, evaluate_run, for_evaluation
+from tests.support.thread_comm import on_ranks
+from tests.support.toy import toy
+
+TASK = "tests.support.toy:toy"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 8 steps with three checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "train": {"steps": 8, "global_batch": 4, "micro_batch": 4, "eval_samples": 0},
+        "checkpoint": {"every": 3},
+        "task": TASK,
+        "run_dir": "run",
+    }
+    hvdtrain.train(options)
+    return Path("run")
+
+
+def _evaluate(run: Path, size: int, *options: str, one_by_one: bool = True, split: Split = "heldout") -> Evaluated:
+    parsed = parse_argv(["--config", str(run / "config.yaml"), *options], toy)
+    config = for_evaluation(parsed.config, 0, one_by_one=one_by_one)
+    read = partial(load, run / "checkpoints/step-000008")
+
+    def body(comm: Comm) -> Evaluated:
+        return evaluate_run(config, partial(toy, **parsed.task_args), read, comm, split)
+
+    found = on_ranks(size, body)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
+@pytest.mark.parametrize("split", ["heldout", "train"])
+def test_any_number_of_ranks_finds_the_same_bits(run: Path, split: Split, precision: str) -> None:
+    one, *others = (_evaluate(run, size, f"--precision={precision}", split=split) for size in (1, 2, 3))
+    assert all(other == one for other in others)
+    assert one.samples == len(one.passes) == {"heldout": 10, "train": 50}[split]
+    assert [start for start, _ in one.passes] == list(range(one.samples))
+    loss, weight = (sum(sums["loss"][part] for _, sums in one.passes) for part in (0, 1))
+    assert one.means["loss"] == pytest.approx(loss / weight)
+    assert one.means["positive"] == pytest.approx(
+        sum(sums["metric/positive"][0] for _, sums in one.passes) / one.samples
+    )
+
+
+def test_a_sample_has_its_own_loss(run: Path) -> None:
+    task = toy()
+    task.model.load_state_dict(dict(load(run / "checkpoints/step-000008").tensors["model"]))
+    task.model.eval()
+    heldout: Any = task.heldout_data
+    for number, sums in _evaluate(run, 2).passes:
+        x = heldout.x[number : number + 1]
+        with torch.no_grad():
+            expected, weight = task.loss(task.model, (x, x.sum(1)))
+        assert sums["loss"] == pytest.approx([float(expected), float(weight)], rel=0.2, abs=0.05)  # samples have noise
+
+
+def _main(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    values: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return values
+
+
+def test_it_finds_what_training_has_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest checkpoint, or a named one. Nothing is written to the run."""
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    recorded = {e["at_step"]: e for e in read_journal(run / "journal.jsonl") if e.get("event") == "evaluation"}
+    for path, step in ((run, 8), (run / "checkpoints/step-000003", 3), (run / "checkpoints/step-000008", 8)):
+        capsys.readouterr()
+        found = _main(capsys, str(path))
+        assert found["loss"] == pytest.approx(recorded[step]["loss"], rel=1e-12)
+        assert found["positive"] == recorded[step]["metrics"]["positive"]
+        assert found["checkpoint"].endswith(f"step-{step:06d}") and found["samples"] == 10
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_values_of_each_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main([str(run), "--per_sample", "each.jsonl", "--samples", "5"]) == 0
+    out = capsys.readouterr().out
+    lines = [json.loads(line) for line in Path("each.jsonl").read_text().splitlines()]
+    assert [line["sample"] for line in lines] == [0, 1, 2, 3, 4]
+    loss = sum(line["loss"][0] for line in lines) / sum(line["loss"][1] for line in lines)
+    assert f"loss        {loss:.6g}" in out and "samples     5" in out
+
+
+def test_what_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for argv, code, text in (
+        (["nowhere"], 1, "nowhere is no run"),
+        ([str(run), "--heldout", "0"], 1, "no samples to evaluate on"),
+        ([str(run), "--hidden", "3"], 1, "the checkpoint does not match the model"),
+        ([str(run), "--lr", "3"], 2, "no option --lr"),
+    ):
+        assert main(argv) == code
+        assert text in capfd.readouterr().err
+    for path in (run / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    assert main([str(run)]) == 1
+    assert "no complete checkpoint" in capfd.readouterr().err
