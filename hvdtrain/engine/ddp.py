@@ -24,6 +24,7 @@ from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 
+_ONE_BUCKET_MIB = 2.0**40
 _BUCKET_MIB = 25.0
 _WARM_UP_PASSES = 2
 """Passes that torch's PowerSGD exchanges uncompressed: DDP makes its final buckets after the first."""
@@ -176,12 +177,15 @@ class DdpEngine(LocalEngine):
         check_same_names(self._comm, [name for name, _ in trained], name="ddp/parameters")
         if not trained:
             return
+        # torch's PowerSGD waits for a collective in the callback of another. With several buckets, both threads of Gloo
+        # may wait then, for ever.
+        one_bucket = self._rank > 0 and self._wrapped[0].device.type == "cpu"
         # All ranks have equal parameters: DDP need not send them.
         self._ddp = DistributedDataParallel(
             _Pass(self._wrapped),
             init_sync=False,
             process_group=self._group,
-            bucket_cap_mb=self._bucket_mib,
+            bucket_cap_mb=_ONE_BUCKET_MIB if one_bucket else self._bucket_mib,
             gradient_as_bucket_view=True,
         )
         if self._rank:

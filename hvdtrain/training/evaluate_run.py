@@ -82,7 +82,7 @@ def evaluate_run(
         )
     own: list[tuple[int, dict[str, Any]]] = []
     evaluate(task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums)))
-    passes = sorted(_gathered([(start, _numbers(sums)) for start, sums in own], comm))
+    passes = list(_gathered([(start, _numbers(sums)) for start, sums in own], comm))
     names = sorted({name for _, sums in passes for name in sums})
     means = {name.removeprefix("metric/"): _mean([sums[name] for _, sums in passes if name in sums]) for name in names}
     return Evaluated(means, samples.count, task.unit, passes)

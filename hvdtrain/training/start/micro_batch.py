@@ -173,7 +173,7 @@ class Trial:
         del reserve
 
     def _reserve_bytes(self) -> int:
-        """Return the bytes of the optimizer's state, of the exchange with its residuals, and some to spare."""
+        """Return the bytes of the optimizer's state, of averages, of the exchange, and some to spare."""
         device, config, size = self.current.worker.device, self.current.run.config, self.current.comm.size
         if device.type != "cuda":
             return 0
@@ -181,11 +181,12 @@ class Trial:
             p.numel() * p.element_size() for p in self.current.worker.state.model.parameters() if p.requires_grad
         )
         parts = size if config.parallel.shard != "none" else 1
+        averages = trained if config.train.ema is not None else 0
         states = 0 if config.memory.offload != "none" else _STATES * trained // parts
         compression = config.parallel.compression
         feedback = compression == AUTO_COMPRESSION or parse(compression).kind.feedback
         exchange = (1 + feedback) * trained if size > 1 or self.current.rounds.elastic else 0
-        return states + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
+        return states + averages + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 @contextmanager
