@@ -1,10 +1,10 @@
-"""``hvdtrain evaluate``: the loss and the metrics of a checkpoint, on any number of ranks."""
+"""``hvdtrain evaluate``: the loss and the metrics of a model, on any number of ranks."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,18 @@ from hvdtrain.observe.output import make_output_unfailing
 
 if TYPE_CHECKING:
     from hvdtrain.runtime.environment import RankInfo
-    from hvdtrain.state.pieces import StateDict
     from hvdtrain.training.evaluate_run import Evaluated
 
 _DESCRIPTION = """\
-Evaluate a checkpoint: each sample once, on all ranks of this job. RUN means its
-newest checkpoint. The data, the model and all else are those of the run, unless
+Evaluate a model: each sample once, on all ranks of this job. A run folder means
+its newest checkpoint. Data, model and all else are those of the run, unless
 options of training say otherwise. Nothing is written to the run."""
 _EPILOG = """\
 examples:
   hvdtrain evaluate runs/NAME
   hvdtrain evaluate runs/NAME/checkpoints/step-000100 --split train
   hvdtrain evaluate runs/NAME --data.text 'other/**/*.txt' --data.heldout 0.5
+  hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
 
 Any number of ranks gives the same numbers, up to the last bits of sums within a
@@ -38,7 +38,7 @@ exit code: 0; 1 on an error; 2 on a wrong option
 def parser() -> Parser:
     """Declare the options. Those of training may follow."""
     made = Parser(prog="hvdtrain evaluate", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("path", type=Path, metavar="RUN", help="run folder, or one of its checkpoints")
+    made.add_argument("path", metavar="RUN", help="run folder, checkpoint, or folder of transformers")
     made.add_argument(
         "--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)"
     )
@@ -73,45 +73,25 @@ def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[Ev
     from hvdtrain.comm.rounds import STARTED
     from hvdtrain.comm.start import start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.errors import RunDirectoryError
     from hvdtrain.run_layout import RunLayout
-    from hvdtrain.state.checkpoint_store import MANIFEST
     from hvdtrain.task.base import load_task_function
+    from hvdtrain.task.saved_model import find_model
     from hvdtrain.training.evaluate_run import evaluate_run, for_evaluation
 
-    path: Path = options.path
-    is_checkpoint = (path / MANIFEST).is_file()
-    layout = RunLayout(path.resolve().parent.parent if is_checkpoint else path)
-    if not layout.config.is_file():
-        raise RunDirectoryError(
-            f"{path} is no run, and no checkpoint in one",
-            expected="a folder with config.yaml, or RUN/checkpoints/step-000100",
-            next_step="name the run folder that training has shown",
-        )
-    argv = ["--config", str(layout.config), *training]
+    source = find_model(options.path, "RUN")
+    if source.is_checkpoint:
+        layout = RunLayout(source.folder.resolve().parent.parent)
+        layout.read_config()  # its errors say more than those of the parser
+        argv = ["--config", str(layout.config), *training]
+    else:
+        argv = ["--model.from", str(source.folder), *training]
     function = load_task_function(task_spec(argv))
     run = parse_argv(argv, function)
     config = for_evaluation(run.config, options.samples, one_by_one=options.per_sample is not None)
-    sources: list[str] = []
-    load = partial(_load, path if is_checkpoint else None, layout.checkpoints, sources.append)
     comm = start_rounds(info, None, horovod=True).enter(STARTED)
+    load = source.load if source.is_checkpoint else None
     found = evaluate_run(config, partial(function, **run.task_args), load, comm, options.split)
-    return found, next(iter(sources), "")
-
-
-def _load(checkpoint: Path | None, folder: Path, note: Callable[[str], None]) -> StateDict:
-    """Load a checkpoint, or the newest one of a run. `note` gets its path."""
-    from hvdtrain.errors import CheckpointError
-    from hvdtrain.state.checkpoint_store import CheckpointStore, load
-
-    if checkpoint is not None:
-        note(str(checkpoint))
-        return load(checkpoint)
-    newest = CheckpointStore(folder, print).load_newest()
-    if newest is None:
-        raise CheckpointError(f"{folder} has no complete checkpoint", next_step="name a checkpoint, or train first")
-    note(str(newest[0].path))
-    return newest[1]
+    return found, str(source.folder)
 
 
 def _values(found: Evaluated) -> dict[str, float]:
@@ -121,11 +101,11 @@ def _values(found: Evaluated) -> dict[str, float]:
 
 
 def _json(found: Evaluated, source: str) -> str:
-    return json.dumps({"checkpoint": source, "samples": found.samples, **_values(found)}, indent=1)
+    return json.dumps({"model": source, "samples": found.samples, **_values(found)}, indent=1)
 
 
 def _text(found: Evaluated, source: str) -> str:
-    rows = [("checkpoint", source), ("samples", f"{found.samples:,}")]
+    rows = [("model", source), ("samples", f"{found.samples:,}")]
     rows += [(name, f"{value:.6g}") for name, value in _values(found).items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

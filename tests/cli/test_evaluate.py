@@ -91,7 +91,7 @@ def test_it_finds_what_training_has_found(run: Path, capsys: pytest.CaptureFixtu
         found = _main(capsys, str(path))
         assert found["loss"] == pytest.approx(recorded[step]["loss"], rel=1e-12)
         assert found["positive"] == recorded[step]["metrics"]["positive"]
-        assert found["checkpoint"].endswith(f"step-{step:06d}") and found["samples"] == 10
+        assert found["model"].endswith(f"step-{step:06d}") and found["samples"] == 10
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
@@ -102,12 +102,13 @@ def test_values_of_each_sample(run: Path, capsys: pytest.CaptureFixture[str]) ->
     lines = [json.loads(line) for line in Path("each.jsonl").read_text().splitlines()]
     assert [line["sample"] for line in lines] == [0, 1, 2, 3, 4]
     loss = sum(line["loss"][0] for line in lines) / sum(line["loss"][1] for line in lines)
-    assert f"loss        {loss:.6g}" in out and "samples     5" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["loss", f"{loss:.6g}"] in rows and ["samples", "5"] in rows
 
 
 def test_what_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for argv, code, text in (
-        (["nowhere"], 1, "nowhere is no run"),
+        (["nowhere"], 2, "there is no model in 'nowhere'"),
         ([str(run), "--heldout", "0"], 1, "no samples to evaluate on"),
         ([str(run), "--hidden", "3"], 1, "the checkpoint does not match the model"),
         ([str(run), "--lr", "3"], 2, "no option --lr"),
@@ -117,4 +118,4 @@ def test_what_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for path in (run / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
     assert main([str(run)]) == 1
-    assert "no complete checkpoint" in capfd.readouterr().err
+    assert "is damaged" in capfd.readouterr().err
