@@ -28,8 +28,8 @@ examples:
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
 
-Any number of ranks gives the same numbers, up to the last bits of sums within a
-pass. With --per_sample, each sample has a pass of its own, and they are equal.
+Any number of ranks finds the same values, bit for bit on equal devices. Another
+--train.micro_batch rounds sums differently; --per_sample implies 1.
 
 exit code: 0; 1 on an error; 2 on a wrong option
 """
