@@ -59,9 +59,10 @@ def test_any_number_of_ranks_finds_the_same_bits(run: Path, split: Split, precis
     assert [start for start, _ in one.passes] == list(range(one.samples))
     loss, weight = (sum(sums["loss"][part] for _, sums in one.passes) for part in (0, 1))
     assert one.means["loss"] == pytest.approx(loss / weight)
-    assert one.means["positive"] == pytest.approx(
-        sum(sums["metric/positive"][0] for _, sums in one.passes) / one.samples
-    )
+    positive = sum(sums["metric/positive"][0] for _, sums in one.passes)
+    assert one.means["positive"] == pytest.approx(positive / one.samples)
+    two, three = (_evaluate(run, size, one_by_one=False, split=split) for size in (2, 3))
+    assert two == three and len(two.passes) == -(-two.samples // 4)
 
 
 def test_a_sample_has_its_own_loss(run: Path) -> None:
