@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 import hvdtrain
+from hvdtrain.comm.base import Comm
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import MANIFEST, load
+from hvdtrain.training.callbacks.group import Callbacks
+from tests.support.thread_comm import on_ranks
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
 
@@ -220,6 +223,15 @@ def test_the_average_does_not_depend_on_ranks_nor_on_a_stop() -> None:
         for name, tensor in _averages(str(size), 8).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(tensor, _averages("2", 8)[name]) for name, tensor in _averages("parts", 8).items())
+
+
+def test_all_ranks_have_the_same_callbacks() -> None:
+    def body(comm: Comm) -> str:
+        with pytest.raises(hvdtrain.HvdtrainError, match="the ranks have different callbacks") as caught:
+            Callbacks([Note()] if comm.rank == 0 else []).begin(None, comm)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert all("on rank 1: none" in text for text in on_ranks(2, body))
 
 
 class Unsavable(hvdtrain.Callback):

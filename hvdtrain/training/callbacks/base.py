@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class Training:
 
     _current: Round
     _engine: Engine
+    _asked: list[str]
     evaluate: Callable[[], Evaluation | None]
-    _asked: list[str] = field(default_factory=list)
 
     @property
     def model(self) -> nn.Module:
@@ -77,16 +77,6 @@ class Training:
     def say(self, text: str) -> None:
         """Show a line. Only rank 0 does."""
         self._current.recorder.say(text)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a stop was asked for on this rank since the last call of `requests`."""
-        return bool(self._asked)
-
-    def requests(self) -> list[str]:
-        """Return why a stop was asked for on this rank since the last call."""
-        asked, self._asked = self._asked, []
-        return asked
 
 
 class Callback:

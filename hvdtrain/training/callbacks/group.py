@@ -25,6 +25,7 @@ class Callbacks:
 
     Attributes:
         by_name: by the name of the class.
+        asked: why those of this rank ask to stop, until all ranks know.
         why: the agreed reason to stop; None to continue.
     """
 
@@ -36,13 +37,24 @@ class Callbacks:
                 found=", ".join(type(member).__name__ for member in members),
                 everywhere=True,
             )
+        self.asked: list[str] = []
         self.why: str | None = None
         self._of_round: Training | None = None
         self._has_begun = False
 
     def begin(self, training: Training, comm: Comm) -> None:
-        """Begin a round. Collective: yes."""
+        """Begin a round. Collective: yes. Errors: ConfigError: other ranks have other callbacks."""
         self._of_round, self._comm = training, comm
+        names = allgather_json(comm, list(self.by_name), name="callbacks/names")
+        if names.count(names[0]) < len(names):
+            other = next(rank for rank, found in enumerate(names) if found != names[0])
+            raise ConfigError(
+                "the ranks have different callbacks",
+                expected=f"on each rank those of rank 0: {', '.join(names[0]) or 'none'}",
+                found=f"on rank {other}: {', '.join(names[other]) or 'none'}",
+                next_step="pass the same callbacks on every rank; in their methods, training.rank tells which it is",
+                everywhere=True,
+            )
         if not self._has_begun:
             for callback in self.by_name.values():
                 callback.on_begin(training)
@@ -82,7 +94,7 @@ class Callbacks:
 
     def values(self) -> list[int]:
         """Return 1 if one of this rank asks to stop; the next step sums it over ranks."""
-        return [int(self._training.is_asked)] if self.by_name else []
+        return [int(bool(self.asked))] if self.by_name else []
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Agree on a stop if one asks for it. Collective: yes."""
@@ -92,8 +104,9 @@ class Callbacks:
     def _agree(self) -> None:
         if not self.by_name:
             return
-        asked = allgather_json(self._comm, self._training.requests(), name="callbacks/stop")
-        self.why = self.why or next((why for each in asked for why in each), None)
+        every = allgather_json(self._comm, self.asked, name="callbacks/stop")
+        self.asked.clear()  # not before: a lost rank may end the exchange
+        self.why = self.why or next((why for each in every for why in each), None)
 
 
 def make_callbacks(config: Config, info: RankInfo, given: Sequence[Any], *, evaluates: bool) -> Callbacks:

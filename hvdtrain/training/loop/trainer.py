@@ -91,7 +91,8 @@ class Trainer:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
-        self._callbacks.begin(Training(self.current, self.stepper.engine, saving.measure), self.current.comm)
+        seen = Training(self.current, self.stepper.engine, self._callbacks.asked, saving.measure)
+        self._callbacks.begin(seen, self.current.comm)
         self._end_if_asked()
         if progress.step == 0:
             saving.evaluate()
