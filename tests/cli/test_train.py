@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
         ("--hiden=3", "did you mean --hidden?"),
         ("--train.steps=soon", "expected: a whole number"),
         ("--precision=fp8", "one of fp32, bf16, fp16"),
-        ("--observe.sinks=my.py:Sink", "expected: a list such as '[A, B]'"),
+        ("--observe.sinks=my.py:Sink", "there is no file"),
         ("-train.steps=3", "did you mean --train.steps?"),
         ("train.steps=3", "did you mean --train.steps?"),
         ("docs/b.md", "values with spaces or * are in quotes"),  # the shell has expanded a pattern
