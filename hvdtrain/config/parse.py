@@ -210,7 +210,7 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
         return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=quotes)
     union = re.match(r'Parser key "([^"]+)": Does not .*? Subtypes: \[(.*?)\] Errors: .* Given value: (.*)', text)
     if union:
-        expected = _in_words(union[2]).replace(", ", " or ")
+        expected = " or ".join(map(_in_words, re.findall(r"(?:typing\.)?Literal\[[^]]*\]|[^, ][^,]*", union[2])))
         return ConfigError(f"invalid --{union[1]}", expected=expected, found=union[3])
     stray = re.match(r"[Uu]nrecognized arguments: -?([\w.]+)", text)
     if stray:
@@ -235,6 +235,7 @@ def _instead(option: str, known: Set[str]) -> str:
 def _in_words(hint: str) -> str:
     """Describe a type that jsonargparse names, such as ``<class 'int'>``, ``Literal['a', 'b']`` or ``int | None``."""
     text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", hint)
+    text = re.sub(r"[Ll]ist\[\w+\]", "list", text)
     text = re.sub(r"(?:Optional|Union)\[(.*)\]", r"\1", text)
     text = re.sub(r"Literal\['(\w+)'\]", r"\1", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", text)

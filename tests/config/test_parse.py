@@ -129,6 +129,14 @@ def test_options_of_other_trainers_mean_one_of_ours() -> None:
     assert "lora" not in (caught.value.next_step or "")
 
 
+def test_one_name_or_a_list_of_them() -> None:
+    assert parse_argv(["--callbacks=a.py:A"], build).config.callbacks == "a.py:A"
+    assert parse_argv(["--observe.sinks=[a.py:A, b:B]"], build).config.observe.sinks == ["a.py:A", "b:B"]
+    with pytest.raises(ConfigError, match=r"invalid --callbacks") as caught:
+        parse_object({"callbacks": 5}, build)
+    assert caught.value.expected == "a list such as '[A, B]' or text"
+
+
 def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 4, stop_ad: 3}")
@@ -148,6 +156,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--optimizer.lr=fast", "a number or null", "fast"),
         ("--precision=fp8", "one of fp32, bf16, fp16, bf16-weights", "fp8"),
         ("--train.eval_every=x", "a whole number or null", "x"),
+        ("--train.micro_batch=x", "a whole number or auto", "x"),
         ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
