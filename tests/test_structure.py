@@ -207,7 +207,8 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     [("np.load", "allow_pickle"), ("from_pretrained", "trust_remote_code"), ("from_pretrained", "use_safetensors")],
 )
 def test_readers_of_foreign_files_state_that_they_run_no_code(call: str, keyword: str) -> None:
-    found = [node for file in FILES for name, node in _calls(file) if name.endswith(call)]
+    named = [(name, node) for file in FILES for name, node in _calls(file) if name.endswith(call)]
+    found = [node for name, node in named if keyword != "use_safetensors" or "Tokenizer" not in name]  # no weights
     assert found
     assert all(any(part.arg == keyword for part in node.keywords) for node in found)
 

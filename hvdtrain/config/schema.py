@@ -207,8 +207,8 @@ class ObserveConfig:
 
     Attributes:
         line_every_s: seconds between progress lines if the output is not a terminal (a file, or under mpirun)
-        sinks: extra receivers of each step and event: functions of one record, or classes with write(record) and
-            close(), as file.py:name or module:name
+        sinks: extra receivers of each step and event: wandb, trackio, mlflow; functions of one record, or classes with
+            write(record) and close(), as file.py:name or module:name
         timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (steps 10 to 20
             if recording is free on this machine, otherwise none)
         profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off

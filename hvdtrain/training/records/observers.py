@@ -30,6 +30,7 @@ from hvdtrain.observe.step_file import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.observe.tensorboard import TensorBoard, is_installed
+from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
@@ -104,10 +105,14 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
     Errors:
         ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
-    wanted, folder = "a function of one record, or a class with write(record) and close()", current.worker.info.folder
+    wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks
     specs = [named] if isinstance(named, str) else named
-    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in specs]
+    for spec in TRACKERS.keys() & set(specs):
+        check_installed(spec)
+        if current.comm.rank == 0:
+            current.recorder.add_sink(partial(Tracker, spec, current.layout.folder, info.variables), spec)
+    sinks = [(spec, load(spec, ConfigError, wanted, info.folder)) for spec in specs if spec not in TRACKERS]
     sinks += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in sinks:
         make = sink_maker(value)

@@ -1,0 +1,113 @@
+"""Trackers by name get the numbers of a run; a resume continues the run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.observe import trackers
+from hvdtrain.observe.past_journal import read_journal, read_steps
+from tests.support.toy import toy
+
+
+class Client:
+    """Keeps what it gets."""
+
+    made: list[Client] = []  # noqa: RUF012
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        self.config, self.id = config, trackers._id_of("wandb", folder)
+        self.logged: list[tuple[int, Mapping[str, float]]] = []
+        self.failed: bool | None = None
+        self.made.append(self)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.logged.append((step, dict(values)))
+
+    def end(self, *, failed: bool) -> None:
+        self.failed = failed
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _train(tracker: str, task: Callable[..., hvdtrain.Task] = toy, **train: Any) -> None:
+    options = {"train": {"steps": 6, "global_batch": 4, "micro_batch": 2, **train}, "checkpoint": {"every": 3}}
+    hvdtrain.train({**options, "observe": {"sinks": tracker}, "run_dir": "run"}, task)
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> list[Client]:
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": Client})
+    monkeypatch.setattr("hvdtrain.training.records.observers.check_installed", lambda name: None)
+    monkeypatch.setattr(Client, "made", [])
+    return Client.made
+
+
+def test_a_resume_continues_the_run(clients: list[Client]) -> None:
+    _train("wandb", stop_at=3)
+    _train("wandb")
+    first, second = clients
+    assert first.id == second.id and first.config["train"]["steps"] == 6
+    assert (first.failed, second.failed) == (False, False)
+    losses = {number: line["loss"] for number, line in read_steps(Path("run/journal.jsonl")).items()}
+    logged = [each for client in clients for each in client.logged]
+    points = {step: values["loss/train"] for step, values in logged if "loss/train" in values}
+    assert points.keys() >= {1, 3, 6} and all(losses[step] == loss for step, loss in points.items())
+    evaluations = [line for line in read_journal(Path("run/journal.jsonl")) if line.get("event") == "evaluation"]
+    found = [(step, values["loss/heldout"]) for step, values in logged if "loss/heldout" in values]
+    assert found == [(line["at_step"], line["loss"]) for line in evaluations]
+    tags = {tag for _, values in second.logged for tag in values}
+    assert tags >= {"heldout/positive", "memory_mib/parameters", "report/step_ms", "optimizer/learning_rate"}
+
+
+def test_a_failed_run_is_marked(clients: list[Client]) -> None:
+    def broken() -> hvdtrain.Task:
+        def loss(model: Any, batch: Any) -> Any:
+            raise ValueError("planted")
+
+        return replace(toy(), loss=loss, heldout_data=None)
+
+    with pytest.raises(ValueError, match="planted"):
+        _train("wandb", broken)
+    assert clients[0].failed
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(hvdtrain.HvdtrainError, match="needs the package mlflow-skinny") as caught:
+        _train("mlflow")
+    assert "pip install mlflow-skinny" in str(caught.value)
+
+
+def test_mlflow_has_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    _train("mlflow", stop_at=3)
+    _train("mlflow")
+    (run,) = mlflow.search_runs(experiment_names=["hvdtrain"], output_format="list")
+    assert run.info.status == "FINISHED" and run.data.params["train.global_batch"] == "4"
+    last = read_steps(Path("run/journal.jsonl"))[6]["loss"]
+    assert run.data.metrics["loss/train"] == pytest.approx(last)
+    points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss/heldout")
+    assert [point.step for point in points] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_others_take_the_numbers(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    _train(name)
+    assert "the metric sink" not in capfd.readouterr().out
+    assert list((tmp_path / ("run/wandb" if name == "wandb" else "trackio")).rglob("*"))
