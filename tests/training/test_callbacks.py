@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ import hvdtrain
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import MANIFEST, load
+from hvdtrain.state.measure import Measure
+from hvdtrain.training.callbacks.early_stopping import EarlyStopping
 from hvdtrain.training.callbacks.group import Callbacks
+from hvdtrain.training.loop.evaluate import Evaluation
 from tests.support.thread_comm import on_ranks
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
@@ -145,10 +149,15 @@ def test_progress_counts_anew() -> None:
         def on_evaluation(self, training: Any, evaluation: Any) -> None:
             evaluation.metrics["given"] = next(losses)
 
-    from hvdtrain.state.measure import Measure
-    from hvdtrain.training.callbacks.early_stopping import EarlyStopping
-
     assert _train(Replace(), EarlyStopping(4, Measure("given")), eval_every=1).step == 7
+
+
+def test_an_evaluation_that_is_repeated_counts_once() -> None:
+    """As after a lost rank."""
+    stopping, training = EarlyStopping(2), SimpleNamespace(step=5, stop=pytest.fail)
+    for loss in (1.0, 1.0, 2.0, 2.0):
+        training.step += loss == 2.0 and training.step == 5
+        stopping.on_evaluation(training, Evaluation(loss))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("best", "kept"), [("given:max", 8), ("given", 4), ("given:min", 4)])

@@ -19,14 +19,16 @@ class EarlyStopping(Callback):
         self._patience, self._measure = patience, measure
         self._best: float | None = None  # the score of the best evaluation; lower is better
         self._bad = 0  # evaluations since then
+        self._at = -1  # step of the last evaluation; one that a lost rank interrupts is repeated
 
     def on_evaluation(self, training: Training, evaluation: Evaluation) -> None:
         """Compare with the best."""
         score = self._measure.score(evaluation.loss, evaluation.metrics)
+        is_new, self._at = training.step != self._at, training.step
         if score is not None and (self._best is None or score < self._best):
             self._best, self._bad = score, 0
         else:
-            self._bad += 1
+            self._bad += is_new
         self.on_begin(training)
 
     def on_begin(self, training: Training) -> None:
@@ -35,9 +37,9 @@ class EarlyStopping(Callback):
             training.stop(f"{self._measure.name} has not improved in {self._bad} evaluations (--train.patience)")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the best score, and the number of evaluations since then."""
-        return {"best": self._best, "bad": self._bad}
+        """Return the best score, the number of evaluations since then, and the step of the last one."""
+        return {"best": self._best, "bad": self._bad, "at": self._at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue to compare."""
-        self._best, self._bad = state["best"], state["bad"]
+        self._best, self._bad, self._at = state["best"], state["bad"], state["at"]
