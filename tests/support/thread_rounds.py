@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -85,12 +86,16 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
     """Train with the options of a command line. The first error of a rank is raised."""
     hubs = [Hub(len(period.workers)) for period in plan]
     errors: list[BaseException] = []
-    lock = threading.Lock()
+    lock, seed = threading.RLock(), torch.manual_seed
+
+    def wait_and_seed(value: int) -> torch.Generator:
+        with lock:
+            return seed(value)
 
     def alone() -> Task:
         """Build as in a process of its own: threads share torch's random numbers."""
         with lock:
-            torch.manual_seed(0)
+            seed(0)
             return build()
 
     def work(worker: int) -> None:
@@ -110,10 +115,11 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
         threading.Thread(target=work, name=f"worker {worker}", args=(worker,), daemon=True)
         for worker in sorted(workers)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(torch, "manual_seed", wait_and_seed):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a lost process ends without closing its files
         gc.collect()
