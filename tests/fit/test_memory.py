@@ -158,6 +158,7 @@ def test_the_whole_model_before_it_is_divided_does_not_count() -> None:
     assert found.peak < 0.95 * 4 * found.model
 
 
+@pytest.mark.slow
 def test_attention_of_gpus_is_computed_again_alike() -> None:
     """Backward runs the blocks again, where modes of torch are not active."""
     options = (*LANGUAGE, "--data.seq_len=256", "--parallel.device=cuda", "--memory.checkpointing")
@@ -178,6 +179,7 @@ def test_fused_attention_has_the_shapes_of_torch(sizes: tuple[int, int]) -> None
     assert [tensor.grad.shape for tensor in given if tensor.grad is not None] == shapes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks")
 def test_an_optimizer_on_the_host_is_not_on_the_device() -> None:
     device, host = (
@@ -249,6 +251,7 @@ def test_gpus_decode_values_of_all_ranks_at_once() -> None:
     assert on_gpu.peak > on_cpu.peak + indices / 2
 
 
+@pytest.mark.slow
 def test_an_average_of_the_parameters_counts() -> None:
     plain, averaged = (predict_memory(*_parsed(*BLOCKS, *more), 1) for more in ((), ("--train.ema=0.9",)))
     trained = [p for p in _parsed(*BLOCKS)[1]().model.parameters() if p.requires_grad]

@@ -83,6 +83,7 @@ def test_what_is_in_it(source: Source, tmp_path: Path) -> None:
     assert not list(source.project.glob("*.egg-info")) and not (source.project / "build").exists()
 
 
+@pytest.mark.slow
 def test_installed_packages_are_left_out(source: Source, tmp_path: Path) -> None:
     out, target = tmp_path / "out", replace(TARGET, installed=("cmake", "torch"), extras="lm")
     make(source, out, target, lambda line: None)

@@ -146,17 +146,18 @@ def test_law_4_every_sample_of_an_epoch_is_used_once(size: int, whole: dict[int,
 
 # On real jobs.
 
-SIGNALLED, TORCHRUN = (pytest.param(name, marks=pytest.mark.slow) for name in ("signalled", "torchrun"))
+_SLOW = ("signalled", "torchrun", "engines")
+SIGNALLED, TORCHRUN, ENGINES = (pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)
 
 
-@pytest.mark.parametrize("name", ["two", "three", "gloo", "launched", "resumed", "killed", TORCHRUN, "engines"])
+@pytest.mark.parametrize("name", ["two", "three", "gloo", "launched", "resumed", "killed", TORCHRUN, ENGINES])
 def test_law_1_on_a_real_job(name: str, gallery: Gallery) -> None:
     job, one = gallery[name], gallery["one"].losses()
     assert job.code == 0 and len(one) == STEPS
     assert job.losses() == pytest.approx(one, rel=2e-6)
 
 
-@pytest.mark.parametrize("name", ["two", TORCHRUN, "engines"])
+@pytest.mark.parametrize("name", ["two", TORCHRUN, ENGINES])
 def test_parameters_equal_those_of_one_rank(name: str, gallery: Gallery) -> None:
     """And their averages, after all steps: also by DDP, and where one engine resumes a checkpoint of another."""
     for group in ("model", "callbacks"):

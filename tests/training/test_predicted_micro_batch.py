@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.cli import fit
 from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.config.schema import Config, MemoryConfig
@@ -40,21 +37,9 @@ def _of_rank(comm: Any, tmp_path: Path, run: Any) -> Any:
     return SimpleNamespace(comm=comm, worker=worker, run=run, layout=layout, recorder=recorder)
 
 
-def _run_here(argv: list[str], *given: Any, **named: Any) -> Finished:
-    assert argv[1:4] == ["-m", "hvdtrain", "fit"]
-    fsdp._groups.clear()  # of the test's own predictions
-    with redirect_stdout(io.StringIO()) as written:
-        code = fit.main(argv[4:])
-    return Finished(code, written.getvalue(), "")
-
-
-@pytest.mark.parametrize("is_other_process", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_rank_with_the_least_memory_decides(
-    is_other_process: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the byte."""
-    if not is_other_process:
-        monkeypatch.setattr(predicted_micro_batch, "run_program", _run_here)
     monkeypatch.setattr(fsdp, "_groups", {})
     with imagined_ranks(2):
         needed = {size: predict_memory(_parsed(str(size)), stack, 2).peak for size in (4, 8)}
