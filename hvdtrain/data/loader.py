@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, signals_blocked
-from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without, sample_indices
+from hvdtrain.data.mixture import sample_order
+from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without
+from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
@@ -62,12 +64,16 @@ class Stream:
         """Return the position after the step that starts at `position`."""
         return positions_without(position, self.global_batch, self.left_out)[-1][1]
 
+    def order(self) -> SampleOrder:
+        """Return the order of the data set's samples."""
+        return sample_order(self.dataset, dataset_length(self.dataset), self.seed)
+
     def keys(self, position: int, steps: int) -> Iterator[list[int]]:
         """Yield for each micro-batch of the next `steps` steps its seed, then the indices of its samples.
 
         In each step, the repeated ones come last.
         """
-        length = dataset_length(self.dataset)
+        order = self.order()
         for first in range(0, steps, _STEPS_AT_ONCE):
             batches: list[MicroBatch] = []
             for _ in range(first, min(first + _STEPS_AT_ONCE, steps)):
@@ -76,7 +82,7 @@ class Stream:
             if not batches:
                 continue
             positions = np.concatenate([np.arange(b.start, b.stop, dtype=np.int64) for b in batches])
-            indices = sample_indices(positions, length, self.seed).tolist()
+            indices = order.indices(positions).tolist()
             used = 0
             for batch in batches:
                 count = batch.stop - batch.start

@@ -37,9 +37,10 @@ class StartHeader:
     seed: int  # seed of the sample order
     global_batch: int  # samples per step
     micro_batch: int  # samples per forward pass
-    samples: int  # samples per epoch
+    samples: int  # samples of the data; those of an epoch if `sources` is empty
     data_id: str  # see `Task`
     left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) skipped on purpose, in order
+    sources: list[list[int]] = field(default_factory=list)  # see `SampleOrder`
 
 
 def ledger_file_name(start: int, rank: int) -> str:

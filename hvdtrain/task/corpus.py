@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.dataset_source import dataset_source
@@ -16,6 +16,11 @@ from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.text_sources import Source, files_matching, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, TokenFile, Windows, describe_npy, write_tokens
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from hvdtrain.task.encode import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +32,12 @@ class TextConfig:
     Attributes:
         text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some of the files are held out,
             or the end of the file if there is only one (default: source code of Python's standard library)
-        tokens: train on token ids: a .npy file with one dimension of integers. Its end is held out (default: use
+        tokens: train on token ids: .npy files with one dimension of integers. The end of each is held out (default: use
             data.text)
-        dataset: train on a folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
-            test split is held out, otherwise its end (default: use data.text)
+        dataset: train on folders written by datasets' save_to_disk, with a column text or input_ids. The validation or
+            test split is held out, otherwise the end (default: use data.text)
+        weights: fraction of samples from each name in data.text, data.tokens or data.dataset, as [0.7, 0.3]; smaller
+            sources repeat (default: each sample once per epoch)
         tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
             token)
         seq_len: tokens per sample, and the weight of a sample in the loss
@@ -38,19 +45,36 @@ class TextConfig:
     """
 
     text: list[str] | str | None = None
-    tokens: str | None = None
-    dataset: str | None = None
+    tokens: list[str] | str | None = None
+    dataset: list[str] | str | None = None
+    weights: list[float] | None = None
     tokenizer: str | None = None
     seq_len: int = 128
     heldout: float = 0.05
 
 
-class Corpus(NamedTuple):
-    """Windows of one file of tokens."""
+@dataclass(frozen=True)
+class Corpus:
+    """Samples of one source, or of several.
 
-    train: Windows  # at least one
-    heldout: Windows | None  # None if there are too few tokens for one
-    tokenizer: Mapping[str, bytes]  # its files for transformers, by name; empty if it is unknown
+    Attributes:
+        train: a map-style data set with at least one sample of each source.
+        heldout: of all sources in order; None if there are too few tokens for a sample.
+        vocabulary: one more than the largest id.
+        digest: a hash of the data and the weights.
+        tokenizer: its files for transformers, by name; empty if it is unknown.
+    """
+
+    train: Any
+    heldout: Any
+    vocabulary: int
+    digest: str
+    tokenizer: Mapping[str, bytes]
+
+
+class _Prepared(NamedTuple):
+    name: str
+    file: TokenFile
 
 
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
@@ -65,14 +89,38 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     _check(config)
     tokenizer: Mapping[str, bytes]
     if config.tokens:
-        name, file = config.tokens, _describe_npy_once(config.tokens, config.heldout)
+        prepared = [_Prepared(name, _describe_npy_once(name, config.heldout)) for name in _names(config.tokens)]
         tokenizer = TokenizerEncoder(own_tokenizer).files() if own_tokenizer else {}
     else:
-        source = _source(config, own_tokenizer)
-        name, file = source.name, _tokenize_once(source, config.heldout)
-        tokenizer = source.tokenizer()
+        sources = _sources(config, own_tokenizer)
+        prepared = [_Prepared(source.name, _tokenize_once(source, config.heldout)) for source in sources]
+        tokenizer = sources[0].tokenizer()
+    train = [_train_windows(one, config) for one in prepared]
+    heldout = [Windows(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
+    heldout = [windows for windows in heldout if len(windows)]
+    digests = [file.digest for _, file in prepared] + ([str(config.weights)] if config.weights else [])
+    return Corpus(
+        train=_joined(train, config.weights),
+        heldout=_joined(heldout, None) if heldout else None,
+        vocabulary=max(file.vocabulary for _, file in prepared),
+        digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        tokenizer=tokenizer,
+    )
+
+
+def _joined(parts: Sequence[Dataset[Any]], weights: list[float] | None) -> Dataset[Any]:
+    from torch.utils.data import ConcatDataset
+
+    from hvdtrain.data.mixture import Mixture
+
+    if weights is not None:
+        return Mixture(parts, weights)
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+
+
+def _train_windows(prepared: _Prepared, config: TextConfig) -> Windows:
+    name, file = prepared
     train = Windows(file, 0, file.train, config.seq_len)
-    heldout = Windows(file, file.train, file.heldout, config.seq_len)
     if not len(train):
         raise DataError(
             f"there are too few tokens in {name}",
@@ -80,16 +128,20 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
             found=f"{file.train}, and {file.heldout} held out",
             next_step="provide more data, or a smaller --data.seq_len",
         )
-    if not len(heldout) and config.heldout:
+    if file.heldout <= config.seq_len and config.heldout:
         log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
-    return Corpus(train, heldout if len(heldout) else None, tokenizer)
+    return train
+
+
+def _names(given: list[str] | str) -> list[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def _check(config: TextConfig) -> None:
     given = [name for name in ("text", "tokens", "dataset") if getattr(config, name)]
     if len(given) > 1:
         raise ConfigError(
-            "more than one source of data is set",
+            "more than one kind of data is set",
             expected="one of data.text, data.tokens, data.dataset, or none for the standard library",
             found=" and ".join(f"data.{name}" for name in given),
         )
@@ -99,21 +151,45 @@ def _check(config: TextConfig) -> None:
             expected="a tokenizer only for text; data.tokens contains ids",
             next_step="omit --data.tokenizer",
         )
+    if config.weights is not None:
+        from hvdtrain.data.mixture import whole_weights
+
+        whole_weights(config.weights, len(_names(getattr(config, given[0]))) if given else 1)
     if config.seq_len < 1:
         raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
     if not 0 <= config.heldout < 1:
         raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
 
 
-def _source(config: TextConfig, own_tokenizer: str | None) -> Source:
+def _sources(config: TextConfig, own_tokenizer: str | None) -> list[Source]:
     tokenizer = config.tokenizer or own_tokenizer
     encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
     if config.dataset:
-        return dataset_source(config.dataset, encoder, wants_text=bool(config.tokenizer))
+        return [dataset_source(name, encoder, wants_text=bool(config.tokenizer)) for name in _names(config.dataset)]
+    if config.text and config.weights is not None:
+        return _weighted_texts(_names(config.text), encoder, config.heldout)
     if config.text:
-        patterns = [config.text] if isinstance(config.text, str) else config.text
-        return text_source(files_matching(patterns), encoder, config.heldout)
-    return replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")
+        return [text_source(files_matching(_names(config.text)), encoder, config.heldout)]
+    return [replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")]
+
+
+def _weighted_texts(patterns: list[str], encoder: Encoder, heldout: float) -> list[Source]:
+    """Make a source of each pattern. No file may be in two, because it could be held out in one of them only."""
+    listed = [files_matching([pattern]) for pattern in patterns]
+    seen: dict[Path, int] = {}
+    for number, files in enumerate(listed):
+        for file in files:
+            if (other := seen.setdefault(file.path, number)) != number:
+                raise ConfigError(
+                    "a text file is in two sources with weights",
+                    expected="patterns without common files",
+                    found=f"{file.path} matches {patterns[other]!r} and {patterns[number]!r}",
+                    next_step="make the patterns of --data.text narrower",
+                )
+    return [
+        replace(text_source(files, encoder, heldout), name=pattern)
+        for pattern, files in zip(patterns, listed, strict=True)
+    ]
 
 
 def _tokenize_once(source: Source, heldout: float) -> TokenFile:

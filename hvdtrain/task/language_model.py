@@ -32,7 +32,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
     source = find_model(model.from_) if model.from_ else None
     corpus = open_corpus(data, own_tokenizer=source.tokenizer() if source is not None else None)
-    made = causal_lm(model, source, vocabulary=corpus.train.file.vocabulary, seq_len=data.seq_len)
+    made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len)
     if lora is not None:
         add_adapters(made, lora)
     return Task(
@@ -42,7 +42,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         heldout_data=corpus.heldout,
         nominal_weight=float(data.seq_len),
         unit="tokens",
-        data_id=corpus.train.file.digest,
+        data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
         prepare=partial(choose_attention, made, model.attention),

@@ -67,7 +67,8 @@ def _epochs(report: DataReport) -> str:
 
 
 def _epoch(epoch: Epoch) -> str:
-    text = f"epoch {epoch.number}: {epoch.distinct:,} of {epoch.samples:,} samples once"
+    source = f" of source {epoch.source}" if epoch.source else ""
+    text = f"epoch {epoch.number}{source}: {epoch.distinct:,} of {epoch.samples:,} samples once"
     if epoch.left_out:
         text += f", {epoch.left_out:,} skipped on purpose"
     if epoch.distinct + epoch.left_out < epoch.samples:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.order import sample_indices
+from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.coverage import Rows, Wrong
 from hvdtrain.verify.starts import Window
@@ -23,10 +23,11 @@ class Epoch:
     """The samples used of an epoch.
 
     Attributes:
-        number: counted from 0, by the number of samples that the data had then.
+        number: counted from 0, by the number of samples that the data, or this source of it, had then.
         distinct: number of different samples used.
         left_out: samples skipped on purpose.
         is_last: the run may still be in this epoch.
+        source: counted from 1; 0 if the data has no weights.
     """
 
     number: int
@@ -35,10 +36,13 @@ class Epoch:
     distinct: int
     left_out: int
     is_last: bool = False
+    source: int = 0
 
 
 class Epochs:
     """Counts the used samples of each epoch, in the order of the stream. A change of data or seed begins a new epoch.
+
+    With weights, each source has its own epochs.
 
     Attributes:
         whole: number of epochs in which each sample was used exactly once.
@@ -50,44 +54,77 @@ class Epochs:
         self.whole = 0
         self.others: list[Epoch] = []
         self.reordered = 0
-        self._order: tuple[int, int, str] | None = None
-        self._key: tuple[int, int, int, str] | None = None
-        self._seen = np.zeros(0, np.bool_)
-        self._used = self._left_out = 0
+        self._key: tuple[int, list[list[int]], int, str] | None = None
+        self._open: dict[int, _OpenEpoch] = {}
 
     def add(self, header: StartHeader, positions: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Add samples by their positions and indices, in the order that `header` describes."""
-        numbers = positions // header.samples
+        key = (header.samples, header.sources, header.seed, header.data_id)
+        if key != self._key:
+            self.close()
+            self.reordered += self._key is not None
+            self._key = key
+        order = order_of(header)
+        sources, ranks = order.split(positions)
+        begin = 0
+        for source, (length, _) in enumerate(order.parts):
+            own = sources == source
+            left_out = [[order.count(source, low), order.count(source, high)] for low, high in header.left_out]
+            self._add(source, length, left_out, ranks[own], indices[own] - begin)
+            begin += length
+
+    def _add(
+        self,
+        source: int,
+        length: int,
+        left_out: list[list[int]],
+        positions: NDArray[np.int64],
+        indices: NDArray[np.int64],
+    ) -> None:
+        numbers = positions // length
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         for low, high in pairwise(cuts):
             if low < high:
-                self._begin(header, int(numbers[low]))
-                self._seen[indices[low:high]] = True
-                self._used += high - low
-
-    def _begin(self, header: StartHeader, number: int) -> None:
-        key = (number, header.samples, header.seed, header.data_id)
-        if key == self._key:
-            return
-        self.close()
-        self.reordered += self._order not in (None, key[1:])
-        self._key, self._order = key, key[1:]
-        self._seen = np.zeros(header.samples, np.bool_)
-        self._used = 0
-        low, high = number * header.samples, (number + 1) * header.samples
-        self._left_out = sum(max(0, min(high, end) - max(low, begin)) for begin, end in header.left_out)
+                number = int(numbers[low])
+                if source not in self._open or self._open[source].number != number:
+                    self._close(source)
+                    self._open[source] = _OpenEpoch(number, np.zeros(length, np.bool_))
+                epoch = self._open[source]
+                epoch.seen[indices[low:high]] = True
+                epoch.used += high - low
+                begin, end = number * length, (number + 1) * length
+                epoch.left_out = sum(max(0, min(end, b) - max(begin, a)) for a, b in left_out)
 
     def close(self, *, is_last: bool = False) -> None:
-        """End the current epoch. `is_last`: the run may still be in it."""
-        if self._key is None:
+        """End the current epochs. `is_last`: the run may still be in them."""
+        for source in sorted(self._open):
+            self._close(source, is_last=is_last)
+
+    def _close(self, source: int, *, is_last: bool = False) -> None:
+        counted = self._open.pop(source, None)
+        if counted is None:
             return
-        number, length, _, _ = self._key
-        epoch = Epoch(number, length, self._used, int(self._seen.sum()), self._left_out, is_last)
-        self._key = None
-        if epoch.used == epoch.distinct == epoch.samples:
+        length, distinct = len(counted.seen), int(counted.seen.sum())
+        if counted.used == distinct == length:
             self.whole += 1
         else:
-            self.others.append(epoch)
+            number = source + 1 if self._key is not None and self._key[1] else 0
+            self.others.append(
+                Epoch(counted.number, length, counted.used, distinct, counted.left_out, is_last, source=number)
+            )
+
+
+@dataclass
+class _OpenEpoch:
+    number: int
+    seen: NDArray[np.bool_]
+    used: int = 0
+    left_out: int = 0
+
+
+def order_of(header: StartHeader) -> SampleOrder:
+    """Return the order of samples that a header describes."""
+    return SampleOrder(header.samples, header.sources, header.seed)
 
 
 def check_samples(window: Window, rows: Rows, epochs: Epochs) -> Wrong | None:
@@ -98,7 +135,7 @@ def check_samples(window: Window, rows: Rows, epochs: Epochs) -> Wrong | None:
     header = window.start.header
     for part, low, high in _parts(window, rows):
         origin = int(rows.begins[low])
-        indices = sample_indices(np.arange(origin, int(rows.ends[high - 1])), header.samples, header.seed).astype("<i8")
+        indices = order_of(header).indices(np.arange(origin, int(rows.ends[high - 1]))).astype("<i8")
         data = memoryview(indices.tobytes())
         errors = [_differing(part, rank, data, origin) for rank in window.start.entries]
         found = min(filter(None, errors), key=lambda w: w.step, default=None)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
-from hvdtrain.data.order import sample_indices
+from hvdtrain.data.mixture import Mixture, sample_order
 from hvdtrain.errors import DataError
 
 
@@ -82,6 +82,7 @@ def test_drawn_samples_are_reported_with_their_batch(workers: int) -> None:
 
 
 @given(
+    st.sampled_from([Numbers(23), Mixture([Numbers(20), Numbers(3)], [0.4, 0.6])]),
     st.integers(0, 60),
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=4),
     st.integers(1, 9),
@@ -89,14 +90,19 @@ def test_drawn_samples_are_reported_with_their_batch(workers: int) -> None:
     st.integers(1, 3),
 )
 def test_skipped_positions_are_skipped_at_any_world_size(
-    position: int, holes: list[tuple[int, int]], global_batch: int, micro_batch: int, size: int
+    dataset: Any,
+    position: int,
+    holes: list[tuple[int, int]],
+    global_batch: int,
+    micro_batch: int,
+    size: int,
 ) -> None:
     left_out: list[list[int]] = []
     for begin, length in sorted(holes):
         if not left_out or begin >= left_out[-1][1]:
             left_out.append([begin, begin + length])
     free = (p for p in itertools.count(position) if not any(b <= p < e for b, e in left_out))
-    ranks = [Stream(Numbers(23), 3, global_batch, micro_batch, rank, size, left_out) for rank in range(size)]
+    ranks = [Stream(dataset, 3, global_batch, micro_batch, rank, size, left_out) for rank in range(size)]
     keys = [stream.keys(position, 4) for stream in ranks]
     for _ in range(4):
         wanted = list(itertools.islice(free, global_batch))
@@ -105,7 +111,7 @@ def test_skipped_positions_are_skipped_at_any_world_size(
         drawn = [
             i for key, stream in zip(keys, ranks, strict=True) for _ in stream.step(position) for i in next(key)[1:]
         ]
-        assert drawn == sample_indices(np.array(wanted), 23, 3).tolist()
+        assert drawn == sample_order(dataset, 23, 3).indices(np.array(wanted)).tolist()
         position = ranks[0].position_after(position)
         assert position == wanted[-1] + 1
 

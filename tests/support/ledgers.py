@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.loader import Stream
-from hvdtrain.data.order import sample_indices
+from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name
 
@@ -57,7 +57,13 @@ class Written:
 
 
 def write_ledger(
-    run: Path, stretches: Sequence[Stretch], *, length: int, seed: int = 3, micro_batch: int = 2
+    run: Path,
+    stretches: Sequence[Stretch],
+    *,
+    length: int,
+    seed: int = 3,
+    micro_batch: int = 2,
+    sources: Sequence[Sequence[int]] = (),
 ) -> Written:
     """Write the ledger of these starts, a journal, and a checkpoint of the last step that all ranks tell of."""
     done = Written(run)
@@ -78,7 +84,7 @@ def write_ledger(
             journal.append({"event": "started"})
         head = StartHeader(
             number, "started", first, position, stretch.size, 0, "here", seed, stretch.global_batch, micro_batch,
-            length, "data", left_out,
+            length, "data", left_out, [list(source) for source in sources],
         )  # fmt: skip
         for rank in range(stretch.size):
             _write_rank(run, replace(head, rank=rank), stretch)
@@ -104,7 +110,8 @@ def _write_rank(run: Path, head: StartHeader, stretch: Stretch) -> None:
     position = head.position
     for step in range(head.from_step + 1, head.from_step + stretch.steps + is_ahead + 1):
         for part in stream.step(position):
-            indices = sample_indices(np.arange(part.start, part.stop), head.samples, head.seed)
+            order = SampleOrder(head.samples, head.sources, head.seed)
+            indices = order.indices(np.arange(part.start, part.stop))
             ledger.add_samples(part.start, part.stop, array("q", indices.tolist()).tobytes())
         ledger.write(step)
         position = stream.position_after(position)

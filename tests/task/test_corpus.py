@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdtrain.data.mixture import sample_order
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task import text_sources
 from hvdtrain.task.corpus import TextConfig, open_corpus
@@ -138,6 +139,53 @@ def test_tokens_are_used_where_they_stand(tmp_path, cache, dtype):
     assert not list(cache.glob("*/tokens.bin"))
 
 
+@pytest.fixture
+def three(tmp_path):
+    """Files of ids from 0, 1000 and 2000 on."""
+    for number, count in enumerate((400, 200, 100)):
+        np.save(tmp_path / f"{number}.npy", 1000 * number + np.arange(count))
+    return [str(tmp_path / f"{number}.npy") for number in range(3)]
+
+
+def test_files_without_weights_are_one_after_the_other(three):
+    corpus = open_corpus(TextConfig(tokens=three, seq_len=10))
+    alone = [open_corpus(TextConfig(tokens=name, seq_len=10)) for name in three]
+    for part in ("train", "heldout"):
+        wanted = [w.tolist() for one in alone if getattr(one, part) for w in getattr(one, part)]
+        found = getattr(corpus, part)
+        assert [found[i].tolist() for i in range(len(found))] == wanted
+    assert corpus.vocabulary == 2100
+    assert len({corpus.digest, open_corpus(TextConfig(tokens=three[::-1], seq_len=10)).digest}) == 2
+
+
+def test_weights_are_fractions_of_the_samples(three):
+    def draw(weights):
+        corpus = open_corpus(TextConfig(tokens=three, weights=weights, seq_len=10))
+        order = sample_order(corpus.train, len(corpus.train), 0)
+        first = [int(corpus.train[i][0]) // 1000 for i in order.indices(np.arange(100))]
+        return [first.count(source) for source in range(3)], corpus.digest
+
+    (counts, digest), (other_counts, other_digest) = draw([0.2, 0.3, 0.5]), draw([3, 1, 1])
+    assert (counts, other_counts) == ([20, 30, 50], [60, 20, 20])
+    assert digest != other_digest
+
+
+def test_each_pattern_is_a_source_if_there_are_weights(texts):
+    patterns = [f"{texts}/a/*.txt", f"{texts}/b/*.txt"]
+    corpus = open_corpus(TextConfig(text=patterns, weights=[3, 1], seq_len=16))
+    for windows, folder in zip(corpus.train.datasets, "ab", strict=True):
+        files = [content.split()[1] for content in documents(windows)]
+        assert files and {int(number) % 2 for number in files} == {"ab".index(folder)}
+    with pytest.raises(ConfigError, match="in two sources") as caught:
+        open_corpus(TextConfig(text=[patterns[0], f"{texts}/*/8.txt"], weights=[3, 1], seq_len=16))
+    assert "8.txt" in caught.value.found
+
+
+def test_a_source_without_a_sample_is_refused(three):
+    with pytest.raises(DataError, match=r"too few tokens in .*2\.npy"):
+        open_corpus(TextConfig(tokens=three, weights=[1, 1, 1], seq_len=120))
+
+
 BAD_ARRAYS = {
     "floats": (np.ones(100), "float64"),
     "two dimensions": (np.ones((10, 10), int), r"\(10, 10\)"),
@@ -222,6 +270,9 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"tokens": "/nowhere.npy"}, DataError, "No such file"),
         ({"dataset": "/nowhere"}, DataError, "no dataset in"),
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
+        ({"text": "a", "weights": [0.5, 0.5]}, DataError, "invalid weights of the data"),
+        ({"weights": [1.0, 2.0]}, DataError, "invalid weights of the data"),
+        ({"tokens": ["a", "b"], "weights": [1.0, 0.0]}, DataError, "invalid weights of the data"),
         ({"text": "a", "tokens": "b"}, ConfigError, r"data\.text and data\.tokens"),
         ({"text": "a", "tokens": "b", "dataset": "c"}, ConfigError, r"data\.dataset"),
         ({"tokens": "a", "tokenizer": "b"}, ConfigError, "data.tokens and data.tokenizer conflict"),

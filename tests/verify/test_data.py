@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.state.ledger import ledger_file_name
 from hvdtrain.verify.data import DataReport, verify_data
@@ -39,10 +41,10 @@ TWO = [Stretch(size=2, steps=9, global_batch=6), Stretch(back=3, size=3, steps=8
 
 
 @contextmanager
-def _written(stretches: list[Stretch], length: int = 20) -> Iterator[Written]:
+def _written(stretches: list[Stretch], length: int = 20, sources: Sequence[Sequence[int]] = ()) -> Iterator[Written]:
     folder = tempfile.mkdtemp()
     try:
-        yield write_ledger(Path(folder) / "run", stretches, length=length)
+        yield write_ledger(Path(folder) / "run", stretches, length=length, sources=sources)
     finally:
         shutil.rmtree(folder)
 
@@ -68,6 +70,26 @@ def test_whatever_was_killed_resized_and_rolled_back_is_right(stretches: list[St
         assert "WRONG" not in to_text(report, done.run)
 
 
+@settings(max_examples=30, deadline=None)
+@given(STRETCHES, st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=2, max_size=3))
+def test_epochs_of_sources_with_weights_are_counted_for_each(
+    stretches: list[Stretch], sources: list[tuple[int, int]]
+) -> None:
+    length = sum(size for size, _ in sources)
+    with _written(stretches, length, sources) as done:
+        report = verify_data(done.run)
+        assert report.wrong == []
+        order = SampleOrder(length, sources, 3)
+        taken: Counter[tuple[int, int]] = Counter()
+        if done.taken:
+            for source, rank in zip(*order.split(np.array(done.taken)), strict=True):
+                taken[int(source) + 1, int(rank) // sources[source][0]] += 1
+        open_or_holed = {key: count for key, count in taken.items() if count != sources[key[0] - 1][0]}
+        assert report.epochs.whole == len(taken) - len(open_or_holed)
+        assert {(e.source, e.number): e.distinct for e in report.epochs.others} == open_or_holed
+        assert "WRONG" not in to_text(report, done.run)
+
+
 CORRUPTIONS: dict[str, Callable[[list[Any], int, int], None]] = {
     "a line is missing": lambda lines, at, by: lines.__delitem__(at),
     "a line stands twice": lambda lines, at, by: lines.insert(at, lines[at]),
@@ -79,6 +101,7 @@ CORRUPTIONS: dict[str, Callable[[list[Any], int, int], None]] = {
     "another seed": lambda lines, at, by: lines[0].__setitem__("seed", lines[0]["seed"] + by),
     "another position": lambda lines, at, by: lines[0].__setitem__("position", lines[0]["position"] + by),
     "another size of an epoch": lambda lines, at, by: lines[0].__setitem__("samples", lines[0]["samples"] << by),
+    "sources with weights": lambda lines, at, by: lines[0].__setitem__("sources", [[10**6, by], [3, by + 1]]),
     "another global batch": lambda lines, at, by: lines[0].__setitem__("global_batch", lines[0]["global_batch"] + by),
     "what nobody left out": lambda lines, at, by: _left_out(lines, at),
 }

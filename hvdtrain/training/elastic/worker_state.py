@@ -14,6 +14,7 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, places_model
 from hvdtrain.exchange.active_buckets import is_residual
@@ -192,7 +193,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     copies = run.config.precision == BF16_WEIGHTS and not casts_weights(run.config.parallel.engine)
     precision = Precision(run.config.precision, device, Bf16Weights(model) if copies else None)
     progress = Progress(samples=samples, data_id=task.data_id)
-    horizon = total_steps(train, samples)
+    horizon = total_steps(train, sample_order(task.train_data, samples, run.config.seed).epoch_samples)
     return WorkerState(
         task=task,
         info=info,

@@ -79,5 +79,6 @@ def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, 
         samples=progress.samples,
         data_id=progress.data_id,
         left_out=progress.left_out,
+        sources=[list(source) for source in stream.order().sources],
     )
     ledger.begin_start(head)

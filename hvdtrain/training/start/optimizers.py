@@ -108,7 +108,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def total_steps(config: TrainConfig, samples: int) -> int:
-    """Return the schedule's horizon: `steps`, or the number of steps in `epochs` passes over `samples`."""
+    """Return the schedule's horizon: `steps`, or the number of steps in `epochs` epochs of `samples` samples."""
     if config.epochs is None:
         return config.steps
     return max(1, math.ceil(config.epochs * samples / config.global_batch))
