@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint launchers bench chaos gpu-kit gpu clean
+.PHONY: help setup train test test-all lint dist launchers bench chaos gpu-kit gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -52,6 +52,9 @@ test-all: setup ## the slower tests, which make test leaves out: two hosts, Slur
 lint: setup ## ruff, mypy, and words with a plainer standard term
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
 	@$(BIN)/python -m tests.lint.wording
+
+dist: setup ## wheel and source archive of hvdtrain, in dist
+	@$(BIN)/python -m build --no-isolation --outdir dist .
 
 launchers: setup ## write the files of launchers/ that are rendered
 	@$(BIN)/python -m tests.support.launchers launchers

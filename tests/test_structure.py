@@ -45,6 +45,7 @@ LAYERS = {
     "training": 10,
     "doctor": 10,
     "export": 11,
+    "serve": 11,
     "fit": 11,
     "verify": 11,
     "cli": 12,

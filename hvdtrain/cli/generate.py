@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 
@@ -25,7 +25,7 @@ def parser() -> Parser:
     made = Parser(prog="hvdtrain generate", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("path", metavar="RUN", help="run folder, checkpoint, or folder of transformers")
     made.add_argument("--prompt", required=True, help="text to continue; - reads it from stdin")
-    made.add_argument("--tokens", type=_count, default=200, help="number of tokens at most (default: 200)")
+    made.add_argument("--tokens", type=positive, default=200, help="number of tokens at most (default: 200)")
     made.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling; 0: no sampling (default: 1)")
     made.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
@@ -45,12 +45,13 @@ def main(argv: list[str]) -> int:
     from hvdtrain.task.base import import_library
     from hvdtrain.task.causal_lm import load_model
     from hvdtrain.task.saved_model import find_model
+    from hvdtrain.task.tokenizer_files import load_tokenizer
     from hvdtrain.training.start.device import pick_device
 
     transformers = import_library("transformers", "hvdtrain generate", "lm")
     transformers.utils.logging.disable_progress_bar()
     source = find_model(options.path, "RUN")
-    tokenizer = _tokenizer(transformers, source.folder)
+    tokenizer = load_tokenizer(source.folder)
     device = pick_device(options.device, 0, 1)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     model: Any = load_model(source).eval().to(device)
@@ -71,17 +72,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _tokenizer(transformers: Any, folder: Any) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} has no tokenizer, so text cannot be read and written",
-            found=str(error).partition("\n")[0],
-            next_step="train with --data.text, or copy the tokenizer's files next to the weights",
-        ) from error
-
-
 def _check_length(model: Any, prompt: int, tokens: int) -> None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and prompt + tokens > positions:
@@ -91,12 +81,6 @@ def _check_length(model: Any, prompt: int, tokens: int) -> None:
             found=f"{prompt} of the prompt, and --tokens {tokens}",
             next_step=f"--tokens {positions - prompt}" if prompt < positions else "use a shorter prompt",
         )
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("expected 1 or more")
-    return value
 
 
 def _temperature(text: str) -> float:

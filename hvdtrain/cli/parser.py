@@ -15,6 +15,13 @@ from hvdtrain.config.spelling import EitherSpelling
 from hvdtrain.errors import USAGE, HvdtrainError
 
 
+def positive(text: str) -> int:
+    """Convert an option's text. Errors: ArgumentTypeError: it is no whole number of 1 or more."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 class Parser(EitherSpelling):
     """An argparse parser with short errors that say what to do next. It accepts no abbreviated options.
 

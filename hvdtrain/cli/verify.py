@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser, run_group
+from hvdtrain.cli.parser import Parser, positive, run_group
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
@@ -61,7 +61,7 @@ def parser(name: str) -> Parser:
         return made
     made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
     made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
-    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each half (default: 10)")
+    made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
     made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
     return made
 
@@ -127,14 +127,8 @@ def _table(compared: list[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def _sizes(text: str) -> list[int]:
     try:
-        return [_positive(part) for part in text.split(",")]
+        return [positive(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; expected numbers of ranks such as 1,2") from None

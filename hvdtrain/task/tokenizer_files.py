@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import import_library
 
@@ -31,6 +32,19 @@ def settings(end: str | None, **more: Any) -> bytes:
     named = {} if end is None else {"eos_token": end, "pad_token": end}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named, **more}
     return json.dumps(content, indent=1).encode()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a model's folder. Errors: ConfigError: there is none."""
+    transformers = import_library("transformers", "a tokenizer", "lm")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer, so text cannot be read and written",
+            found=str(error).partition("\n")[0],
+            next_step="train with --data.text, or copy the tokenizer's files next to the weights",
+        ) from error
 
 
 def byte_tokenizer(end: str) -> bytes:

@@ -1,0 +1,1 @@
+"""A server of OpenAI's API for a trained language model."""

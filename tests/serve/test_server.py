@@ -1,0 +1,227 @@
+"""A real server and OpenAI's client: answers are the model's; load, wrong input and cut connections do no harm."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.cli.serve import main
+from hvdtrain.errors import ConfigError
+from hvdtrain.task.causal_lm import load_model
+from hvdtrain.task.saved_model import find_model
+from hvdtrain.task.tokenizer_files import load_tokenizer
+from tests.support.gallery import LANGUAGE
+from tests.support.thread_job import train_on_threads
+
+openai = pytest.importorskip("openai", reason="hvdtrain[serve] is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
+
+KEY = "a key of the tests".replace(" ", "-")
+JSON = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+TEMPLATE = """{% for m in messages %}{% if m.role == 'none' %}{{ raise_exception('no such role') }}{% endif %}
+{{- m.content }}{% endfor %}"""
+LONG = {"prompt": "def ", "max_tokens": 200, "temperature": 0, "stream": True}
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+
+    def client(self, key: str = KEY) -> Any:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    def ask(self, body: Any, path: str = "/v1/completions", headers: dict[str, str] = JSON) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET" if body is None else "POST", path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)", self.ask(None, "/metrics")[1], re.M)
+        return float(found[1]) if found else 0.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a chat template."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    train_on_threads(*LANGUAGE, "--train.steps=20", "--optimizer.lr=0.01", f"--run_dir={run}", size=1)
+    found = find_model(str(run)).folder
+    (found / "chat_template.jinja").write_text(TEMPLATE)
+    return found
+
+
+def _start(folder: Path, *options: str) -> Server:
+    key = folder.parent / "key.txt"
+    key.write_text(KEY + "\n")
+    argv = [sys.executable, "-m", "hvdtrain", "serve", str(folder), "--port", "0", "--name", "mine", *options]
+    process = subprocess.Popen(
+        [*argv, "--key_file", str(key)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())
+    if found is None:
+        raise AssertionError(process.communicate(timeout=30)[1])
+    return Server(process, int(found[1]))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    made = _start(folder, "--tokens", "200", "--kib", "4", "--waiting", "3", "--seconds", "60")
+    yield made
+    made.process.send_signal(signal.SIGTERM)
+    _, error = made.process.communicate(timeout=60)
+    assert made.process.returncode == 0 and "Traceback" not in error, error
+
+
+def _likeliest(folder: Path, prompt: str, count: int) -> str:
+    ids = torch.tensor([list(prompt.encode())])
+    model: Any = load_model(find_model(str(folder))).eval()
+    for _ in range(count):
+        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    return str(load_tokenizer(folder).decode(ids[0, -count:]))
+
+
+def test_answers_are_the_models(server: Server, folder: Path) -> None:
+    expected = _likeliest(folder, "def ", 12)
+    settings = {"model": "mine", "max_tokens": 12, "temperature": 0}
+    message = [{"role": "user", "content": "def "}]
+    with server.client() as client:
+        assert [entry.id for entry in client.models.list()] == ["mine"]
+        answer = client.completions.create(prompt="def ", **settings)
+        pieces = list(client.completions.create(prompt="def ", stream=True, **settings))
+        chat = client.chat.completions.create(model="mine", messages=message, max_completion_tokens=12, temperature=0)
+    assert answer.choices[0].text == expected and answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 12)
+    assert "".join(piece.choices[0].text for piece in pieces) == expected and len(pieces) > 3
+    assert chat.choices[0].message.content == expected
+
+
+def test_a_seed_repeats_an_answer_while_others_are_generated(server: Server) -> None:
+    def text(seed: int) -> str:
+        with server.client() as client:
+            return str(client.completions.create(model="mine", prompt="a", max_tokens=30, seed=seed).choices[0].text)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(text, [1, 2, 1]))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b'{"prompt": "a"}', {"content-type": "application/json"}, 401),
+        (b'{"prompt": "a"}', {**JSON, "content-type": "text/plain"}, 415),
+        (b'{"prompt": "a"}', {**JSON, "host": "elsewhere.example"}, 400),
+        (b'{"prompt": "' + b"a" * 5000 + b'"}', JSON, 413),
+        (b"{", JSON, 400),
+        (json.dumps({"prompt": "a" * 3000}).encode(), JSON, 400),
+        (json.dumps({"prompt": "a", "model": "other"}).encode(), JSON, 404),
+    ],
+    ids=["key", "type", "host", "size", "json", "tokens", "model"],
+)
+def test_wrong_requests_are_named(server: Server, body: bytes, headers: dict[str, str], code: int) -> None:
+    status, text = server.ask(body, headers=headers)
+    assert status == code, text
+    assert code == 400 or json.loads(text)["error"]["code"] == code
+    assert server.ask(b'{"prompt": "a", "max_tokens": 1}')[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/responses", "/docs", "/openapi.json"])
+def test_there_is_nothing_else(server: Server, path: str) -> None:
+    assert [server.ask(body, path)[0] for body in (None, b"{}")] == [404, 404]
+
+
+def test_messages_that_the_template_refuses(server: Server) -> None:
+    body = json.dumps({"messages": [{"role": "none", "content": "a"}]}).encode()
+    status, text = server.ask(body, "/v1/chat/completions")
+    assert status == 400 and "no such role" in text
+
+
+def test_too_many_requests_are_refused_and_the_others_answered(server: Server) -> None:
+    """One is answered and three wait."""
+    with ThreadPoolExecutor(8) as pool:
+        codes = sorted(pool.map(lambda _: server.ask(json.dumps({**LONG, "stream": False}).encode())[0], range(8)))
+    assert codes[0] == 200 and codes[-1] == 429 and set(codes) == {200, 429} and codes.count(200) >= 4
+    assert server.metric("hvdtrain_requests_waiting") == 0
+
+
+def test_cut_connections_free_the_model(server: Server) -> None:
+    text = json.dumps(LONG).encode()
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**JSON, "host": "localhost"}.items())
+    start = f"POST /v1/completions HTTP/1.1\r\n{head}content-length: {len(text)}\r\n\r\n".encode()
+    before = server.metric('hvdtrain_requests_total{code="499",path="/v1/completions"}')
+    for sent in (start[:20], start, start + text[:9], start + text):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall(sent)
+            if sent.endswith(text):
+                assert b"200 OK" in connection.recv(100)
+    assert server.ask(b'{"prompt": "a", "max_tokens": 1}')[0] == 200
+    after = server.metric('hvdtrain_requests_total{code="499",path="/v1/completions"}')
+    assert after >= before + 2  # one within its request, one within its answer
+
+
+def test_nobody_waits_longer_than_the_limit_and_a_stop_ends_the_server(folder: Path) -> None:
+    """30 continuations take more than a second. The first that ends too late is cut off; those after it never begin."""
+    slow = _start(folder, "--seconds", "1", "--waiting", "40")
+    try:
+        with ThreadPoolExecutor(30) as pool:
+            answers = list(pool.map(lambda _: slow.ask(json.dumps(LONG).encode()), range(30)))
+        kinds = {(code, "[DONE]" in text, '"code": 504' in text) for code, text in answers}
+        assert kinds <= {(200, True, False), (200, False, True), (503, False, False)}
+        assert kinds >= {(200, False, True), (503, False, False)}
+        slow.process.send_signal(signal.SIGTERM)
+        assert slow.process.wait(timeout=60) == 0
+    finally:
+        slow.process.kill()
+        slow.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--host", "0.0.0.0"), "anybody who reaches 0.0.0.0 could use the model"),
+        (("--key_file", "short"), "no usable key"),
+        (("--port", "taken"), "cannot be listened on"),
+        (("--backend", "vllm"), "vllm is not installed"),
+    ],
+)
+def test_what_does_not_start(
+    options: tuple[str, ...], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("short").write_text("short")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [str(taken.getsockname()[1]) if option == "taken" else option for option in options]
+        with pytest.raises(ConfigError, match=message):
+            main([str(folder), *given])
+
+
+def test_vllm_gets_the_folder_and_the_key(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text('#!/bin/sh\necho "$VLLM_API_KEY" "$@"\n')
+    (tmp_path / "vllm").chmod(0o755)
+    (tmp_path / "key").write_text(KEY)
+    argv = [sys.executable, "-m", "hvdtrain", "serve", str(folder), "--backend", "vllm", "--name", "mine"]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    options = ["--host", "0.0.0.0", "--key_file", str(tmp_path / "key")]
+    done = subprocess.run([*argv, *options], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [
+        *(KEY, "serve", str(folder), "--served-model-name", "mine", "--host", "0.0.0.0", "--port", "8000")
+    ]
