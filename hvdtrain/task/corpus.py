@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.dataset_source import dataset_source
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder
 
 log = logging.getLogger(__name__)
+
+_LOOKED_AT = 1 << 24
+"""Tokens of a source to look for the end of a document in."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class TextConfig:
             sources repeat (default: each sample once per epoch)
         tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
             token)
+        documents: what a token sees of its sample: joined, all tokens before it; separate, those of its own document,
+            and positions restart with each document
+        end_token: id of the last token of each document, for data.documents separate (default: that of the tokenizer)
         seq_len: tokens per sample, and the weight of a sample in the loss
         heldout: fraction of the data to hold out for evaluation
     """
@@ -49,6 +55,8 @@ class TextConfig:
     dataset: list[str] | str | None = None
     weights: list[float] | None = None
     tokenizer: str | None = None
+    documents: Literal["joined", "separate"] = "joined"
+    end_token: int | None = None
     seq_len: int = 128
     heldout: float = 0.05
 
@@ -63,6 +71,7 @@ class Corpus:
         vocabulary: one more than the largest id.
         digest: a hash of the data and the weights.
         tokenizer: its files for transformers, by name; empty if it is unknown.
+        end: id of the last token of each document, if documents are to be separate.
     """
 
     train: Any
@@ -70,6 +79,7 @@ class Corpus:
     vocabulary: int
     digest: str
     tokenizer: Mapping[str, bytes]
+    end: int | None
 
 
 class _Prepared(NamedTuple):
@@ -88,13 +98,15 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     """
     _check(config)
     tokenizer: Mapping[str, bytes]
+    end: Callable[[], int | None]
     if config.tokens:
         prepared = [_Prepared(name, _describe_npy_once(name, config.heldout)) for name in _names(config.tokens)]
-        tokenizer = TokenizerEncoder(own_tokenizer).files() if own_tokenizer else {}
+        own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
+        tokenizer, end = (own.files(), own.end_id) if own else ({}, lambda: None)
     else:
         sources = _sources(config, own_tokenizer)
         prepared = [_Prepared(source.name, _tokenize_once(source, config.heldout)) for source in sources]
-        tokenizer = sources[0].tokenizer()
+        tokenizer, end = sources[0].tokenizer(), sources[0].end
     train = [_train_windows(one, config) for one in prepared]
     heldout = [Windows(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
     heldout = [windows for windows in heldout if len(windows)]
@@ -105,7 +117,22 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         vocabulary=max(file.vocabulary for _, file in prepared),
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         tokenizer=tokenizer,
+        end=_end_token(config, end(), train) if config.documents == "separate" else None,
     )
+
+
+def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) -> int:
+    """Return the id of the last token of each document. Errors: ConfigError: it is unknown."""
+    end = known if config.end_token is None else config.end_token
+    if end is None:
+        raise ConfigError(
+            "the last token of a document is unknown",
+            expected="its id, or a tokenizer with a known one, for --data.documents separate",
+            next_step="use --data.end_token ID, or --data.documents joined",
+        )
+    if not any((windows.ids()[:_LOOKED_AT] == end).any() for windows in train):
+        log.warning("none of the first documents ends with the token %d: they are not separate", end)
+    return end
 
 
 def _joined(parts: Sequence[Dataset[Any]], weights: list[float] | None) -> Dataset[Any]:
@@ -150,6 +177,12 @@ def _check(config: TextConfig) -> None:
             "data.tokens and data.tokenizer conflict",
             expected="a tokenizer only for text; data.tokens contains ids",
             next_step="omit --data.tokenizer",
+        )
+    if config.end_token is not None and config.documents == "joined":
+        raise ConfigError(
+            "data.end_token has no effect",
+            expected="an end token only if documents are separate",
+            next_step="add --data.documents separate, or omit --data.end_token",
         )
     if config.weights is not None:
         from hvdtrain.data.mixture import whole_weights

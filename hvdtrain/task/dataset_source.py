@@ -51,6 +51,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
         heldout=lambda: rows.ids(rows.splits[1]) if rows.splits[1] is not None else None,
         vocabulary=rows.vocabulary,
         tokenizer=rows.tokenizer,
+        end=rows.end,
     )
 
 
@@ -91,8 +92,14 @@ class _Rows:
 
     def tokenizer(self) -> dict[str, bytes]:
         """Return the encoder's files, unless the ids in the dataset are of an unknown tokenizer."""
-        is_known = isinstance(self.encoder, TokenizerEncoder) or self._column(self.splits[0]) == "text"
-        return self.encoder.files() if is_known else {}
+        return self.encoder.files() if self._knows_ids() else {}
+
+    def end(self) -> int | None:
+        """Return the encoder's id after each document, likewise."""
+        return self.encoder.end_id() if self._knows_ids() else None
+
+    def _knows_ids(self) -> bool:
+        return isinstance(self.encoder, TokenizerEncoder) or self._column(self.splits[0]) == "text"
 
     def ids(self, split: Any) -> Iterator[Ids]:
         """Yield the ids of the rows of a split, in order."""

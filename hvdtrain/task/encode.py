@@ -45,6 +45,10 @@ class ByteEncoder:
             yield np.frombuffer(piece, np.uint8)
         yield np.array([SEPARATOR], np.uint16)
 
+    def end_id(self) -> int:
+        """Return the separator."""
+        return SEPARATOR
+
     def files(self) -> dict[str, bytes]:
         """Return the files of a tokenizer for transformers with the same ids, by name."""
         end = END_TOKENS[0]
@@ -80,8 +84,13 @@ class TokenizerEncoder:
         tokenizer = self._tokenizer
         for text in _whole_lines(pieces, name):
             yield np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        if (end := self._end()) is not None:
-            yield np.array([tokenizer.token_to_id(end)], np.int64)
+        if (end := self.end_id()) is not None:
+            yield np.array([end], np.int64)
+
+    def end_id(self) -> int | None:
+        """Return the id after each document; None if the vocabulary has none of `END_TOKENS`."""
+        end = self._end()
+        return None if end is None else int(self._tokenizer.token_to_id(end))
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer for transformers, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
+from hvdtrain.task.token_loss import check_separation, next_token_loss, separate_loss
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    import torch
+    from torch import nn
 
 
 def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextConfig()) -> Task:  # noqa: B008
@@ -37,7 +40,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         add_adapters(made, lora)
     return Task(
         model=made,
-        loss=next_token_loss,
+        loss=next_token_loss if corpus.end is None else partial(separate_loss, end=corpus.end, config=made.config),
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=float(data.seq_len),
@@ -45,27 +48,20 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        prepare=partial(choose_attention, made, model.attention),
+        prepare=_make_prepare(made, model.attention, separate=corpus.end is not None),
     )
 
 
-def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
-    """Return the summed cross entropy of each token, given the tokens before it.
+def _make_prepare(model: nn.Module, wanted: str, *, separate: bool) -> Callable[[torch.device, torch.dtype], str]:
+    def prepare(device: torch.device, dtype: torch.dtype) -> str:
+        from hvdtrain.state.placeholder import Placeholder
 
-    Args:
-        model: takes `input_ids`, returns an object with `logits`.
-        tokens_BT: ids (B, T + 1), int64.
+        # FSDP gives values to rank 0 only, which checks for all.
+        if separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
+            check_separation(model)
+        return choose_attention(model, wanted, device, dtype)
 
-    Returns:
-        The sum over B * T predicted tokens in nats, in float32 for any dtype of logits; and B * T.
-    """
-    from torch.nn.functional import cross_entropy
-
-    inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
-    # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
-    loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
-    return loss, float(targets_BT.numel())
+    return prepare
 
 
 def _model_files(model: Any, *, adapters: bool) -> dict[str, bytes]:

@@ -37,6 +37,7 @@ class Source:
         heldout: starts to yield the held-out ids; returns None to hold out the end of `train`.
         vocabulary: returns one more than the largest id; called when the ids are written.
         tokenizer: returns the files of the tokenizer for transformers, by name; empty if it is unknown.
+        end: returns the id after each document; None if there is none, or it is unknown.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Source:
     heldout: Callable[[], Iterator[Ids] | None]
     vocabulary: Callable[[], int]
     tokenizer: Callable[[], Mapping[str, bytes]]
+    end: Callable[[], int | None]
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Sour
         heldout=lambda: None if len(files) == 1 else _encoded([f for f in files if f in held], encoder),
         vocabulary=encoder.vocabulary,
         tokenizer=encoder.files,
+        end=encoder.end_id,
     )
 
 

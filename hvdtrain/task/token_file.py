@@ -188,10 +188,14 @@ class Windows(TensorDataset):
 
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        begin = index * self.seq_len
+        return torch.from_numpy(self.ids()[begin : begin + self.seq_len + 1].astype("int64"))
+
+    def ids(self) -> Ids:
+        """Map the ids of all windows, and those after the last one: (count,)."""
         if self._ids is None:
-            self._ids = self.file.map()
-        begin = self.start + index * self.seq_len
-        return torch.from_numpy(self._ids[begin : begin + self.seq_len + 1].astype("int64"))
+            self._ids = self.file.map()[self.start : self.start + self.count]
+        return self._ids
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(len(self)))

@@ -81,6 +81,8 @@ class Epochs:
         positions: NDArray[np.int64],
         indices: NDArray[np.int64],
     ) -> None:
+        if source in self._open:
+            self._open[source].count_left_out(left_out)
         numbers = positions // length
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         for low, high in pairwise(cuts):
@@ -92,8 +94,7 @@ class Epochs:
                 epoch = self._open[source]
                 epoch.seen[indices[low:high]] = True
                 epoch.used += high - low
-                begin, end = number * length, (number + 1) * length
-                epoch.left_out = sum(max(0, min(end, b) - max(begin, a)) for a, b in left_out)
+                epoch.count_left_out(left_out)
 
     def close(self, *, is_last: bool = False) -> None:
         """End the current epochs. `is_last`: the run may still be in them."""
@@ -120,6 +121,11 @@ class _OpenEpoch:
     seen: NDArray[np.bool_]
     used: int = 0
     left_out: int = 0
+
+    def count_left_out(self, ranges: list[list[int]]) -> None:
+        length = len(self.seen)
+        begin, end = self.number * length, (self.number + 1) * length
+        self.left_out = sum(max(0, min(end, high) - max(begin, low)) for low, high in ranges)
 
 
 def order_of(header: StartHeader) -> SampleOrder:

@@ -771,8 +771,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "task/token_file.py",
-        "begin = self.start + index * self.seq_len",
-        "begin = self.start + index * (self.seq_len + 1)",
+        "begin = index * self.seq_len",
+        "begin = index * (self.seq_len + 1)",
         "one token between two windows is never predicted",
         "tests/task/test_windows.py",
     ),

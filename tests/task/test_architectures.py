@@ -16,7 +16,7 @@ from tests.support.thread_job import train_on_threads
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_SHAPE = {
+SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 260, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
@@ -46,7 +46,7 @@ ENGINES = ("--parallel.shard=none", "--parallel.shard=optimizer", "--parallel.sh
 def _train(folder: Path, model: str, *options: str, size: int) -> Recorded:
     folder.mkdir(exist_ok=True)
     config = folder / "config.json"
-    config.write_text(json.dumps({**_SHAPE, "model_type": model, **MODELS[model]}))
+    config.write_text(json.dumps({**SHAPE, "model_type": model, **MODELS[model]}))
     common = ("--train.steps=3", "--train.global_batch=4", "--train.micro_batch=1", "--data.seq_len=16")
     common += ("--optimizer.warmup_steps=1", "--train.eval_samples=2", "--optimizer.name=sgd")
     train_on_threads(*common, f"--model.config={config}", f"--run_dir={folder / 'run'}", *options, size=size)

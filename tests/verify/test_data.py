@@ -80,13 +80,17 @@ def test_epochs_of_sources_with_weights_are_counted_for_each(
         report = verify_data(done.run)
         assert report.wrong == []
         order = SampleOrder(length, sources, 3)
-        taken: Counter[tuple[int, int]] = Counter()
-        if done.taken:
-            for source, rank in zip(*order.split(np.array(done.taken)), strict=True):
-                taken[int(source) + 1, int(rank) // sources[source][0]] += 1
+
+        def by_epoch(positions: list[int]) -> Counter[tuple[int, int]]:
+            pairs = zip(*order.split(np.array(positions, np.int64)), strict=True)
+            return Counter((int(source) + 1, int(rank) // sources[source][0]) for source, rank in pairs)
+
+        taken = by_epoch(done.taken)
+        skipped = by_epoch([p for begin, end in report.left_out for p in range(begin, end)])
         open_or_holed = {key: count for key, count in taken.items() if count != sources[key[0] - 1][0]}
         assert report.epochs.whole == len(taken) - len(open_or_holed)
         assert {(e.source, e.number): e.distinct for e in report.epochs.others} == open_or_holed
+        assert all(e.left_out == skipped[e.source, e.number] for e in report.epochs.others)
         assert "WRONG" not in to_text(report, done.run)
 
 

@@ -1,0 +1,122 @@
+"""Losses of next-token prediction, also of samples with several documents that do not see each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+IGNORED = -100
+"""Target of a position without a loss."""
+
+
+def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
+    """Return the summed cross entropy of each token, given the tokens before it.
+
+    Args:
+        model: takes `input_ids`, returns an object with `logits`.
+        tokens_BT: ids (B, T + 1), int64.
+
+    Returns:
+        The sum over B * T predicted tokens in nats, in float32 for any dtype of logits; and B * T.
+    """
+    targets_BT = tokens_BT[:, 1:]
+    # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
+    return _summed(model, tokens_BT[:, :-1], targets_BT), float(targets_BT.numel())
+
+
+def separate_loss(model: nn.Module, tokens_BT: Any, *, end: int, config: Any) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of each token, given the tokens before it in its document.
+
+    The first token of a document has no loss. Positions restart with each document, from which transformers makes masks
+    of attention.
+
+    Args:
+        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
+        tokens_BT: ids (B, T + 1), int64.
+        end: id of the last token of each document.
+        config: of the model, with the kernel of attention.
+
+    Returns:
+        The sum, and the number of tokens in it.
+    """
+    inputs_BT = tokens_BT[:, :-1]
+    ends_BT = inputs_BT == end
+    starts_BT = ends_BT.roll(1, dims=1)
+    targets_BT = tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)
+    return masked_loss(model, inputs_BT, targets_BT, positions(starts_BT), config=config)
+
+
+def masked_loss(
+    model: nn.Module, inputs_BT: Any, targets_BT: Any, positions_BT: Any, *, config: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of the targets that are not `IGNORED`, and their number.
+
+    Args:
+        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
+        inputs_BT: ids, int64.
+        targets_BT: the id after each, or `IGNORED`.
+        positions_BT: position of each token in its document; None if all tokens of a row see the tokens before.
+        config: of the model, with the kernel of attention.
+    """
+    if positions_BT is not None and config._attn_implementation.startswith("flash"):
+        # transformers tells documents apart for flash attention in batches of one row only.
+        inputs_BT, targets_BT, positions_BT = (x.reshape(1, -1) for x in (inputs_BT, targets_BT, positions_BT))
+    return _summed(model, inputs_BT, targets_BT, positions_BT), (targets_BT != IGNORED).sum()
+
+
+def positions(starts_BT: Any) -> Tensor:
+    """Return the position of each token in its document, by marks of first tokens. Each row begins a document."""
+    import torch
+
+    places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    return places_T - torch.where(starts_BT, places_T, 0).cummax(dim=1).values
+
+
+def _summed(model: nn.Module, inputs_BT: Any, targets_BT: Any, positions_BT: Any = None) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    given = {} if positions_BT is None else {"position_ids": positions_BT}
+    logits_BTV = model(input_ids=inputs_BT, use_cache=False, **given).logits
+    return cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def check_separation(model: Any) -> None:
+    """Check on a few tokens that the model tells documents apart by their positions; on the CPU, without gradients.
+
+    The logits of a document after another one must be those of the document alone.
+
+    Errors:
+        TaskError: the model ignores the positions, such as one with a recurrent state.
+    """
+    import torch
+
+    ids = torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size
+    joined_T = torch.arange(8)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone, together, apart = (
+                model(input_ids=given, position_ids=places, use_cache=False).logits[0, -4:].float()
+                for given, places in ((ids[:, 4:], joined_T[:, :4]), (ids, joined_T), (ids, joined_T % 4))
+            )
+    except TypeError as error:  # no such argument
+        raise _not_separate(model, str(error)) from error
+    finally:
+        model.train(was_training)
+    if not (apart - alone).norm() <= 0.01 * (together - alone).norm():
+        raise _not_separate(model, "logits that depend on the document before")
+
+
+def _not_separate(model: Any, found: str) -> TaskError:
+    return TaskError(
+        f"{type(model).__name__} cannot keep the documents of a sample separate",
+        expected="a model of transformers in which position_ids that restart separate documents",
+        found=found,
+        next_step="use --data.documents joined, or another model",
+        everywhere=True,
+    )
