@@ -15,7 +15,7 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
 from hvdtrain.task.token_loss import check_separation, next_token_loss, positions, separate_loss
-from tests.task.test_architectures import SHAPE, MODELS
+from tests.task.test_architectures import MODELS, SHAPE
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 pytestmark = pytest.mark.usefixtures("one_thread")
