@@ -13,6 +13,7 @@ COMMANDS = {
     "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, PBS, LSF, Kubernetes or hvdtrain's driver"),
     "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
+    "compare": ("hvdtrain.cli.compare", "compare the losses, options and costs of runs"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),

@@ -41,6 +41,7 @@ LAYERS = {
     "task": 7,
     "exchange": 7,
     "timeline": 8,
+    "compare": 9,
     "engine": 9,
     "training": 10,
     "doctor": 10,
@@ -118,7 +119,7 @@ def test_one_module_imports_horovod() -> None:
 
 WITHOUT_TORCH = (
     *("errors.py", "spans.py", "loading.py", "__init__.py", "config/", "runtime/", "launch/", "install/", "doctor/"),
-    *("timeline/", "cli/timeline/"),
+    *("timeline/", "cli/timeline/", "compare/", "cli/compare.py"),
 )
 
 

@@ -109,7 +109,7 @@ class Monitor:
 
     @cached_property
     def _nvml(self) -> tuple[Any, Any]:
-        return _open_nvml(self.gpu) if self.gpu is not None else (None, None)
+        return open_nvml(self.gpu) if self.gpu is not None else (None, None)
 
     def _allocator(self) -> dict[str, Any]:
         torch = sys.modules.get("torch")
@@ -122,7 +122,8 @@ class Monitor:
         }
 
 
-def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
+def open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
+    """Return NVML and its handle of a GPU; None twice if there is no library, driver or such GPU."""
     try:
         import pynvml as nvml
     except ImportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from bisect import bisect_left
@@ -18,11 +19,11 @@ from hvdtrain.files import open_regular
 ENDINGS = ("finished", "stopped", "failed")
 """Events that end a start."""
 
-_AFTER_END = ("warning", "machine", "explained")
+_AFTER_END = ("warning", "machine", "energy", "explained")
 """Events that may follow the end of a run."""
 
-_STEP = b'{"step":'
-"""First bytes of the line of a step; an event begins with another key."""
+_STEP, _EVALUATION = b'{"step":', b'{"event":"evaluation"'
+"""First bytes of the line of a step, and of an evaluation."""
 
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -97,11 +98,13 @@ class JournalStart:
     Attributes:
         started: the event `started`; empty for lines before the first.
         last_step: number of its last step; -1 before.
+        last_time: time of its last line in seconds since 1970; 0 if unknown.
     """
 
     started: Mapping[str, Any]
     first_step: int | None = None
     last_step: int = -1
+    last_time: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
@@ -114,20 +117,34 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
     starts: list[JournalStart] = []
     if not path.is_file():
         return starts
+    newest = b""
     with open_regular(path) as file:
         for line in file:
             number, event = _parse(line)
             if event is not None and event["event"] == "started":
+                _end_start(starts, newest)
                 starts.append(JournalStart(event))
+                newest = line
                 continue
-            if not starts and (number is not None or event is not None):
+            if number is None and event is None:
+                continue
+            newest = line
+            if not starts:
                 starts.append(JournalStart({}))
             if event is not None:
                 starts[-1].events.append(event)
             elif number is not None:
                 starts[-1].first_step = number if starts[-1].first_step is None else starts[-1].first_step
                 starts[-1].last_step = number
+    _end_start(starts, newest)
     return starts
+
+
+def _end_start(starts: list[JournalStart], line: bytes) -> None:
+    """Note the time of the last line of the last start."""
+    if starts:
+        with suppress(ValueError, KeyError, TypeError):
+            starts[-1].last_time = float(orjson.loads(line)["time"])
 
 
 def read_events(path: Path, name: str) -> list[dict[str, Any]]:
@@ -166,12 +183,16 @@ class PastSteps:
     Attributes:
         seconds: by step, seconds of training up to its end; 0.0 at step 0.
         positions: by step, samples consumed up to its end.
+        losses: by step; nan where it was not finite, and at steps that another run did.
+        evaluations: the events by step, of steps that count.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.seconds = array("d", [0.0])
         self.positions = array("q", [0])
+        self.losses = array("d", [math.nan])
+        self.evaluations: dict[int, dict[str, Any]] = {}
         self._offsets = array("q", [0])
 
     def read(self) -> PastSteps:
@@ -183,6 +204,10 @@ class PastSteps:
                     if line.startswith(_STEP):
                         with suppress(ValueError):
                             self._add(orjson.loads(line), offset)
+                    elif line.startswith(_EVALUATION):
+                        with suppress(ValueError):
+                            event = orjson.loads(line)
+                            self.evaluations[event["at_step"]] = event
                     offset += len(line)
         return self
 
@@ -191,10 +216,16 @@ class PastSteps:
         del self.seconds[step:]
         self.seconds.extend([self.seconds[-1]] * (step - len(self.seconds)))  # the run began from another run's state
         self.seconds.append(self.seconds[-1] + record["step_s"])
+        loss = record.get("loss")
+        del self.losses[step:]
+        self.losses.extend([math.nan] * (step - len(self.losses)))
+        self.losses.append(math.nan if loss is None else loss)
         for column, value in ((self.positions, record["position"]), (self._offsets, offset)):
             del column[step:]
             column.extend([column[-1]] * (step - len(column)))
             column.append(value)
+        while self.evaluations and (last := next(reversed(self.evaluations))) >= step:
+            del self.evaluations[last]
 
     def __contains__(self, step: int) -> bool:
         return 0 <= step < len(self.seconds)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.observe.cost import Cost
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
@@ -140,6 +142,7 @@ class RunTrace:
         notes: sentences about missing or dropped data.
         is_part: `steps` are only the last round; others had other ranks or came before a resume.
         events: the newest events ``memory`` and ``compiled`` by name, if there are any.
+        cost: of all starts of the run; None if unknown.
     """
 
     path: Path
@@ -153,6 +156,7 @@ class RunTrace:
     notes: Sequence[str] = ()
     is_part: bool = False
     events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cost: Cost | None = None
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.phases import extent
@@ -108,7 +109,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
-    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events)
+    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events, cost_of(past))
     return run, logs
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.objects import on_rank_0
-from hvdtrain.observe.past_journal import journal_lines
+from hvdtrain.observe.cost import cost_of
+from hvdtrain.observe.cost import text as cost_text
+from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import options_to_continue
@@ -56,6 +58,7 @@ class Result:
         budget: this stretch's wall time on rank 0: seconds by part.
         model: the trained model, on this rank's device.
         analysis: where a step's time goes, and which rank is late; on rank 0, if traces were recorded.
+        cost: what all starts of the run have used, as one line: money, device-hours, energy; empty if unknown.
     """
 
     run_dir: Path
@@ -77,6 +80,7 @@ class Result:
     budget: Mapping[str, float]
     model: Any
     analysis: Analysis | None = None
+    cost: str = ""
 
 
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
@@ -105,7 +109,8 @@ def journal_figures(journal: Path) -> dict[str, Any]:
     tally = Tally()
     for line in journal_lines(journal):
         tally.add(line)
-    return tally.figures()
+    cost = cost_of(read_journal_starts(journal))
+    return {**tally.figures(), "cost": cost_text(cost) if cost is not None else ""}
 
 
 class _Budget:

@@ -138,16 +138,17 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             current.engine = build_engine(current)
             stack.callback(current.engine.close)
             add_listeners(spans, run.config.observe, worker.device, stack)
-            describe_start(current)
+            energy = describe_start(current)
             resumed_at = resume_state(current)
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             start, stamps = add_stamps(current)
             live = add_traces(current, horovod, start)
-            trainer = build_trainer(current, current.engine, live)
+            trainer = build_trainer(current, current.engine, live, energy)
             stack.callback(trainer.feed.ledger.close)
             recorder.begin(current.stop)
             with worker.signals:
                 reason = trainer.run(worker.signals)
+            energy.finish()
             if reason == CHANGED:
                 return None
             if stamps is not None:

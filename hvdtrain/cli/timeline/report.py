@@ -58,10 +58,11 @@ def main(command: str, argv: list[str]) -> int:
 def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
     from hvdtrain.timeline import wording
     from hvdtrain.timeline.report.form import to_bytes
+    from hvdtrain.timeline.report.page import to_html
     from hvdtrain.timeline.report.terminal import to_text
 
     if html is not None:
-        _write_page(analysis, html)
+        write_page(to_html(analysis), html)
     if as_json:
         sys.stdout.write(to_bytes(analysis).decode())
         return
@@ -70,13 +71,13 @@ def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
         print(wording.readable(f"written: {html}"))
 
 
-def _write_page(analysis: Analysis, file: Path) -> None:
+def write_page(page: str, file: Path) -> None:
+    """Write a page. Errors: TraceError if the file cannot be written."""
     from hvdtrain.errors import TraceError
     from hvdtrain.files import write_text
-    from hvdtrain.timeline.report.page import to_html
 
     try:
-        write_text(file, to_html(analysis))
+        write_text(file, page)
     except (OSError, ValueError) as error:  # ValueError: a path without a name, such as / or .
         raise TraceError(
             f"the page {file} cannot be written",

@@ -50,6 +50,7 @@ def analyse(run: RunTrace) -> Analysis:
         findings=found,
         lanes=lanes.window_lanes(run),
         memory=_memory(run.events.get("memory", {})),
+        cost=run.cost,
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from hvdtrain.observe.cost import Cost
+
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1.000001)]
 Bound = Annotated[float, Meta(extra_json_schema={"nullable": True})]
@@ -222,6 +224,7 @@ class Analysis:
         warnings: lines of Horovod, NCCL and the run.
         notes: data that is missing or was dropped, and the precision of the clocks.
         memory: None if unknown.
+        cost: of all starts of the run; None if unknown.
     """
 
     title: str
@@ -235,6 +238,7 @@ class Analysis:
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
     memory: Memory | None = None
+    cost: Cost | None = None
 
 
 def part_figure(part: str) -> str:

@@ -43,7 +43,7 @@ def mean_of(values: Floats, weights: Floats | None = None) -> Estimate:
     """
     weights = np.ones(len(values)) if weights is None else weights
     mean = float(np.average(values, weights=weights))
-    half = _half_width(values - mean, weights)
+    half = half_width(values - mean, weights)
     if not half:
         return Estimate(mean, mean, mean)
     low = max(0.0, mean - half) if np.min(values) >= 0 else mean - half
@@ -57,11 +57,11 @@ def ratio_of(parts: Floats, wholes: Floats) -> Estimate:
     single step is empty.
     """
     share = float(np.sum(parts) / np.sum(wholes))
-    half = _half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
+    half = half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
     return Estimate(share, max(0.0, share - half), share + half)
 
 
-def _half_width(deviations: Floats, weights: Floats) -> float:
+def half_width(deviations: Floats, weights: Floats) -> float:
     """Return half of the 95% confidence interval of a series' mean, by batch means; 0 for a single value."""
     count = len(deviations)
     batches = min(BATCHES, max(2, count // 3)) if count > 1 else 1

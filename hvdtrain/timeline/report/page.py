@@ -8,14 +8,22 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.report.page_view import MORE, blame_view, budget_view, communication_facts, finding_pieces, hue
+from hvdtrain.timeline.report.page_view import (
+    MORE,
+    blame_view,
+    budget_view,
+    communication_facts,
+    cost_facts,
+    finding_pieces,
+    hue,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -34,11 +42,19 @@ _FILTERS = (hue, wording.decimals, wording.interval, wording.ms, wording.nbytes,
 
 
 def to_html(analysis: Analysis) -> str:
-    """Return the page. It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped."""
-    style, scripts = _read("report.css"), [_read("report.js"), _read("lanes.js")]
-    context = {**_view(analysis), "style": style, "scripts": scripts, "policy": _policy(style, scripts)}
-    page = _environment().get_template("report.html").render(context)
-    return wording.readable(page)
+    """Return the page of an analysis."""
+    return render("report.html", _view(analysis), ["report.js", "lanes.js"])
+
+
+def render(template: str, view: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """Return a page from a template, its variables, and the names of its scripts.
+
+    It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped.
+    """
+    style, texts = _read("report.css"), [_read(name) for name in scripts]
+    own = {"style": style, "scripts": texts, "policy": _policy(style, texts)}
+    page = {"version": VERSION, "program": hvdtrain.__version__}
+    return wording.readable(_environment().get_template(template).render({**page, **view, **own}))
 
 
 def headline(analysis: Analysis) -> list[str]:
@@ -76,13 +92,12 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
     return {
         "analysis": analysis,
-        "version": VERSION,
-        "program": hvdtrain.__version__,
         "headline": "; ".join(headline(analysis)) + ".",
         "budget": budget_view(analysis.budget) if analysis.budget else None,
         "findings": list(zip(analysis.findings, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
         "communication_facts": communication_facts(analysis.communication, steps=steps),
+        "cost_facts": cost_facts(analysis.cost) if analysis.cost else (),
         "each_ms": "ms per step" if steps else "ms",
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from hvdtrain.observe.cost import Cost, money, number
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, RankRow
 
@@ -189,6 +190,15 @@ def communication_facts(found: Communication | None, *, steps: bool = True) -> l
             share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
             of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
         facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
+    return facts
+
+
+def cost_facts(cost: Cost) -> list[tuple[str, str]]:
+    """Return the known figures of a cost, each with its name."""
+    facts = [(number(cost.device_hours), "device-hours")]
+    facts += [(number(kwh), f"kWh of {kind}") for kind, kwh in cost.energy_kwh.items()]
+    if cost.money is not None:
+        facts.append((money(cost.money), "money, at the price of --observe.price_per_hour"))
     return facts
 
 

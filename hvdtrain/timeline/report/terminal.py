@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate
 
@@ -38,15 +39,17 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         yield f"most expensive to exchange, ms {each}:"
     for carrier in analysis.carriers[:_MOST_CARRIERS]:
         exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
-        modules = _short(", ".join(carrier.modules), 40)
-        yield f"  {_short(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
+        modules = shorten(", ".join(carrier.modules), 40)
+        yield f"  {shorten(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
     if analysis.memory is not None:
-        yield _short(f"memory of rank 0: {wording.memory(analysis.memory)}", _WIDTH)
+        yield shorten(f"memory of rank 0: {wording.memory(analysis.memory)}", _WIDTH)
+    if analysis.cost is not None:
+        yield shorten(f"cost: {cost.text(analysis.cost)}", _WIDTH)
     yield from _findings(analysis, findings)
     rest = [*(f"warning: {line}" for line in analysis.warnings), *analysis.notes]
     if rest:
         yield "notes:"
-    yield from (f"  {_short(note, _WIDTH - 2)}" for note in rest[:_MOST_NOTES])
+    yield from (f"  {shorten(note, _WIDTH - 2)}" for note in rest[:_MOST_NOTES])
     if len(rest) > _MOST_NOTES:
         yield f"  {len(rest) - _MOST_NOTES} more: --json"
 
@@ -58,20 +61,20 @@ def quantity(estimate: Estimate, places: int | None = None) -> str:
 
 def _head(analysis: Analysis) -> str:
     ranks = f", {wording.counted(analysis.size, 'rank')}" if analysis.size else ""
-    title = _short(analysis.title, 40)
+    title = shorten(analysis.title, 40)
     if (budget := analysis.budget) is None:
         return f"{title}{ranks}: no step was measured"
     steps = wording.counted(budget.steps, "step") if budget.steps else "no recognisable steps"
-    return f"{title}{ranks}: {steps}, {_short(budget.what, 56)}"
+    return f"{title}{ranks}: {steps}, {shorten(budget.what, 56)}"
 
 
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
     yield f"{'step time:' if budget.steps else 'the trace spans'} {quantity(budget.step_ms, places)} ms"
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
-    width = max((len(_short(part.name, 30)) for part in shown), default=0) + 2
+    width = max((len(shorten(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
-        name = _short(part.name, 30) + (" *" if part.name in budget.exposed else "")
+        name = shorten(part.name, 30) + (" *" if part.name in budget.exposed else "")
         bar = "#" * round(_BAR * part.share)
         yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
@@ -104,14 +107,14 @@ def _blame(blame: Blame) -> Iterator[str]:
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
     late = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"none ({blame.reason})"
     more = f" and {len(blame.late) - 8} more" if len(blame.late) > 8 else ""
-    yield _short(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
+    yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
-        name = _short(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
+        name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
         yield f"  {name:<24} ready {behind}, last in {row.last_share:4.0%} of steps, costs {quantity(row.cost_ms)} ms"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
-            yield from (f"    {_short(cause.text, _WIDTH - 4)}" for cause in causes)
+            yield from (f"    {shorten(cause.text, _WIDTH - 4)}" for cause in causes)
 
 
 def _findings(analysis: Analysis, most: int) -> Iterator[str]:
@@ -132,7 +135,8 @@ def _wrapped(text: str, begin: str) -> list[str]:
     return textwrap.wrap(_plain(text), _WIDTH, initial_indent=begin, subsequent_indent=gap, max_lines=2)
 
 
-def _short(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
+    """Return one line without control characters, cut to `width`."""
     line = _plain(text)
     return line if len(line) <= width else f"{line[: width - 3]}..."
 

@@ -30,6 +30,7 @@ from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.compute import FirstPass
+from hvdtrain.training.records.energy_use import EnergyUse
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
@@ -81,8 +82,11 @@ def engine_of_worker(
     )
 
 
-def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
-    """Make the trainer of a round, after the state of the run is restored; `live` opens windows of traces."""
+def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: EnergyUse) -> Trainer:
+    """Make the trainer of a round, after the state of the run is restored.
+
+    `live` opens windows of traces; `energy` measures the energy of the round.
+    """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
     counts_flops = comm.rank == 0 and current.is_new
@@ -138,7 +142,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         step_checks=StepChecks(current, stepper, feed),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
-        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm), worker.callbacks),
+        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy),
         compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
     )
 

@@ -20,6 +20,8 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.records.energy_use import EnergyUse
+from hvdtrain.training.records.job_facts import JobFacts, gather_facts
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
@@ -113,8 +115,18 @@ def recording(worker: WorkerState, is_over: Callable[[BaseException], bool]) -> 
     recorder.close_watchers()
 
 
-def describe_start(current: Round) -> None:
-    """Record and show what begins."""
+def describe_start(current: Round) -> EnergyUse:
+    """Record and show what begins; return what measures its energy. Collective: yes."""
+    comm, recorder = current.comm, current.recorder
+    job = gather_facts(comm, current.worker.device)
+    kinds = [kind for kind, reason in job.record["energy"].items() if not reason]
+    energy = EnergyUse(comm, job.counters, kinds, recorder.event)
+    recorder.add_watcher(energy)
+    _describe(current, job)
+    return energy
+
+
+def _describe(current: Round, job: JobFacts) -> None:
     worker, recorder, size = current.worker, current.recorder, current.comm.size
     task, train = worker.task, current.run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
@@ -125,6 +137,7 @@ def describe_start(current: Round) -> None:
         "trained": trained,
         "unit": task.unit,
         "run_dir": str(current.layout.folder),
+        **job.record,
     }
     if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)

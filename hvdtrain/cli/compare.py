@@ -1,0 +1,72 @@
+"""``hvdtrain compare``: compare runs, and what each cost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hvdtrain.cli.parser import Parser
+
+_EPILOG = """\
+examples:
+  hvdtrain compare runs/a runs/b
+  hvdtrain compare runs/a runs/b --html comparison.html
+  hvdtrain compare runs/a-seed* runs/b-seed*         several seeds of each
+  hvdtrain compare runs/main runs/new --fail_if 'loss > 1.01 * base'
+
+Losses are compared at the largest number of samples, and of seconds, that all
+runs have. Runs that differ only in their seed form one column.
+
+exit code: 0 on success; 1 if the --fail_if condition is true for a run, or on
+an error; 2 on a wrong option or condition, or if runs have nothing in common.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print or write the comparison; return the exit code."""
+    options = parser().parse_args(argv)
+
+    from hvdtrain.cli.timeline.report import write_page
+    from hvdtrain.compare.comparison import compare
+    from hvdtrain.compare.figures import met, to_plain
+    from hvdtrain.compare.page import to_html
+    from hvdtrain.compare.read import read_run
+    from hvdtrain.compare.text import to_text
+    from hvdtrain.timeline import wording
+    from hvdtrain.timeline.report.form import dumped
+
+    runs = [read_run(path) for path in (options.run_a, *options.run_b)]
+    comparison = compare(runs)
+    found = met(options.fail_if, comparison) if options.fail_if is not None else []
+    if options.html is not None:
+        write_page(to_html(comparison, runs), options.html)
+    if options.json:
+        sys.stdout.write(dumped(to_plain(comparison)).decode())
+    else:
+        print(wording.readable(to_text(comparison)))
+        if options.html is not None:
+            print(wording.readable(f"written: {options.html}"))
+    if found:
+        sys.stderr.write(f"hvdtrain: --fail_if is met: {'; '.join(found)}\n")
+    return 1 if found else 0
+
+
+def parser() -> Parser:
+    """Declare the options."""
+    made = Parser(
+        prog="hvdtrain compare",
+        description="Compare the losses, options and costs of runs with those of the first.",
+        epilog=_EPILOG,
+    )
+    add = made.add_argument
+    add("run_a", type=Path, metavar="RUN_A", help="folder of the run to compare with (the base)")
+    add("run_b", type=Path, nargs="+", metavar="RUN_B", help="folders of other runs")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    add(
+        "--fail_if",
+        metavar="CONDITION",
+        help="exit with code 1 if this is true for a run: NAME OP NUMBER, or NAME OP NUMBER * base [and ...]. --json"
+        " shows the names, as figures",
+    )
+    return made

@@ -1,0 +1,50 @@
+"""Figures of a comparison for `--fail_if`, and the whole comparison for JSON. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any, Literal
+
+from hvdtrain.compare.comparison import Comparison
+from hvdtrain.compare.curves import SAMPLES
+from hvdtrain.compare.view import letter
+from hvdtrain.timeline.report import condition
+
+VERSION: Literal[1] = 1
+
+
+def figures(comparison: Comparison) -> list[dict[str, float]]:
+    """Return the known figures of each column, by name.
+
+    Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``.
+    """
+    found: list[dict[str, float]] = [{} for _ in comparison.columns]
+    for row in comparison.rows:
+        name = re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds")
+        for column, value in zip(found, row.values, strict=True):
+            if value is not None:
+                column[name] = value
+    for name, values in comparison.costs.items():
+        for column, value in zip(found, values, strict=True):
+            if value is not None:
+                column[name] = value
+    return found
+
+
+def met(text: str, comparison: Comparison) -> list[str]:
+    """Return, for each column for which a condition is true, the figures that it is about.
+
+    Errors:
+        ConfigError: wrong syntax, an unknown name, or a figure that a column lacks.
+    """
+    base, *others = figures(comparison)
+    known = list(dict.fromkeys(name for each in (base, *others) for name in each))
+    clauses = condition.parse(text, known, with_base=True)
+    found = [number for number, each in enumerate(others, 1) if condition.holds(clauses, each, base)]
+    return [f"{letter(number)}: {condition.met_text(clauses, others[number - 1])}" for number in found]
+
+
+def to_plain(comparison: Comparison) -> dict[str, Any]:
+    """Return plain values for JSON."""
+    return {"version": VERSION, "figures": figures(comparison), **asdict(comparison)}

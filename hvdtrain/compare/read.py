@@ -1,0 +1,121 @@
+"""Read a run for a comparison, from its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.compare.curves import SAMPLES, SECONDS, Curve, Points
+from hvdtrain.errors import TraceError
+from hvdtrain.observe.cost import Cost, cost_of
+from hvdtrain.observe.past_journal import ENDINGS, JournalStart, PastSteps, read_journal_starts
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.timeline.columns import Floats
+from hvdtrain.yaml_file import flatten
+
+LOSS, HELD_OUT = "loss", "heldout_loss"
+"""Names of figures; other figures have the names of the task's metrics."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        losses: the training loss by axis, `SAMPLES` and `SECONDS` of training.
+        evaluations: by figure and axis; held-out loss and the metrics of the task.
+        options: by dotted name.
+        started: the event of its newest start.
+        state: how far it is, in words.
+        cost: None if unknown.
+    """
+
+    path: Path
+    losses: Mapping[str, Curve]
+    evaluations: Mapping[str, Mapping[str, Points]]
+    options: Mapping[str, Any]
+    started: Mapping[str, Any]
+    state: str
+    cost: Cost | None
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """What its losses are of: the name of the task without folders, and the unit of a step's weight."""
+        file, colon, function = str(self.options.get("task", "")).rpartition(":")
+        return f"{Path(file).name}{colon}{function}", str(self.started.get("unit", ""))
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run. Steps and evaluations that were overwritten after a resume or a roll back do not count.
+
+    Errors:
+        TraceError: it is no run, or has no readable step.
+    """
+    layout = RunLayout(path)
+    if not layout.is_run:
+        found = "it does not exist" if not path.exists() else "no journal.jsonl there"
+        expected = "the folder of a run, such as runs/NAME"
+        raise TraceError(f"{path} is not a run", expected=expected, found=found, next_step="ls runs/ shows the runs")
+    try:
+        past, starts = PastSteps(layout.journal).read(), read_journal_starts(layout.journal)
+        evaluations = _evaluations(past)
+    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or f"a line lacks what every such line has ({error})"
+        raise TraceError(f"{layout.journal} cannot be read", found=reason) from None
+    if len(past.seconds) < 2:
+        raise TraceError(f"{path} has no steps yet", expected="a run with at least one step in its journal.jsonl")
+    started = next((start.started for start in reversed(starts) if start.started), {})
+    config = started.get("config")
+    options = flatten(config if isinstance(config, Mapping) else layout.read_config())
+    values = np.array(past.losses[1:])
+    losses = {
+        SAMPLES: Curve(*_segments(np.array(past.positions, float), values), values),
+        SECONDS: Curve(*_segments(np.array(past.seconds), values), values),
+    }
+    return RunRecord(path, losses, evaluations, options, started, _state(starts, past), cost_of(starts))
+
+
+def _segments(ends: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return where each step begins and ends on an axis.
+
+    A run that began from the state of another run has no record of earlier samples: its first step has the usual
+    number of them.
+    """
+    begins, ends = ends[:-1].copy(), ends[1:]
+    first = int(np.argmax(ends > 0))
+    if first and len(ends) > first + 1:
+        begins[first] = max(0.0, ends[first] - float(np.median(np.diff(ends[first:]))))
+    return begins, ends
+
+
+def _evaluations(past: PastSteps) -> dict[str, dict[str, Points]]:
+    """Return the evaluated figures, by name and axis."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for step, event in sorted(past.evaluations.items()):
+        if step not in past:
+            continue
+        figures = {HELD_OUT: event["loss"], **_own_names(event.get("metrics") or {})}
+        for name, value in figures.items():
+            place = (float(past.positions[step]), past.seconds[step])
+            found.setdefault(name, []).append((*place, float("nan") if value is None else float(value)))
+    made = {}
+    for name, rows in found.items():
+        samples, seconds, values = np.array(rows).T
+        made[name] = {SAMPLES: Points(samples, values), SECONDS: Points(seconds, values)}
+    return made
+
+
+def _own_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the task; one with the name of a figure of ours gets another name."""
+    return {f"metric_{name}" if name in (LOSS, HELD_OUT) else name: value for name, value in metrics.items()}
+
+
+def _state(starts: list[JournalStart], past: PastSteps) -> str:
+    steps = f"step {len(past.seconds) - 1:,}"
+    ends = [event["event"] for event in starts[-1].events if event["event"] in ENDINGS] if starts else []
+    counted = f", {len(starts)} starts" if len(starts) > 1 else ""
+    return f"{steps}, {ends[-1] if ends else 'no end: killed, or still running'}{counted}"

@@ -1,0 +1,123 @@
+"""What a run used over all its starts: time of devices, energy, money. From its journal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hvdtrain.observe.past_journal import JournalStart
+
+_S_PER_HOUR = 3600.0
+_J_PER_KWH = 3.6e6
+_UNKNOWN = "by an earlier version"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run used.
+
+    Attributes:
+        starts: number of starts with a record of their ranks; rounds of an elastic job are starts, too.
+        device_hours: time from the event `started` to the last line of each start, times its devices.
+        energy_kwh: by kind, GPUs and CPUs: those that were measured in every start.
+        unmeasured: why, by kind, of the others.
+        money: None if no price is known for a start.
+        price_per_hour: of one device, in the last start; None if unknown.
+    """
+
+    starts: int
+    device_hours: float
+    energy_kwh: Mapping[str, float]
+    unmeasured: Mapping[str, str]
+    money: float | None
+    price_per_hour: float | None
+
+    @property
+    def all_kwh(self) -> float | None:
+        """The energy of all kinds that were measured; None if none was."""
+        return sum(self.energy_kwh.values()) if self.energy_kwh else None
+
+
+def cost_of(starts: Sequence[JournalStart]) -> Cost | None:
+    """Return the cost of a run from the starts in its journal; None if no start has a record of its ranks.
+
+    The time between two rounds of an elastic job counts for the devices that both rounds have. Steps that were
+    repeated have cost something as well, and count.
+    """
+    known = [start for start in starts if "size" in start.started and "time" in start.started]
+    if not known:
+        return None
+    hours = [_devices(start) * max(0.0, start.last_time - start.started["time"]) / _S_PER_HOUR for start in known]
+    for number, (before, after) in enumerate(pairwise(known), 1):
+        if after.started.get("goes_on"):
+            gap_s = max(0.0, after.started["time"] - before.last_time)
+            hours[number] += min(_devices(before), _devices(after)) * gap_s / _S_PER_HOUR
+    prices = [_price(start) for start in known]
+    paid = [price * used for price, used in zip(prices, hours, strict=True) if price is not None]
+    energy_kwh, unmeasured = _energy(known)
+    money = sum(paid) if len(paid) == len(known) else None
+    return Cost(len(known), sum(hours), energy_kwh, unmeasured, money, prices[-1])
+
+
+def text(cost: Cost) -> str:
+    """Format a cost as one line."""
+    parts = [f"money {money(cost.money)}"] if cost.money is not None else []
+    return ", ".join([*parts, f"{number(cost.device_hours)} device-hours", energy(cost)])
+
+
+def energy(cost: Cost) -> str:
+    """Format the energy, or say why it is unknown."""
+    if cost.all_kwh is not None:
+        return f"{number(cost.all_kwh)} kWh ({' and '.join(cost.energy_kwh)})"
+    return f"energy not measured ({next(iter(cost.unmeasured.values()), 'no counters')})"
+
+
+def number(value: float) -> str:
+    """Format a cost with three significant digits, never in powers of ten: ``0.0000123``, ``1,230``."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    places = 2
+    while abs(value) < 10 ** (2 - places) and places < 9:
+        places += 1
+    return f"{value:,.{places}f}"
+
+
+def money(value: float) -> str:
+    """Format money with two decimals; small amounts with three significant digits."""
+    return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else number(value)
+
+
+def _devices(start: JournalStart) -> int:
+    return int(start.started.get("devices") or start.started["size"])
+
+
+def _price(start: JournalStart) -> float | None:
+    observe = (start.started.get("config") or {}).get("observe") or {}
+    price = observe.get("price_per_hour")
+    return float(price) if isinstance(price, (int, float)) else None
+
+
+def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return kWh of the kinds that were measured in all starts, and the reasons for the others."""
+    reasons: dict[str, str] = {}
+    used: dict[str, float] = {}
+    for start in starts:
+        last = (start.events_named("energy") or [{}])[-1]
+        for kind, reason in _reasons(start.started).items():
+            if reason or kind in last.get("failed", ()):
+                reasons.setdefault(kind, reason or "a counter failed during the run")
+            used[kind] = used.get(kind, 0.0) + (last.get("joules") or {}).get(kind, 0.0)
+    if len(starts) > 1:
+        missing = {kind for kind in used for start in starts if kind not in _reasons(start.started)}
+        reasons |= dict.fromkeys(missing - reasons.keys(), "not in every start")
+    return {kind: joules / _J_PER_KWH for kind, joules in used.items() if kind not in reasons}, reasons
+
+
+def _reasons(started: Mapping[str, Any]) -> dict[str, str]:
+    """Return why the energy of each kind is not measured in a start; empty texts if it is."""
+    found = started.get("energy")
+    if not isinstance(found, Mapping):
+        return {"all": _UNKNOWN}
+    return {str(kind): str(reason) for kind, reason in found.items()}

@@ -1,0 +1,225 @@
+"""Comparisons of runs: alignment, differences, intervals, and what cannot be compared."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.compare.comparison import NOISE, SEEDS, Comparison, Row, compare
+from hvdtrain.compare.curves import Curve, difference_by_noise, difference_by_seeds
+from hvdtrain.compare.read import read_run
+from hvdtrain.compare.view import is_significant
+from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.timeline.columns import Floats
+from tests.support.gallery import Gallery
+from tests.support.journals import FakeRun
+from tests.support.thread_job import train_on_threads
+from tests.support.toy import toy
+
+
+def _falling(steps: int, *, seed: int, offset: float = 0.0) -> list[float]:
+    noise = np.random.default_rng(seed).normal(0, 0.1, steps)
+    return [float(value) for value in 2 / np.sqrt(np.arange(1, steps + 1)) + offset + noise]
+
+
+def _compared(*runs: FakeRun) -> Comparison:
+    return compare([read_run(run.folder) for run in runs])
+
+
+def _row(comparison: Comparison, figure: str = "loss", axis: str = "samples") -> Row:
+    return next(row for row in comparison.rows if (row.figure, row.axis) == (figure, axis))
+
+
+def test_a_run_equals_itself(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a").start(_falling(100, seed=1), evaluations={100: {"loss": 0.5, "accuracy": 0.9}})
+    comparison = _compared(run, run)
+    assert {(row.figure, row.axis) for row in comparison.rows} == {
+        (figure, axis) for figure in ("loss", "heldout_loss", "accuracy") for axis in ("samples", "seconds")
+    }
+    for row in comparison.rows:
+        found = row.differences[1]
+        assert found is not None and found.value == 0 and found.low <= 0 <= found.high
+        assert not is_significant(found)
+    assert not comparison.options and not comparison.versions and not comparison.machines
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_other_order_has_the_other_sign(tmp_path: Path, seeds: int) -> None:
+    first = [FakeRun(tmp_path / f"a{n}", seed=n).start(_falling(100, seed=n)) for n in range(seeds)]
+    second = [
+        FakeRun(tmp_path / f"b{n}", seed=n, lr=2).start(_falling(100, seed=n + 9, offset=0.3)) for n in range(seeds)
+    ]
+    there, back = _compared(*first, *second), _compared(*second, *first)
+    for row, other in zip(there.rows, back.rows, strict=True):
+        one, two = row.differences[1], other.differences[1]
+        assert one is not None and two is not None and is_significant(one)
+        assert (one.value, one.low, one.high) == (-two.value, -two.high, -two.low)
+        assert row.sources[1] == (NOISE if seeds == 1 else SEEDS)
+        assert 0.2 < one.value < 0.4
+
+
+def test_runs_are_compared_where_all_have_samples_and_seconds(tmp_path: Path) -> None:
+    short = FakeRun(tmp_path / "short").start(_falling(60, seed=1), step_s=1.0)
+    long = FakeRun(tmp_path / "long", lr=2).start(_falling(100, seed=1), step_s=0.25)
+    comparison = _compared(short, long)
+    assert (_row(comparison).place, _row(comparison, axis="seconds").place) == (60 * 8, 25.0)
+    at_equal_samples = _row(comparison).differences[1]
+    assert at_equal_samples is not None and at_equal_samples.value == 0  # the same curve, by samples
+    at_equal_times = _row(comparison, axis="seconds").values
+    assert at_equal_times[0] != at_equal_times[1]
+
+
+def test_how_samples_are_cut_into_steps_changes_nothing(tmp_path: Path) -> None:
+    losses = _falling(80, seed=1)
+    fine = FakeRun(tmp_path / "fine", batch=8).start(losses, step_s=0.5)
+    pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    coarse = FakeRun(tmp_path / "coarse", batch=16).start(pairs, step_s=1.0)
+    for row in _compared(fine, coarse).rows:
+        assert row.values[1] == pytest.approx(row.values[0])
+        assert row.differences[1] is not None and row.differences[1].value == pytest.approx(0, abs=1e-12)
+
+
+def test_micro_batches_and_ranks_change_no_place(tmp_path: Path) -> None:
+    """Real trainings: what differs is named; the losses of ranks do not differ (random numbers are a micro-batch's)."""
+    folders = {(2, 1): tmp_path / "a", (2, 2): tmp_path / "b", (4, 1): tmp_path / "c"}
+    for (micro_batch, size), folder in folders.items():
+        options = ("--train.steps=30", "--train.global_batch=4", f"--train.micro_batch={micro_batch}")
+        task = f"--task={Path(toy.__code__.co_filename)}:toy"
+        train_on_threads(task, *options, "--observe.tensorboard=false", f"--run_dir={folder}", size=size)
+    comparison = compare([read_run(folder) for folder in folders.values()])
+    assert list(comparison.options) == ["train.micro_batch"]
+    assert comparison.machines["ranks"] == [1, 2, 1] and not comparison.versions
+    by_samples = [row for row in comparison.rows if row.axis == "samples"]
+    assert {row.place for row in by_samples} == {120}
+    for row in by_samples:
+        assert row.differences[1] is not None and abs(row.differences[1].value) < 1e-4
+        assert row.values[2] is not None
+
+
+def test_overwritten_steps_and_evaluations_do_not_count(tmp_path: Path) -> None:
+    losses, bad = _falling(40, seed=1), [99.0] * 20
+    whole = FakeRun(tmp_path / "whole").start(losses, evaluations={20: {"loss": 1.0}, 30: {"loss": 0.5}})
+    resumed = FakeRun(tmp_path / "resumed").start(
+        [*losses[:20], *bad], evaluations={20: {"loss": 1.0}, 25: {"loss": 99.0}}
+    )
+    resumed.start(losses[20:], after=20, evaluations={30: {"loss": 0.5}})
+    killed = FakeRun(tmp_path / "killed").start([*losses[:20], *bad]).start(losses[20:35], after=20, end="")
+    comparison = _compared(whole, resumed, killed)
+    assert _row(comparison).place == 35 * 8  # the steps after 35 were undone, and not done again
+    for row in comparison.rows:
+        assert [each.value for each in row.differences[1:] if each is not None] in ([0.0, 0.0], [0.0])
+    assert "killed" in comparison.states[2] and "2 starts" in comparison.states[1]
+
+
+def test_a_run_that_began_from_another_one_is_compared_where_it_has_steps(tmp_path: Path) -> None:
+    losses = _falling(100, seed=1)
+    whole = FakeRun(tmp_path / "whole").start(losses)
+    tail = FakeRun(tmp_path / "tail").start(losses[70:], after=70)
+    found = _row(_compared(whole, tail))
+    assert found.place == 800 and found.values[0] == found.values[1]
+
+
+def test_evaluations_at_unequal_steps_are_interpolated(tmp_path: Path) -> None:
+    a = FakeRun(tmp_path / "a").start([1.0] * 40, evaluations={10: {"loss": 3.0}, 30: {"loss": 1.0}})
+    b = FakeRun(tmp_path / "b").start([1.0] * 40, evaluations={20: {"loss": 1.5}})
+    row = _row(_compared(a, b), "heldout_loss")
+    assert (row.place, *row.values) == (160, 2.0, 1.5)
+
+
+def test_runs_without_an_evaluation_are_compared_by_their_training(tmp_path: Path) -> None:
+    a = FakeRun(tmp_path / "a").start([1.0] * 40, evaluations={40: {"loss": 3.0}})
+    b = FakeRun(tmp_path / "b").start([1.0] * 40)
+    assert {row.figure for row in _compared(a, b).rows} == {"loss"}
+
+
+def test_losses_of_different_tasks_are_not_compared(tmp_path: Path) -> None:
+    def made(name: str, task: str, metric: str) -> FakeRun:
+        return FakeRun(tmp_path / name, task=task).start([1.0] * 40, evaluations={40: {"loss": 3.0, metric: 0.5}})
+
+    image, other = made("image", "image", "accuracy"), made("other", "/x/my.py:task", "accuracy")
+    assert {row.figure for row in _compared(image, other).rows} == {"accuracy"}
+    text = made("text", "language_model", "perplexity")
+    with pytest.raises(ConfigError, match="no loss or metric in common"):
+        _compared(image, text)
+    three = _compared(image, other, made("moved", "image", "accuracy"))
+    assert [value is None for value in _row(three).values] == [False, True, False]
+    moved = FakeRun(tmp_path / "m", task="/y/my.py:task").start([1.0] * 40)
+    assert _row(_compared(other, moved)).values == [1.0, 1.0]  # the same file in another folder
+
+
+def test_seeds_group_only_runs_that_differ_in_nothing_else(tmp_path: Path) -> None:
+    a = [FakeRun(tmp_path / f"a{n}", seed=n).start([1.0 + n / 10] * 40) for n in range(2)]
+    b = [FakeRun(tmp_path / f"b{n}", seed=n, lr=1).start([2.0 + n / 10] * 40) for n in range(2)]
+    grouped = _compared(a[0], b[0], b[1], a[1])
+    assert grouped.columns == [[str(run.folder) for run in group] for group in (a, b)]
+    assert list(grouped.options) == ["lr"]
+    assert _row(grouped).values == [pytest.approx(1.05), pytest.approx(2.05)]
+    alone = _compared(*a)
+    assert len(alone.columns) == 2 and "seed" in alone.options and "what a seed changes" in " ".join(alone.notes)
+    twice = FakeRun(tmp_path / "again", seed=0).start([1.0] * 40)
+    assert len(_compared(a[0], a[1], twice, b[0]).columns) == 4  # equal seeds are no independent runs
+    newer = FakeRun(tmp_path / "newer", seed=1).start([1.0] * 40, versions={"torch": "3"})
+    assert len(_compared(a[0], newer, b[0]).columns) == 3
+
+
+def test_intervals_of_seeds_contain_the_true_difference_as_often_as_they_say() -> None:
+    chance, hits, trials = np.random.default_rng(0), 0, 2000
+    for _ in range(trials):
+        a, b = chance.normal(1.0, 0.1, 4), chance.normal(1.5, 0.4, 3)
+        found = difference_by_seeds([float(x) for x in a], [float(x) for x in b])
+        hits += found.low <= 0.5 <= found.high
+    assert 0.93 < hits / trials < 0.98
+
+
+def test_intervals_of_noise_contain_the_true_difference_as_often_as_they_say() -> None:
+    chance, hits, trials = np.random.default_rng(0), 0, 400
+    ends = np.arange(1.0, 201.0)
+
+    def curve(offset: float) -> Curve:
+        values: Floats = 5 / np.sqrt(ends) + offset + chance.normal(0, 0.2, 200)
+        return Curve(ends - 1, ends, values)
+
+    for _ in range(trials):
+        found = difference_by_noise(curve(0.0), curve(0.1), 100.0, 200.0)
+        assert found is not None
+        hits += found.low <= 0.1 <= found.high
+    assert 0.91 < hits / trials < 0.98
+
+
+def test_a_single_run_next_to_seeds_has_the_spread_of_the_seeds() -> None:
+    one = difference_by_seeds([1.0, 1.2, 1.4], [2.0])
+    assert one.value == pytest.approx(0.8)
+    assert one.high - one.value == pytest.approx(4.303 * 0.2 * math.sqrt(1 + 1 / 3), rel=0.01)  # t of 2 degrees
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_has_no_interval(tmp_path: Path) -> None:
+    a = FakeRun(tmp_path / "a").start([1.0] * 40)
+    b = FakeRun(tmp_path / "b").start([*[1.0] * 35, None, None, 1.0, None, 1.0])
+    row = _row(_compared(a, b))
+    assert math.isnan(row.values[1] or 0.0) and not is_significant(row.differences[1])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is not a run"):
+        read_run(tmp_path / "missing")
+    with pytest.raises(TraceError, match="is not a run"):
+        read_run(tmp_path)
+    with pytest.raises(TraceError, match="no steps yet"):
+        read_run(FakeRun(tmp_path / "new").start([]).folder)
+    damaged = FakeRun(tmp_path / "damaged").start([1.0])
+    damaged.write({"step": 2, "loss": 1.0})
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_run(damaged.folder)
+
+
+def test_recorded_runs_of_one_and_two_ranks_have_one_curve(gallery: Gallery) -> None:
+    comparison = compare([read_run(gallery[name].run) for name in ("one", "two", "resumed")])
+    for row in comparison.rows:
+        if row.axis == "samples":
+            assert all(found is not None and abs(found.value) < 1e-4 for found in row.differences[1:])
+    assert comparison.machines["ranks"] == [1, 2, 2]
+    assert all(value is not None and value > 0 for value in comparison.costs["device_hours"])
+    assert "2 starts" in comparison.states[2]

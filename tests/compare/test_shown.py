@@ -1,0 +1,93 @@
+"""How a comparison is shown, and its conditions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.__main__ import main
+from tests.support.analyses import HOSTILE
+from tests.support.journals import FakeRun
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    """Three runs with long names; the second has a loss of 1.5, the others of 1."""
+    made = []
+    for number, (loss, price) in enumerate(((1.0, 2.0), (1.5, 2.0), (1.0, None))):
+        options = {"observe": {"price_per_hour": price}, "data": {"text": f"{'x' * 90}{number}"}}
+        run = FakeRun(tmp_path / f"{'a-long-name-' * 9}{number}", **options)
+        losses = [loss + 0.001 * (step * (3 + number) % 7) for step in range(200)]
+        run.start(losses, step_s=1000.0, evaluations={200: {"loss": loss, "a_metric_with_a_long_name": 1234567.0}})
+        made.append(str(run.folder))
+    return made
+
+
+def test_three_runs_fit_80_columns(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = "\n".join(lines)
+    for text in ("a (base)", "at 1,600 samples", "training loss", "held-out loss", "+0.5*", "money", "--data.text"):
+        assert text in shown
+    assert sum("One seed each proves little" in " ".join(lines) for _ in "x") == 1
+
+
+def test_more_runs_are_shown_next_to_the_base(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *runs, runs[1], runs[2]]) == 0
+    heads = [line.split() for line in capsys.readouterr().out.splitlines() if "a (base)" in line]
+    assert heads == [["a", "(base)", "b", "c"], ["a", "(base)", "d", "e"]]
+
+
+@pytest.mark.parametrize(
+    ("condition", "code", "shown"),
+    [
+        ("loss > 1.01 * base", 1, "--fail_if is met: b: loss is 1.503 (loss > 1.01 * base)"),
+        ("loss > 1.6 * base", 0, ""),
+        ("loss > base and heldout_loss_by_seconds > 1.2", 1, "b: loss is"),
+        ("loss > base and heldout_loss > 1.6", 0, ""),
+        ("device_hours > 2 * base", 0, ""),
+        ("loss > base * 2", 2, "invalid --fail_if"),
+        ("los > base", 2, "did you mean loss"),
+        ("money > base", 2, "this run has no figure money"),
+        ("__import__('os')", 2, "invalid --fail_if"),
+    ],
+)
+def test_conditions(runs: list[str], condition: str, code: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *runs, "--fail_if", condition]) == code
+    assert shown in capsys.readouterr().err
+
+
+def test_a_run_without_a_finite_loss_passes_no_condition(tmp_path: Path) -> None:
+    a = FakeRun(tmp_path / "a").start([1.0] * 40)
+    b = FakeRun(tmp_path / "b").start([None] * 40)
+    for condition in ("loss > 1.01 * base", "loss < 9"):
+        assert main(["compare", str(a.folder), str(b.folder), "--fail_if", condition]) == 2
+
+
+def test_json_has_all(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *runs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["loss"] for each in found["figures"]] == pytest.approx([1.003, 1.503, 1.003], abs=1e-3)
+    assert "money" in found["figures"][0] and "money" not in found["figures"][2]
+    single = next(row for row in found["rows"] if row["figure"] == "heldout_loss")
+    assert single["differences"][1]["low"] is None  # no interval
+    assert found["columns"] == [[run] for run in runs]
+
+
+def test_the_page_shows_all_and_runs_nothing_of_a_name(runs: list[str], tmp_path: Path) -> None:
+    hostile = FakeRun(tmp_path / "h", data={"text": HOSTILE}).start([1.0] * 200)
+    page = tmp_path / "page.html"
+    assert main(["compare", *runs, str(hostile.folder), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<script>document.title" not in text and "<img" not in text
+    assert text.count("<polyline") == 2 * 4 and "nan" not in text
+    for shown in ("a (base)", "training loss", "95% interval", "money", "whisker"):
+        assert shown in text
+
+
+def test_a_page_that_cannot_be_written(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *runs, "--html", str(tmp_path / "missing" / "page.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Counters of energy, on trees of files and drivers as they may be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.observe import energy
+from hvdtrain.observe.energy import CounterError, CpuCounter, EnergyMeter, GpuCounter, open_counter
+from hvdtrain.observe.monitor import GpuIdentity
+
+GPU = GpuIdentity(0, "1234-abcd", "0000:1B:00.0")
+RANGE_UJ = 1_000_000
+
+
+def set_zones(root: Path, **microjoules: int) -> None:
+    """Write zones as Linux does: ``package_0``, ``package_0_core``, ``package_0_dram``, ``psys_1``, ``mmio_0``."""
+    names = {"package_0": "intel-rapl:0", "package_1": "intel-rapl:1", "package_0_core": "intel-rapl:0:0",
+             "package_0_dram": "intel-rapl:0:1", "psys_1": "intel-rapl:2", "mmio_0": "intel-rapl-mmio:0"}  # fmt: skip
+    for zone, value in microjoules.items():
+        folder = root / "sys/class/powercap" / names[zone]
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = zone.rpartition("_")[2] if zone.count("_") == 2 else zone.replace("_", "-")
+        (folder / "name").write_text(f"{'package-0' if zone == 'mmio_0' else kind}\n")
+        (folder / "energy_uj").write_text(f"{value}\n")
+        (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
+
+
+def test_packages_and_memory_are_summed_and_their_parts_are_not(tmp_path: Path) -> None:
+    zones = dict.fromkeys(("package_0", "package_1", "package_0_core", "package_0_dram", "psys_1", "mmio_0"), 5000)
+    set_zones(tmp_path, **zones)
+    counter = CpuCounter(tmp_path)
+    assert counter.read() == 0
+    set_zones(tmp_path, package_0=15_000, package_1=6000, package_0_core=95_000, package_0_dram=8000, psys_1=99_000,
+              mmio_0=15_000)  # fmt: skip
+    assert counter.read() == 10 + 1 + 3
+
+
+def test_a_counter_that_starts_again_at_0_loses_nothing(tmp_path: Path) -> None:
+    set_zones(tmp_path, package_0=RANGE_UJ - 3000)
+    counter = CpuCounter(tmp_path)
+    found = []
+    for value in (2000, RANGE_UJ - 1000, 1000):
+        set_zones(tmp_path, package_0=value)
+        found.append(counter.read())
+    assert found == [5, 5 + 997, 5 + 997 + 2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: (folder / "energy_uj").unlink(), "RAPL: No such file"),
+        (lambda folder: (folder / "energy_uj").write_text("much"), "much"),
+        (lambda folder: (folder / "name").write_text("psys"), "no RAPL counters"),
+    ],
+)
+def test_what_cannot_be_read_is_not_measured(tmp_path: Path, spoil: Any, reason: str) -> None:
+    set_zones(tmp_path, package_0=5000)
+    spoil(tmp_path / "sys/class/powercap/intel-rapl:0")
+    counter, why = open_counter(lambda: CpuCounter(tmp_path))
+    assert counter is None and reason in why
+    assert open_counter(lambda: CpuCounter(tmp_path / "none")) == (None, "no RAPL counters")
+
+
+def test_counters_of_root_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_zones(tmp_path, package_0=5000)
+    read = Path.read_text
+
+    def refuse(path: Path, *given: Any, **named: Any) -> str:
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied")
+        return read(path, *given, **named)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert open_counter(lambda: CpuCounter(tmp_path)) == (None, "RAPL is for root only")
+
+
+class Refused(Exception):
+    pass
+
+
+class Nvml:
+    """A driver with one GPU; it may know no energy."""
+
+    NVMLError = Refused
+
+    def __init__(self, *, known: bool = True) -> None:
+        self.known, self.millijoules = known, 1_000_000
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid != "GPU-1234-abcd":
+            raise Refused(uuid)
+        return 7
+
+    nvmlDeviceGetHandleByPciBusId = nvmlDeviceGetHandleByUUID
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        assert handle == 7
+        if not self.known:
+            raise Refused("Not Supported")
+        return self.millijoules
+
+
+def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    counter = GpuCounter(GPU)
+    before = counter.read()
+    driver.millijoules += 2500
+    assert counter.read() - before == 2500
+
+
+@pytest.mark.parametrize(
+    ("nvml", "gpu", "reason"),
+    [
+        (None, GPU, "NVML does not find this GPU"),
+        (Nvml(), GpuIdentity(0, "other", "1"), "NVML does not find this GPU"),
+        (Nvml(known=False), GPU, "NVML: Not Supported"),
+    ],
+)
+def test_a_gpu_without_a_counter(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity, reason: str) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert open_counter(lambda: GpuCounter(gpu)) == (None, reason)
+
+
+class FakeCounter:
+    """Counts up by `step_mj` with each reading, and fails from reading `fails_at` on."""
+
+    def __init__(self, step_mj: int, fails_at: int = 1 << 30) -> None:
+        self.step_mj, self.fails_at, self.readings = step_mj, fails_at, 0
+
+    def read(self) -> int:
+        self.readings += 1
+        if self.readings >= self.fails_at:
+            raise CounterError("the device is lost")
+        return 10**9 + self.step_mj * self.readings
+
+
+def test_a_meter_counts_from_its_start_and_reports_a_failure() -> None:
+    meter = EnergyMeter({energy.GPUS: FakeCounter(5), energy.CPUS: FakeCounter(7, fails_at=3)}, every_s=1e6)
+    assert meter.used_mj() == {"GPUs": 0, "CPUs": 0}
+    meter.read()
+    assert (meter.used_mj(), meter.failed) == ({"GPUs": 5, "CPUs": 7}, set())
+    meter.read()
+    assert (meter.used_mj(), meter.failed) == ({"GPUs": 10, "CPUs": 7}, {"CPUs"})
+    meter.close()
+
+
+def test_a_meter_reads_by_itself() -> None:
+    counter = FakeCounter(5)
+    meter = EnergyMeter({energy.GPUS: counter}, every_s=0.001)
+    while counter.readings < 5:
+        pass
+    meter.close()
+    assert meter.used_mj()["GPUs"] >= 5 * 3

@@ -1,0 +1,62 @@
+"""Run folders with journals as training writes them, without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN_S = 1e9
+FACTS = {
+    "devices": 2,
+    "machine": {"hosts": ["h"], "devices": {"CPU x": 2}},
+    "versions": {"hvdtrain": "0.1.0", "torch": "2.13.0"},
+    "energy": {"CPUs": ""},
+}
+
+
+class FakeRun:
+    """A run in `folder` that writes its journal start by start.
+
+    Args:
+        options: of the config, by section.
+    """
+
+    def __init__(self, folder: Path, *, batch: int = 8, unit: str = "samples", **options: Any) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.batch, self.unit, self.now_s = folder, batch, unit, BEGIN_S
+        self.config = {"task": "image", "seed": 0, "run_dir": str(folder), "train": {"steps": 100}, **options}
+
+    def write(self, *records: Mapping[str, Any]) -> None:
+        """Append lines."""
+        with (self.folder / "journal.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps(record, separators=(',', ':'))}\n" for record in records)
+
+    def start(
+        self,
+        losses: Sequence[float | None],
+        *,
+        after: int = 0,
+        step_s: float = 0.5,
+        evaluations: Mapping[int, Mapping[str, float | None]] | None = None,
+        joules: float | None = None,
+        end: str = "finished",
+        **facts: Any,
+    ) -> FakeRun:
+        """Train a step for each loss, after step `after`; evaluations by step, with `loss` and metrics."""
+        started = {"event": "started", "size": 2, "unit": self.unit, **FACTS, "config": self.config}
+        self.write({**started, "time": self.now_s, **facts})
+        for step, loss in enumerate(losses, after + 1):
+            self.now_s += step_s
+            self.write({"step": step, "time": self.now_s, "loss": loss, "position": self.batch * step, "tokens": 1.0,
+                        "step_s": step_s})  # fmt: skip
+            if evaluations and step in evaluations:
+                values = dict(evaluations[step])
+                self.write({"event": "evaluation", "at_step": step, "loss": values.pop("loss"), "metrics": values,
+                            "time": self.now_s})  # fmt: skip
+        if joules is not None:
+            self.write({"event": "energy", "at_step": 0, "joules": {"CPUs": joules}, "time": self.now_s})
+        if end:
+            self.write({"event": end, "at_step": after + len(losses), "time": self.now_s})
+        return self

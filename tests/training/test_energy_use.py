@@ -1,0 +1,98 @@
+"""The energy of all ranks, and the facts of a start, on ranks that are threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.observe.energy import CPUS, GPUS
+from hvdtrain.observe.monitor import GpuIdentity
+from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.training.records import job_facts
+from hvdtrain.training.records.energy_use import EVERY_S, EnergyUse
+from hvdtrain.training.records.job_facts import gather_facts
+from tests.observe.test_energy import FakeCounter, set_zones
+from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
+from tests.support.toy import toy
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_energy_of_all_ranks_is_summed(size: int) -> None:
+    """Sums with the steps and the rest at the end: each millijoule counts once."""
+
+    def body(comm: ThreadComm) -> tuple[list[dict[str, Any]], int]:
+        events: list[dict[str, Any]] = []
+        gpu, now_s = FakeCounter(1000 * (comm.rank + 1)), [0.0]
+        counters = {GPUS: gpu} if comm.rank else {GPUS: gpu, CPUS: FakeCounter(7000)}
+        use = EnergyUse(comm, counters, (GPUS, CPUS), events.append, lambda: now_s[0])
+        for step in range(1, 4):
+            use._meter.read()
+            now_s[0] += 0.6 * EVERY_S
+            sums = comm.allreduce(torch.tensor(use.values()), name="step").wait().tolist()
+            use.on_sums(step, sums)
+        use.finish()
+        use.close()
+        return events, gpu.readings - 1
+
+    ranks = on_ranks(size, body)
+    events, readings = ranks[0]
+    assert readings == 4
+    assert [event["at_step"] for event in events] == [2, 3]
+    assert events[-1]["joules"] == {"GPUs": readings * sum(range(1, size + 1)), "CPUs": readings * 7}
+    assert not any(others for others, _ in ranks[1:])
+
+
+def test_a_counter_that_fails_on_one_rank_leaves_no_sum() -> None:
+    def body(comm: ThreadComm) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        use = EnergyUse(comm, {GPUS: FakeCounter(5, fails_at=2 if comm.rank == 1 else 99)}, (GPUS,), events.append)
+        use.finish()
+        return events
+
+    assert on_ranks(2, body)[0][-1] | {"event": ""} == {"event": "", "at_step": 0, "joules": {}, "failed": ["GPUs"]}
+
+
+def test_one_rank_of_a_host_reads_its_processors(tmp_path: Path) -> None:
+    set_zones(tmp_path, package_0=5000)
+    for name in ("proc/sys/kernel/random/boot_id", "proc/self/ns/time"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("same")
+    found = on_ranks(3, lambda comm: gather_facts(comm, torch.device("cpu"), tmp_path))
+    assert [list(facts.counters) for facts in found] == [[CPUS], [], []]
+    assert found[0].record == found[2].record
+    assert (found[0].record["devices"], found[0].record["energy"]) == (3, {CPUS: ""})
+    assert found[0].record["versions"]["torch"] == torch.__version__
+
+
+def test_ranks_that_share_a_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four ranks on two GPUs: two devices, and each GPU is read once."""
+
+    def body(comm: ThreadComm) -> job_facts.JobFacts:
+        monkeypatch.setattr(job_facts, "gpu_identity", lambda device: GpuIdentity(0, f"gpu {comm.rank // 2}", ""))
+        monkeypatch.setattr(job_facts, "GpuCounter", lambda gpu: FakeCounter(1))
+        monkeypatch.setattr(job_facts, "clock_id", lambda root: "one host")
+        monkeypatch.setattr(job_facts, "_device_name", lambda *given: "H")
+        return gather_facts(comm, torch.device("cpu"), tmp_path)
+
+    found = on_ranks(4, body)
+    assert [GPUS in facts.counters for facts in found] == [True, False, True, False]
+    record = found[0].record
+    assert (record["devices"], record["machine"]["devices"]) == (2, {"H": 2})
+    assert record["energy"] == {GPUS: "", CPUS: "no RAPL counters"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_with_a_price_ends_with_its_cost(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_facts, "CpuCounter", lambda root: FakeCounter(3_600_000))
+    options = ("--train.steps=5", "--observe.tensorboard=false", "--observe.price_per_hour=1000")
+    task = f"--task={Path(toy.__code__.co_filename)}:toy"
+    results = train_on_threads(task, *options, f"--run_dir={tmp_path}", size=size)
+    assert {result.cost for result in results} == {results[0].cost}
+    assert results[0].cost.startswith("money ") and "kWh (CPUs)" in results[0].cost
+    events = read_journal(tmp_path / "journal.jsonl")
+    last = [event for event in events if event.get("event") == "energy"][-1]
+    assert last["at_step"] == 5 and last["joules"]["CPUs"] >= 3600
