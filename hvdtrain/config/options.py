@@ -30,6 +30,7 @@ _METAVARS: Mapping[str, str] = {
     "data.text": "GLOB",
     "data.tokens": "FILE",
     "data.dataset": "DIR",
+    "data.chat": "GLOB",
     "data.tokenizer": "FILE",
     "parallel.compression": "NAME",
     "observe.timeline": "STEPS",

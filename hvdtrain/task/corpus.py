@@ -1,4 +1,4 @@
-"""Training data of a language model: options, and the windows of tokens that they select."""
+"""Training data of a language model: the windows of tokens that the options select."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.task.chat_source import chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.once_per_host import once_per_host
+from hvdtrain.task.text_config import TextConfig as TextConfig
+from hvdtrain.task.text_config import check_data
 from hvdtrain.task.text_sources import Source, files_matching, standard_library, text_source
-from hvdtrain.task.token_file import FORMAT, TokenFile, Windows, describe_npy, write_tokens
+from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
+from hvdtrain.task.token_loss import COUNTED, MARKS
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -27,38 +31,8 @@ log = logging.getLogger(__name__)
 _LOOKED_AT = 1 << 24
 """Tokens of a source to look for the end of a document in."""
 
-
-@dataclass(frozen=True)
-class TextConfig:
-    """Training data. The default is the source code of Python's standard library, as bytes.
-
-    Attributes:
-        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some of the files are held out,
-            or the end of the file if there is only one (default: source code of Python's standard library)
-        tokens: train on token ids: .npy files with one dimension of integers. The end of each is held out (default: use
-            data.text)
-        dataset: train on folders written by datasets' save_to_disk, with a column text or input_ids. The validation or
-            test split is held out, otherwise the end (default: use data.text)
-        weights: fraction of samples from each name in data.text, data.tokens or data.dataset, as [0.7, 0.3]; smaller
-            sources repeat (default: each sample once per epoch)
-        tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
-            token)
-        documents: what a token sees of its sample: joined, all tokens before it; separate, those of its own document,
-            and positions restart with each document
-        end_token: id of the last token of each document, for data.documents separate (default: that of the tokenizer)
-        seq_len: tokens per sample, and the weight of a sample in the loss
-        heldout: fraction of the data to hold out for evaluation
-    """
-
-    text: list[str] | str | None = None
-    tokens: list[str] | str | None = None
-    dataset: list[str] | str | None = None
-    weights: list[float] | None = None
-    tokenizer: str | None = None
-    documents: Literal["joined", "separate"] = "joined"
-    end_token: int | None = None
-    seq_len: int = 128
-    heldout: float = 0.05
+_SAMPLES = 64
+"""Samples of a source from which the typical number of tokens with a loss is computed."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +43,23 @@ class Corpus:
         train: a map-style data set with at least one sample of each source.
         heldout: of all sources in order; None if there are too few tokens for a sample.
         vocabulary: one more than the largest id.
+        nominal_weight: number of tokens with a loss in a typical sample.
         digest: a hash of the data and the weights.
         tokenizer: its files for transformers, by name; empty if it is unknown.
         end: id of the last token of each document, if documents are to be separate.
+        is_chat: whether samples are conversations with marks, see `chat_loss`.
+        note: a line about the data; may be empty.
     """
 
     train: Any
     heldout: Any
     vocabulary: int
+    nominal_weight: float
     digest: str
     tokenizer: Mapping[str, bytes]
     end: int | None
+    is_chat: bool
+    note: str
 
 
 class _Prepared(NamedTuple):
@@ -96,11 +76,11 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         ConfigError: options conflict.
         DataError: data is missing, unreadable, empty or too short.
     """
-    _check(config)
+    check_data(config)
     tokenizer: Mapping[str, bytes]
     end: Callable[[], int | None]
     if config.tokens:
-        prepared = [_Prepared(name, _describe_npy_once(name, config.heldout)) for name in _names(config.tokens)]
+        prepared = [_Prepared(name, _describe_npy_once(name, config.heldout)) for name in config.names]
         own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
         tokenizer, end = (own.files(), own.end_id) if own else ({}, lambda: None)
     else:
@@ -108,17 +88,27 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         prepared = [_Prepared(source.name, _tokenize_once(source, config.heldout)) for source in sources]
         tokenizer, end = sources[0].tokenizer(), sources[0].end
     train = [_train_windows(one, config) for one in prepared]
-    heldout = [Windows(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
+    kind = Rows if config.chat else Windows
+    heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
     heldout = [windows for windows in heldout if len(windows)]
     digests = [file.digest for _, file in prepared] + ([str(config.weights)] if config.weights else [])
     return Corpus(
         train=_joined(train, config.weights),
         heldout=_joined(heldout, None) if heldout else None,
-        vocabulary=max(file.vocabulary for _, file in prepared),
+        vocabulary=max(file.vocabulary for _, file in prepared) >> (MARKS if config.chat else 0),
+        nominal_weight=_mean_counted(train) if config.chat else float(config.seq_len),
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         tokenizer=tokenizer,
-        end=_end_token(config, end(), train) if config.documents == "separate" else None,
+        end=_end_token(config, end(), train) if config.separate and not config.chat else None,
+        is_chat=bool(config.chat),
+        note="; ".join(f"{name}: {file.note}" for name, file in prepared if file.note),
     )
+
+
+def _mean_counted(train: Sequence[Windows]) -> float:
+    """Return the mean number of tokens with a loss, of a few samples of each source."""
+    few = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
+    return max(1.0, sum(few) / len(few))
 
 
 def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) -> int:
@@ -147,7 +137,7 @@ def _joined(parts: Sequence[Dataset[Any]], weights: list[float] | None) -> Datas
 
 def _train_windows(prepared: _Prepared, config: TextConfig) -> Windows:
     name, file = prepared
-    train = Windows(file, 0, file.train, config.seq_len)
+    train = (Rows if config.chat else Windows)(file, 0, file.train, config.seq_len)
     if not len(train):
         raise DataError(
             f"there are too few tokens in {name}",
@@ -160,78 +150,43 @@ def _train_windows(prepared: _Prepared, config: TextConfig) -> Windows:
     return train
 
 
-def _names(given: list[str] | str) -> list[str]:
-    return [given] if isinstance(given, str) else given
-
-
-def _check(config: TextConfig) -> None:
-    given = [name for name in ("text", "tokens", "dataset") if getattr(config, name)]
-    if len(given) > 1:
-        raise ConfigError(
-            "more than one kind of data is set",
-            expected="one of data.text, data.tokens, data.dataset, or none for the standard library",
-            found=" and ".join(f"data.{name}" for name in given),
-        )
-    if config.tokens and config.tokenizer:
-        raise ConfigError(
-            "data.tokens and data.tokenizer conflict",
-            expected="a tokenizer only for text; data.tokens contains ids",
-            next_step="omit --data.tokenizer",
-        )
-    if config.end_token is not None and config.documents == "joined":
-        raise ConfigError(
-            "data.end_token has no effect",
-            expected="an end token only if documents are separate",
-            next_step="add --data.documents separate, or omit --data.end_token",
-        )
-    if config.weights is not None:
-        from hvdtrain.data.mixture import whole_weights
-
-        whole_weights(config.weights, len(_names(getattr(config, given[0]))) if given else 1)
-    if config.seq_len < 1:
-        raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
-    if not 0 <= config.heldout < 1:
-        raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
-
-
 def _sources(config: TextConfig, own_tokenizer: str | None) -> list[Source]:
     tokenizer = config.tokenizer or own_tokenizer
     encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
     if config.dataset:
-        return [dataset_source(name, encoder, wants_text=bool(config.tokenizer)) for name in _names(config.dataset)]
-    if config.text and config.weights is not None:
-        return _weighted_texts(_names(config.text), encoder, config.heldout)
-    if config.text:
-        return [text_source(files_matching(_names(config.text)), encoder, config.heldout)]
+        return [dataset_source(name, encoder, wants_text=bool(config.tokenizer)) for name in config.names]
+    if config.text or config.chat:
+        groups = [[name] for name in config.names] if config.weights is not None else [config.names]
+        return _file_sources(config, groups, encoder)
     return [replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")]
 
 
-def _weighted_texts(patterns: list[str], encoder: Encoder, heldout: float) -> list[Source]:
-    """Make a source of each pattern. No file may be in two, because it could be held out in one of them only."""
-    listed = [files_matching([pattern]) for pattern in patterns]
+def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder) -> list[Source]:
+    """Make a source of each group of patterns. A file in two of them could be held out in one only."""
+    option = "--data.chat" if config.chat else "--data.text"
+    listed = [files_matching(patterns, option) for patterns in groups]
     seen: dict[Path, int] = {}
     for number, files in enumerate(listed):
         for file in files:
             if (other := seen.setdefault(file.path, number)) != number:
                 raise ConfigError(
-                    "a text file is in two sources with weights",
+                    "a file is in two sources with weights",
                     expected="patterns without common files",
-                    found=f"{file.path} matches {patterns[other]!r} and {patterns[number]!r}",
-                    next_step="make the patterns of --data.text narrower",
+                    found=f"{file.path} matches {groups[other][0]!r} and {groups[number][0]!r}",
+                    next_step=f"make the patterns of {option} narrower",
                 )
-    return [
-        replace(text_source(files, encoder, heldout), name=pattern)
-        for pattern, files in zip(patterns, listed, strict=True)
-    ]
+    if config.chat:
+        return [chat_source(files, encoder, config.heldout, config.seq_len) for files in listed]
+    return [text_source(files, encoder, config.heldout) for files in listed]
 
 
 def _tokenize_once(source: Source, heldout: float) -> TokenFile:
     def build(folder: Path) -> None:
         log.info("tokenizing %s", source.name)
-        vocabulary = source.vocabulary()
-        file = write_tokens(folder, source.train(), source.heldout(), tail=heldout, vocabulary=vocabulary)
+        parts = source.train(), source.heldout()
+        file = write_tokens(folder, *parts, tail=heldout, vocabulary=source.vocabulary(), note=source.note)
         if not file.train + file.heldout:
-            raise DataError(f"{source.name} is empty", expected="tokens to train on", found="no tokens")
+            raise DataError(f"{source.name} is empty", expected="tokens to train on", found=file.note or "no tokens")
 
     return _cached(build, [source.identity, heldout])
 

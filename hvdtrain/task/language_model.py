@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.task.attention import choose_attention
 from hvdtrain.task.base import Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
-from hvdtrain.task.token_loss import check_separation, next_token_loss, separate_loss
+from hvdtrain.task.token_loss import chat_loss, check_separation, next_token_loss, separate_loss
 
 if TYPE_CHECKING:
     import torch
@@ -40,26 +40,35 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         add_adapters(made, lora)
     return Task(
         model=made,
-        loss=next_token_loss if corpus.end is None else partial(separate_loss, end=corpus.end, config=made.config),
+        loss=_choose_loss(corpus, made.config, separate=data.separate),
         train_data=corpus.train,
         heldout_data=corpus.heldout,
-        nominal_weight=float(data.seq_len),
+        nominal_weight=corpus.nominal_weight,
         unit="tokens",
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        prepare=_make_prepare(made, model.attention, separate=corpus.end is not None),
+        prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
     )
 
 
-def _make_prepare(model: nn.Module, wanted: str, *, separate: bool) -> Callable[[torch.device, torch.dtype], str]:
+def _choose_loss(corpus: Corpus, config: Any, *, separate: bool) -> Callable[[nn.Module, Any], Any]:
+    if corpus.is_chat:
+        return partial(chat_loss, separate=separate, config=config)
+    return next_token_loss if corpus.end is None else partial(separate_loss, end=corpus.end, config=config)
+
+
+def _make_prepare(
+    model: nn.Module, wanted: str, separate: bool, note: str
+) -> Callable[[torch.device, torch.dtype], str]:
     def prepare(device: torch.device, dtype: torch.dtype) -> str:
         from hvdtrain.state.placeholder import Placeholder
 
         # FSDP gives values to rank 0 only, which checks for all.
         if separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
             check_separation(model)
-        return choose_attention(model, wanted, device, dtype)
+        kernel = choose_attention(model, wanted, device, dtype)
+        return f"{note}; {kernel}" if note else kernel
 
     return prepare
 

@@ -38,6 +38,7 @@ class Source:
         vocabulary: returns one more than the largest id; called when the ids are written.
         tokenizer: returns the files of the tokenizer for transformers, by name; empty if it is unknown.
         end: returns the id after each document; None if there is none, or it is unknown.
+        note: returns a line about the ids after they have been written.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Source:
     vocabulary: Callable[[], int]
     tokenizer: Callable[[], Mapping[str, bytes]]
     end: Callable[[], int | None]
+    note: Callable[[], str] = str
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def standard_library() -> list[TextFile]:
     return _text_files(files, folder)
 
 
-def files_matching(patterns: Sequence[str]) -> list[TextFile]:
-    """List the files that match any of the patterns, which may contain **, by name.
+def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list[TextFile]:
+    """List the files that match any of the patterns of an option, which may contain **, by name.
 
     Errors:
         DataError: a pattern matches no file, a file is not accessible, or all files are empty.
@@ -88,9 +90,9 @@ def files_matching(patterns: Sequence[str]) -> list[TextFile]:
         if not found:
             raise DataError(
                 f"no file matches {pattern!r}",
-                expected="text files, by name or by a pattern such as 'books/**/*.txt' in quotes",
+                expected="files, by name or by a pattern such as 'books/**/*.txt' in quotes",
                 found=f"nothing; working directory {Path.cwd()}",
-                next_step="correct --data.text",
+                next_step=f"correct {option}",
             )
         files.update(found)
     folder = Path(os.path.commonpath([path.parent for path in files]))
@@ -100,7 +102,7 @@ def files_matching(patterns: Sequence[str]) -> list[TextFile]:
             "the text is empty",
             expected="text to train on",
             found=f"{len(described)} file(s) of 0 bytes in {folder}",
-            next_step="correct --data.text",
+            next_step=f"correct {option}",
         )
     return described
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ class TokenFile:
         train, heldout: numbers of ids.
         vocabulary: one more than the largest id.
         digest: SHA-256 of the ids as stored, equal on all hosts with the same data.
+        note: a line to show about them.
     """
 
     path: str
@@ -51,6 +52,7 @@ class TokenFile:
     heldout: int
     vocabulary: int
     digest: str
+    note: str = ""
 
     def save(self, folder: Path) -> None:
         """Write this description into `folder`. A file in that folder has a relative path."""
@@ -83,7 +85,13 @@ class TokenFile:
 
 
 def write_tokens(
-    folder: Path, train: Iterable[Ids], heldout: Iterable[Ids] | None, *, tail: float, vocabulary: int
+    folder: Path,
+    train: Iterable[Ids],
+    heldout: Iterable[Ids] | None,
+    *,
+    tail: float,
+    vocabulary: int,
+    note: Callable[[], str] = str,
 ) -> TokenFile:
     """Write ids to a file in `folder`, and describe it there.
 
@@ -93,6 +101,7 @@ def write_tokens(
         heldout: held-out ids, likewise; None to hold out the last ids of `train`.
         tail: fraction of `train` to hold out if `heldout` is None.
         vocabulary: one more than the largest id.
+        note: called at the end for a line about the ids.
     """
     import numpy as np
 
@@ -113,7 +122,7 @@ def write_tokens(
         heldout_count = int(train_count * tail) if heldout is None else write(heldout)
         if heldout is None:
             train_count -= heldout_count
-    about = TokenFile(_TOKENS, dtype.str, 0, train_count, heldout_count, vocabulary, digest.hexdigest())
+    about = TokenFile(_TOKENS, dtype.str, 0, train_count, heldout_count, vocabulary, digest.hexdigest(), note())
     about.save(folder)
     return about
 
@@ -188,8 +197,11 @@ class Windows(TensorDataset):
 
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        begin = index * self.seq_len
+        begin = self._begin(index)
         return torch.from_numpy(self.ids()[begin : begin + self.seq_len + 1].astype("int64"))
+
+    def _begin(self, index: int) -> int:
+        return index * self.seq_len
 
     def ids(self) -> Ids:
         """Map the ids of all windows, and those after the last one: (count,)."""
@@ -202,3 +214,13 @@ class Windows(TensorDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ids": None}
+
+
+class Rows(Windows):
+    """Windows of seq_len + 1 ids that do not overlap, such as packed conversations."""
+
+    def __len__(self) -> int:
+        return self.count // (self.seq_len + 1)
+
+    def _begin(self, index: int) -> int:
+        return index * (self.seq_len + 1)

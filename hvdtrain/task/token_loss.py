@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Target of a position without a loss."""
 
+COUNTED, FIRST, MARKS = 1, 2, 2
+"""Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
+
 
 def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
     """Return the summed cross entropy of each token, given the tokens before it.
@@ -48,6 +51,24 @@ def separate_loss(model: nn.Module, tokens_BT: Any, *, end: int, config: Any) ->
     starts_BT = ends_BT.roll(1, dims=1)
     targets_BT = tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)
     return masked_loss(model, inputs_BT, targets_BT, positions(starts_BT), config=config)
+
+
+def chat_loss(model: nn.Module, marked_BT: Any, *, separate: bool, config: Any) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of the tokens that are marked as counted, given the tokens before them.
+
+    Args:
+        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
+        marked_BT: ids with marks (B, T + 1), int64.
+        separate: whether conversations do not see each other.
+        config: of the model, with the kernel of attention.
+
+    Returns:
+        The sum, and the number of tokens in it.
+    """
+    ids_BT, counted_BT, starts_BT = marked_BT >> MARKS, (marked_BT & COUNTED).bool(), (marked_BT & FIRST).bool()
+    targets_BT = ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
+    places_BT = positions(starts_BT[:, :-1]) if separate else None
+    return masked_loss(model, ids_BT[:, :-1], targets_BT, places_BT, config=config)
 
 
 def masked_loss(

@@ -771,8 +771,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "task/token_file.py",
-        "begin = index * self.seq_len",
-        "begin = index * (self.seq_len + 1)",
+        "return index * self.seq_len\n",
+        "return index * (self.seq_len + 1)\n",
         "one token between two windows is never predicted",
         "tests/task/test_windows.py",
     ),

@@ -315,7 +315,7 @@ def test_a_file_that_cannot_be_read(texts, tmp_path, monkeypatch):
 
     listed = text_sources.files_matching([f"{texts}/**/*.txt"])
     listed[0] = text_sources.TextFile(Unreadable(listed[0].path), *list(vars(listed[0]).values())[1:])
-    monkeypatch.setattr("hvdtrain.task.corpus.files_matching", lambda patterns: listed)
+    monkeypatch.setattr("hvdtrain.task.corpus.files_matching", lambda patterns, option: listed)
     with pytest.raises(DataError, match="Permission denied") as caught:
         open_corpus(TextConfig(text="any", seq_len=16))
     assert str(listed[0].path) in caught.value.what

@@ -1,0 +1,214 @@
+"""Conversations: what has a loss, what is packed together, and lines and templates that are wrong."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.task.chat_encoder import ChatEncoder, chat_files
+from hvdtrain.task.conversations import Conversation
+from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.encode import SEPARATOR, ByteEncoder
+from hvdtrain.task.language_model import ModelConfig, language_model
+from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
+from hvdtrain.task.tokenizer_files import SETTINGS
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}" + PROMPT
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{%- generation -%}{{ m.content }}\n"
+    "{%- endgeneration -%}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+FORGETFUL = (  # earlier answers are shortened, as templates do that drop earlier thoughts
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last or m.role == 'user' else '...' }}\n{% endfor %}"
+    + PROMPT
+)
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
+
+
+def encoder(template: str | None) -> ChatEncoder:
+    files = dict(chat_files(ByteEncoder()))
+    about = json.loads(files[SETTINGS])
+    if template is None:
+        del about["chat_template"]
+    else:
+        about["chat_template"] = template
+    return ChatEncoder({**files, SETTINGS: json.dumps(about).encode()})
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def shown(ids: list[int]) -> str:
+    return b"".join(b"|" if i == SEPARATOR else bytes([i]) for i in ids).decode()
+
+
+def turns(found: Any) -> list[str]:
+    """The texts of the runs of counted tokens."""
+    runs: list[list[int]] = [[]]
+    for id_, counted in zip(found.ids, found.counted, strict=True):
+        if counted:
+            runs[-1].append(id_)
+        elif runs[-1]:
+            runs.append([])
+    return [shown(run) for run in runs if run]
+
+
+def test_bytes_have_a_template_whose_assistant_ends_with_the_separator() -> None:
+    made = ChatEncoder(chat_files(ByteEncoder()))
+    found = made.encode(
+        Conversation([{"role": "system", "content": "Be kind."}, *talk("Hé?", "Grüße €", "x", "y")], "")
+    )
+    assert shown(found.ids) == "system: Be kind.\nuser: Hé?\nassistant: Grüße €|\nuser: x\nassistant: y|\n"
+    assert turns(found) == ["Grüße €|", "y|"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED.replace("\n{%- endgen", "{%- endgen")])
+def test_marks_and_prefixes_find_the_assistant_s_tokens(template: str) -> None:
+    found = encoder(template).encode(Conversation(talk("a", "b €", "c", "d"), ""))
+    end = "\n" if template is PLAIN else ""
+    assert turns(found) == [f"b €{end}", f"d{end}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error", "words"),
+    [
+        (FORGETFUL, talk("a", "long", "b", "c"), DataError, "cannot be found in here"),
+        (PLAIN, talk("a", "b")[1:], DataError, "cannot be found in here"),
+        ("{{ raise_exception('No.') }}", talk("a", "b"), DataError, "refuses here"),
+        (None, talk("a", "b"), ConfigError, "no chat template"),
+    ],
+)
+def test_templates_that_do_not_show_the_turns(template: str, messages: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        encoder(template).encode(Conversation(messages, "here"))
+    assert caught.value.next_step or "No." in caught.value.found
+
+
+def samples(windows: Any) -> list[tuple[list[int], list[bool], list[bool]]]:
+    rows = [windows[i].tolist() for i in range(len(windows))]
+    return [([v >> MARKS for v in r], [bool(v & COUNTED) for v in r], [bool(v & FIRST) for v in r]) for r in rows]
+
+
+def test_samples_are_whole_conversations(tmp_path: Path) -> None:
+    made = [talk("q" * (1 + 7 * i % 40), "a" * (1 + 5 * i % 30)) for i in range(60)]
+    chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in made))
+    corpus = open_corpus(TextConfig(chat=chat, seq_len=127, heldout=0.1))
+    alone = [ChatEncoder(chat_files(ByteEncoder())).encode(Conversation(messages, "")) for messages in made]
+    found: dict[bool, list[tuple[list[int], list[bool]]]] = {False: [], True: []}
+    for held, windows in ((False, corpus.train), (True, corpus.heldout)):
+        for ids, counted, first in samples(windows):
+            assert len(ids) == 128 and first[0]
+            cuts = [i for i, mark in enumerate(first) if mark] + [128]
+            parts = [(ids[a:b], counted[a:b]) for a, b in pairwise(cuts)]
+            padding = [part for part in parts if not any(part[1])]
+            assert not padding or (padding == parts[-1:] and set(padding[0][0]) == {0})
+            found[held] += [part for part in parts if any(part[1])]
+    assert len(found[True]) == 6
+    assert sorted(found[False] + found[True]) == sorted((one.ids, one.counted) for one in alone)
+    assert corpus.vocabulary == SEPARATOR + 1
+    assert "60 conversations" in corpus.note
+
+
+def test_prompt_and_completion_are_two_messages(tmp_path: Path) -> None:
+    chat = [
+        write(tmp_path / f"{i}.jsonl", row)
+        for i, row in enumerate(({"prompt": "p", "completion": "c"}, {"messages": talk("p", "c"), "id": 7}))
+    ]
+    one, other = (open_corpus(TextConfig(chat=name, seq_len=64, heldout=0)) for name in chat)
+    assert one.train[0].tolist() == other.train[0].tolist()
+
+
+def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
+    rows = [talk("q", "a" * 100), talk("q" * 100, "a"), talk("only a question"), talk("q", "a")]
+    chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in rows))
+    for _ in range(2):  # the second time from the cache
+        corpus = open_corpus(TextConfig(chat=chat, seq_len=39, heldout=0))
+        assert "2 conversations, 1 of them truncated to 40 tokens; 2 without" in corpus.note
+    assert sum(sum(counted) for _, counted, _ in samples(corpus.train)) == 40 - len("user: q\nassistant: ") + len("a|")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{", "unexpected end of data"),
+        ("[]", "list"),
+        ('{"text": "x"}', "text"),
+        ('{"messages": []}', "messages"),
+        ('{"messages": ["x"]}', "message 1 without a text as role"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}',
+            "message 2 without a text as content",
+        ),
+        ('{"prompt": 3, "completion": "x"}', "message 1 without a text as content"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
+    ],
+)
+def test_lines_that_are_no_conversation(tmp_path: Path, line: str, found: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"messages": talk("q", "a")}) + "\n\n" + line + "\n")
+    with pytest.raises(DataError, match=r"c\.jsonl, line 3 is not a conversation") as caught:
+        open_corpus(TextConfig(chat=str(path), seq_len=8))
+    assert found in caught.value.found
+
+
+@pytest.mark.parametrize(("documents", "separate"), [(None, True), ("separate", True), ("joined", False)])
+def test_the_loss_is_that_of_the_counted_tokens_of_each_conversation(
+    tmp_path: Path, documents: Any, separate: bool
+) -> None:
+    made = [talk("question", "answer one"), talk("another", "answer", "more", "end")]
+    chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in made))
+    torch.manual_seed(1)
+    task = language_model(
+        ModelConfig(preset="tiny"), TextConfig(chat=chat, seq_len=120, heldout=0, documents=documents)
+    )
+    assert len(task.train_data) == 1  # type: ignore[arg-type]
+    expected, count = 0.0, 0
+    for messages in made:
+        alone = ChatEncoder(chat_files(ByteEncoder())).encode(Conversation(messages, ""))
+        ids = torch.tensor(alone.ids)
+        log_p = task.model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        expected -= sum(log_p[i - 1, ids[i]].item() for i in range(1, len(ids)) if alone.counted[i])
+        count += sum(alone.counted)
+    with torch.no_grad():
+        loss, weight = task.loss(task.model, torch.stack([task.train_data[0]]))
+    assert float(weight) == count == task.nominal_weight
+    assert (loss.item() == pytest.approx(expected, rel=1e-5)) == separate
+    assert task.prepare is not None
+    assert task.prepare(torch.device("cpu"), torch.float32).startswith("c.jsonl: 2 conversations; attention: ")
+
+
+def test_a_checkpoint_has_the_template(tmp_path: Path) -> None:
+    chat = write(tmp_path / "c.jsonl", {"messages": talk("q", "a")})
+    corpus = open_corpus(TextConfig(chat=chat, seq_len=40, heldout=0))
+    assert "generation" in json.loads(corpus.tokenizer[SETTINGS])["chat_template"]
+    (tmp_path / "t.txt").write_text("text " * 100)
+    text = open_corpus(TextConfig(text=str(tmp_path / "t.txt"), seq_len=8))
+    assert "chat_template" not in json.loads(text.tokenizer[SETTINGS])
+
+
+def test_weights_of_chat_files(tmp_path: Path) -> None:
+    names = [
+        write(tmp_path / f"{name}.jsonl", *({"prompt": name * 20, "completion": name} for _ in range(9)))
+        for name in "xy"
+    ]
+    corpus = open_corpus(TextConfig(chat=names, weights=[2, 1], seq_len=48))
+    assert [weight for _, weight in corpus.train.sources] == [2, 1]
+    with pytest.raises(ConfigError, match="in two sources"):
+        open_corpus(TextConfig(chat=[names[0], f"{tmp_path}/*.jsonl"], weights=[2, 1], seq_len=48))
+    with pytest.raises(ConfigError, match="no effect"):
+        open_corpus(TextConfig(chat=names, end_token=3))
