@@ -17,7 +17,7 @@ from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.text_config import TextConfig as TextConfig
 from hvdtrain.task.text_config import check_data
-from hvdtrain.task.text_sources import Source, files_matching, standard_library, text_source
+from hvdtrain.task.text_sources import Source, files_matching, hub_advice, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 from hvdtrain.task.token_loss import COUNTED, MARKS
 
@@ -200,7 +200,7 @@ def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
             f"cannot read the tokens {tokens!r}",
             expected="a .npy file of token ids",
             found=f"{error.strerror}; working directory {Path.cwd()}",
-            next_step="correct --data.tokens",
+            next_step=hub_advice(tokens) or "correct --data.tokens",
         ) from error
     return _cached(
         lambda folder: describe_npy(path, heldout).save(folder),

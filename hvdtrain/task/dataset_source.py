@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.base import import_library
 from hvdtrain.task.encode import TokenizerEncoder
-from hvdtrain.task.text_sources import Source
+from hvdtrain.task.text_sources import Source, hub_advice
 
 if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
@@ -36,7 +36,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
             f"there is no dataset in {folder!r}",
             expected=_EXPECTED,
             found=f"no files; working directory {Path.cwd()}",
-            next_step="correct --data.dataset",
+            next_step=hub_advice(folder) or "correct --data.dataset",
         )
     rows = _Rows(path, encoder, wants_text)
     about = [(file, file.stat()) for file in files]

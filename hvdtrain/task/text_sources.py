@@ -6,6 +6,7 @@ import codecs
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_FILE_TYPES = {".txt", ".md", ".py", ".json", ".jsonl", ".npy", ".parquet", ".csv"}
 _MARKS = {  # longer ones first, because one begins with a shorter one
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -92,7 +95,7 @@ def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list
                 f"no file matches {pattern!r}",
                 expected="files, by name or by a pattern such as 'books/**/*.txt' in quotes",
                 found=f"nothing; working directory {Path.cwd()}",
-                next_step=f"correct {option}",
+                next_step=hub_advice(pattern) or f"correct {option}",
             )
         files.update(found)
     folder = Path(os.path.commonpath([path.parent for path in files]))
@@ -105,6 +108,17 @@ def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list
             next_step=f"correct {option}",
         )
     return described
+
+
+def hub_advice(name: str) -> str:
+    """Return how to get a data set, if a name looks like one of the Hugging Face Hub, otherwise an empty text."""
+    if not _HUB_ID.fullmatch(name) or Path(name).suffix in _FILE_TYPES:
+        return ""
+    return (
+        f"for a data set of the Hugging Face Hub: hf download {name} --repo-type dataset --local-dir DIR. Then use"
+        " --data.text 'DIR/**/*.txt' or --data.chat 'DIR/**/*.jsonl'; Parquet files are converted in Python:"
+        " datasets.load_dataset('DIR').save_to_disk('OUT'), then --data.dataset OUT"
+    )
 
 
 def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:

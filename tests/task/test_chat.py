@@ -84,6 +84,11 @@ def test_marks_and_prefixes_find_the_assistant_s_tokens(template: str) -> None:
     assert turns(found) == [f"b €{end}", f"d{end}"]
 
 
+def test_the_first_token_has_no_loss() -> None:
+    bare = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert turns(encoder(bare).encode(Conversation(talk("abc", "d"), ""))) == ["bcd"]
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "error", "words"),
     [
@@ -122,6 +127,15 @@ def test_samples_are_whole_conversations(tmp_path: Path) -> None:
     assert sorted(found[False] + found[True]) == sorted((one.ids, one.counted) for one in alone)
     assert corpus.vocabulary == SEPARATOR + 1
     assert "60 conversations" in corpus.note
+
+
+@pytest.mark.parametrize(("spare", "rows"), [(0, 2), (-1, 4), (1, 2)])
+def test_a_sample_holds_as_many_conversations_as_fit(tmp_path: Path, spare: int, rows: int) -> None:
+    chat = write(tmp_path / "c.jsonl", *({"messages": talk("q", "a")} for _ in range(4)))
+    length = len("user: q\nassistant: a|\n")
+    corpus = open_corpus(TextConfig(chat=chat, seq_len=2 * length + spare - 1, heldout=0))
+    assert len(corpus.train) == rows
+    assert sum(sum(counted) for _, counted, _ in samples(corpus.train)) == 4 * len("a|")
 
 
 def test_prompt_and_completion_are_two_messages(tmp_path: Path) -> None:

@@ -287,6 +287,15 @@ def test_options_that_are_wrong(options, error, message):
     assert caught.value.expected
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens", "dataset", "chat"])
+def test_a_name_of_the_hub_is_answered_with_a_download(kind):
+    for name, on_hub in (("org/some-data_1.5", True), ("folder/text.txt", False), ("org/data/more", False)):
+        with pytest.raises(DataError) as caught:
+            open_corpus(TextConfig(**{kind: name}))
+        wanted = f"hf download {name} --repo-type dataset" if on_hub else f"correct --data.{kind}"
+        assert wanted in caught.value.next_step
+
+
 def test_empty_files(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").touch()
