@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -30,7 +31,7 @@ KILLED_AT = 80
 def _start(command: str, folder: Path) -> subprocess.Popen[str]:
     words = shlex.split(command)
     environ = {**ENVIRONMENT, "PATH": PATH}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([program(words[0]), *words[1:]], cwd=folder, env=environ, text=True, **pipes)
 
 
