@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +25,15 @@ from hvdtrain.task.token_loss import COUNTED, MARKS
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from hvdtrain.task.encode import Encoder
+    from hvdtrain.task.encode import Encoder, Ids
 
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 24
 """Tokens of a source to look for the end of a document in."""
+
+_PROGRESS_S = 10.0
+"""Seconds between reports while text is tokenized."""
 
 _SAMPLES = 64
 """Samples of a source from which the typical number of tokens with a loss is computed."""
@@ -183,12 +187,28 @@ def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder)
 def _tokenize_once(source: Source, heldout: float) -> TokenFile:
     def build(folder: Path) -> None:
         log.info("tokenizing %s", source.name)
-        parts = source.train(), source.heldout()
+        heldout_ids = source.heldout()
+        parts = (
+            _with_progress(source.train(), f"tokenizing {source.name}"),
+            None if heldout_ids is None else _with_progress(heldout_ids, f"tokenizing held-out part of {source.name}"),
+        )
         file = write_tokens(folder, *parts, tail=heldout, vocabulary=source.vocabulary(), note=source.note)
         if not file.train + file.heldout:
             raise DataError(f"{source.name} is empty", expected="tokens to train on", found=file.note or "no tokens")
 
     return _cached(build, [source.identity, heldout])
+
+
+def _with_progress(pieces: Iterable[Ids], what: str) -> Iterator[Ids]:
+    """Yield the pieces. Report the number of ids every few seconds."""
+    count, begin = 0, time.monotonic()
+    reported = begin
+    for piece in pieces:
+        yield piece
+        count += len(piece)
+        if (now := time.monotonic()) - reported >= _PROGRESS_S:
+            log.info("%s: %.1f million tokens, %.0f s", what, count / 1e6, now - begin)
+            reported = now
 
 
 def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.base import import_library
-from hvdtrain.task.encode import TokenizerEncoder
+from hvdtrain.task.encode import Document, TokenizerEncoder
 from hvdtrain.task.text_sources import Source, hub_advice
 
 if TYPE_CHECKING:
@@ -106,16 +106,20 @@ class _Rows:
         import numpy as np
 
         column = self._column(split)
+        if column == "text":
+            texts = (str(row or "").encode("utf-8") for row in self._values(split, column))
+            yield from self.encoder.encode(Document([text], f"a row of {self.path}") for text in texts)
+            return
+        for row in self._values(split, column):
+            ids = np.asarray(row if len(row) else [], np.int64)
+            if ids.size and int(ids.min()) < 0:
+                wrong = f"the dataset {self.path} contains negative ids"
+                raise DataError(wrong, expected="ids of 0 or more", found=str(ids.min()))
+            yield ids.reshape(-1)
+
+    def _values(self, split: Any, column: str) -> Iterator[Any]:
         for rows in split.select_columns([column]).iter(batch_size=_ROWS):
-            for row in rows[column]:
-                if column == "text":
-                    yield from self.encoder.encode([str(row or "").encode("utf-8")], f"a row of {self.path}")
-                else:
-                    ids = np.asarray(row if len(row) else [], np.int64)
-                    if ids.size and int(ids.min()) < 0:
-                        wrong = f"the dataset {self.path} contains negative ids"
-                        raise DataError(wrong, expected="ids of 0 or more", found=str(ids.min()))
-                    yield ids.reshape(-1)
+            yield from rows[column]
 
     def _column(self, split: Any) -> str:
         columns = split.column_names

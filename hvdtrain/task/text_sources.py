@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError
+from hvdtrain.task.encode import Document
 
 if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
@@ -166,8 +167,7 @@ def _hash01(name: str) -> float:
 
 
 def _encoded(files: list[TextFile], encoder: Encoder) -> Iterator[Ids]:
-    for file in files:
-        yield from encoder.encode(_pieces(file.path), str(file.path))
+    return encoder.encode(Document(_pieces(file.path), str(file.path)) for file in files)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

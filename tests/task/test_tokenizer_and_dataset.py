@@ -36,8 +36,10 @@ def text(tmp_path):
     return str(tmp_path / "text.txt")
 
 
+@pytest.mark.parametrize("batch_characters", [1, 500, 1 << 23])
 @pytest.mark.parametrize("piece_bytes", [7, 100, 1 << 20])
-def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_bytes):
+def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_bytes, batch_characters):
+    monkeypatch.setattr("hvdtrain.task.encode._BATCH_CHARACTERS", batch_characters)
     made = train_tokenizer(tmp_path / "tokenizer.json")
     monkeypatch.setattr("hvdtrain.task.text_sources._PIECE_BYTES", piece_bytes)
     corpus = open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16))
@@ -56,6 +58,25 @@ def test_a_document_ends_with_the_vocabulary_s_own_end(tmp_path, text):
     end = made.token_to_id("</s>")
     assert all_ids(corpus).count(end) == 2
     assert all_ids(corpus)[-1] == end
+
+
+@pytest.mark.parametrize("batch_characters", [1, 40, 1 << 23])
+def test_documents_stay_in_order_in_any_batch(tmp_path, monkeypatch, batch_characters):
+    monkeypatch.setattr("hvdtrain.task.encode._BATCH_CHARACTERS", batch_characters)
+    made = train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
+    texts = [f"document {i} says {'word ' * (i % 5)}" if i % 4 else "" for i in range(30)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:02}.txt").write_text(content)
+    config = TextConfig(text=f"{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json"), seq_len=1, heldout=0)
+    assert made.decode(all_ids(open_corpus(config)), skip_special_tokens=False) == "".join(t + "</s>" for t in texts)
+
+
+def test_progress_is_reported(tmp_path, text, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("hvdtrain.task.corpus._PROGRESS_S", 0.0)
+    train_tokenizer(tmp_path / "tokenizer.json")
+    open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16))
+    assert "tokenizing text.txt: 0.0 million tokens, 0 s" in caplog.text
 
 
 def test_another_tokenizer_makes_other_tokens(tmp_path, text):

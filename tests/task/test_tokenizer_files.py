@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.task.corpus import TextConfig, open_corpus
-from hvdtrain.task.encode import SEPARATOR, ByteEncoder, TokenizerEncoder
+from hvdtrain.task.encode import SEPARATOR, ByteEncoder, Document, TokenizerEncoder
 from hvdtrain.task.tokenizer_files import SETTINGS, TOKENIZER, is_byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
@@ -43,7 +43,7 @@ def test_every_byte_is_the_token_of_its_value(of_bytes: Any) -> None:
 @given(st.text())
 @example("a<|endoftext|>b")
 def test_text_becomes_the_ids_of_training(of_bytes: Any, text: str) -> None:
-    (*pieces, _) = ByteEncoder().encode([text.encode()], "text")
+    (*pieces, _) = ByteEncoder().encode([Document([text.encode()], "text")])
     assert of_bytes(text).input_ids == [int(i) for piece in pieces for i in piece]
 
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_without_settings_gets_some(tmp_path: Path) -> None:
     _words(tmp_path / "words.json")
     encoder = TokenizerEncoder(str(tmp_path / "words.json"))
     read = _write(tmp_path / "out", encoder.files())
-    (ids, end) = encoder.encode([b"b a c"], "text")
+    (ids, end) = encoder.encode([Document([b"b a c"], "text")])
     assert read("b a c", add_special_tokens=False).input_ids == ids.tolist() == [2, 1, 0]
     assert [read.eos_token_id] == end.tolist()
 
