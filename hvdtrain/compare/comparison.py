@@ -12,6 +12,7 @@ from hvdtrain.compare.columns import Column, differ_in_seed_only, differing, gro
 from hvdtrain.compare.curves import SAMPLES, SECONDS, difference_by_noise, difference_by_seeds, unknown
 from hvdtrain.compare.read import HELD_OUT, LOSS, RunRecord
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.yaml_file import flatten
 
@@ -98,7 +99,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         rows=rows,
         costs=_costs(columns),
         options=options,
-        versions=differing(columns, [dict(column.first.started.get("versions") or {}) for column in columns]),
+        versions=differing(columns, [as_mapping(column.first.started.get("versions")) for column in columns]),
         machines=differing(columns, [_machine(column.first) for column in columns]),
         notes=list(_notes(columns, rows)),
     )
@@ -106,9 +107,10 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 def _rows(columns: Sequence[Column], axis: str) -> Iterator[Row]:
     alike = [column for column in columns if column.first.task == columns[0].first.task]
-    end = min(run.losses[axis].ends[-1] for column in alike for run in column.runs)
-    if len(alike) > 1 and end > 0:
-        yield _training_row(columns, axis, float(end))
+    curves = [run.losses[axis] for column in alike for run in column.runs]
+    first, end = max(curve.first for curve in curves), min(float(curve.ends[-1]) for curve in curves)
+    if len(alike) > 1 and end > first:
+        yield _training_row(columns, axis, first, end)
     names = dict.fromkeys(name for column in columns for run in column.runs for name in run.evaluations)
     for name in names:
         having = [c for c in columns if all(name in r.evaluations for r in c.runs) and (name != HELD_OUT or c in alike)]
@@ -117,9 +119,10 @@ def _rows(columns: Sequence[Column], axis: str) -> Iterator[Row]:
             yield _evaluation_row(columns, having, name, axis, float(min(places)))
 
 
-def _training_row(columns: Sequence[Column], axis: str, end: float) -> Row:
+def _training_row(columns: Sequence[Column], axis: str, first: float, end: float) -> Row:
+    """Compare the training losses before `end`, and not before `first`, where all runs have steps."""
     base = columns[0]
-    low = end - min(end, max(WINDOW * end, LEAST_STEPS * base.first.losses[axis].usual_length))
+    low = max(first, end - max(WINDOW * end, LEAST_STEPS * base.first.losses[axis].usual_length))
     values = [_means(column, axis, low, end) if column.first.task == base.first.task else None for column in columns]
     differences: list[Estimate | None] = [None]
     sources = [NOTHING]
@@ -182,7 +185,7 @@ def _costs(columns: Sequence[Column]) -> dict[str, list[float | None]]:
 
 
 def _machine(run: RunRecord) -> dict[str, Any]:
-    return {"ranks": run.started.get("size"), **flatten(run.started.get("machine") or {})}
+    return {"ranks": run.started.get("size"), **flatten(as_mapping(run.started.get("machine")))}
 
 
 def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:

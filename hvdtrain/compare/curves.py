@@ -29,8 +29,14 @@ class Curve:
 
     @property
     def usual_length(self) -> float:
-        """The median length of a step."""
-        return float(np.median(self.ends - self.begins))
+        """The median length of a recorded step."""
+        lengths = self.ends - self.begins
+        return float(np.median(lengths[lengths > 0])) if (lengths > 0).any() else 0.0
+
+    @property
+    def first(self) -> float:
+        """Where the first recorded step begins: not at 0 if the run began from the state of another run."""
+        return float(self.begins[np.argmax(self.ends > self.begins)])
 
     def mean(self, low: float, high: float) -> float | None:
         """Return the mean from `low` to `high`, by length; None if the curve has nothing there."""

@@ -63,7 +63,7 @@ def read_run(path: Path) -> RunRecord:
     try:
         past, starts = PastSteps(layout.journal).read(), read_journal_starts(layout.journal)
         evaluations = _evaluations(past)
-    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or f"a line lacks what every such line has ({error})"
         raise TraceError(f"{layout.journal} cannot be read", found=reason) from None
     if len(past.seconds) < 2:

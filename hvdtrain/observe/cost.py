@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from hvdtrain.observe.past_journal import JournalStart
 
@@ -46,7 +46,9 @@ def cost_of(starts: Sequence[JournalStart]) -> Cost | None:
     The time between two rounds of an elastic job counts for the devices that both rounds have. Steps that were
     repeated have cost something as well, and count.
     """
-    known = [start for start in starts if "size" in start.started and "time" in start.started]
+    known = [
+        start for start in starts if _is_number(start.started.get("size")) and _is_number(start.started.get("time"))
+    ]
     if not known:
         return None
     hours = [_devices(start) * max(0.0, start.last_time - start.started["time"]) / _S_PER_HOUR for start in known]
@@ -90,13 +92,22 @@ def money(value: float) -> str:
 
 
 def _devices(start: JournalStart) -> int:
-    return int(start.started.get("devices") or start.started["size"])
+    found = start.started.get("devices")
+    return int(found if _is_number(found) else start.started["size"])
 
 
 def _price(start: JournalStart) -> float | None:
-    observe = (start.started.get("config") or {}).get("observe") or {}
-    price = observe.get("price_per_hour")
-    return float(price) if isinstance(price, (int, float)) else None
+    price = as_mapping(as_mapping(start.started.get("config")).get("observe")).get("price_per_hour")
+    return float(price) if _is_number(price) else None
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping of a record; an empty one if it is anything else, as in a damaged journal."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str, str]]:
@@ -106,13 +117,19 @@ def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str,
     for start in starts:
         last = (start.events_named("energy") or [{}])[-1]
         for kind, reason in _reasons(start.started).items():
-            if reason or kind in last.get("failed", ()):
+            if reason or kind in _failed(last):
                 reasons.setdefault(kind, reason or "a counter failed during the run")
-            used[kind] = used.get(kind, 0.0) + (last.get("joules") or {}).get(kind, 0.0)
+            joules = as_mapping(last.get("joules")).get(kind)
+            used[kind] = used.get(kind, 0.0) + (joules if _is_number(joules) else 0.0)
     if len(starts) > 1:
         missing = {kind for kind in used for start in starts if kind not in _reasons(start.started)}
         reasons |= dict.fromkeys(missing - reasons.keys(), "not in every start")
     return {kind: joules / _J_PER_KWH for kind, joules in used.items() if kind not in reasons}, reasons
+
+
+def _failed(event: Mapping[str, Any]) -> list[Any]:
+    found = event.get("failed")
+    return found if isinstance(found, list) else []
 
 
 def _reasons(started: Mapping[str, Any]) -> dict[str, str]:

@@ -73,10 +73,9 @@ def test_runs_are_compared_where_all_have_samples_and_seconds(tmp_path: Path) ->
 
 
 def test_how_samples_are_cut_into_steps_changes_nothing(tmp_path: Path) -> None:
-    losses = _falling(80, seed=1)
-    fine = FakeRun(tmp_path / "fine", batch=8).start(losses, step_s=0.5)
-    pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
-    coarse = FakeRun(tmp_path / "coarse", batch=16).start(pairs, step_s=1.0)
+    losses = _falling(125, seed=1)  # the window begins within a step of the second run
+    fine = FakeRun(tmp_path / "fine", batch=8).start([loss for loss in losses for _ in range(2)], step_s=0.5)
+    coarse = FakeRun(tmp_path / "coarse", batch=16).start(losses, step_s=1.0)
     for row in _compared(fine, coarse).rows:
         assert row.values[1] == pytest.approx(row.values[0])
         assert row.differences[1] is not None and row.differences[1].value == pytest.approx(0, abs=1e-12)
@@ -105,10 +104,11 @@ def test_overwritten_steps_and_evaluations_do_not_count(tmp_path: Path) -> None:
     resumed = FakeRun(tmp_path / "resumed").start(
         [*losses[:20], *bad], evaluations={20: {"loss": 1.0}, 25: {"loss": 99.0}}
     )
-    resumed.start(losses[20:], after=20, evaluations={30: {"loss": 0.5}})
+    resumed.start(losses[20:], after=20)
     killed = FakeRun(tmp_path / "killed").start([*losses[:20], *bad]).start(losses[20:35], after=20, end="")
     comparison = _compared(whole, resumed, killed)
     assert _row(comparison).place == 35 * 8  # the steps after 35 were undone, and not done again
+    assert _row(comparison, "heldout_loss").place == 20 * 8  # the evaluation of step 25 is of a state that was undone
     for row in comparison.rows:
         assert [each.value for each in row.differences[1:] if each is not None] in ([0.0, 0.0], [0.0])
     assert "killed" in comparison.states[2] and "2 starts" in comparison.states[1]
@@ -117,9 +117,10 @@ def test_overwritten_steps_and_evaluations_do_not_count(tmp_path: Path) -> None:
 def test_a_run_that_began_from_another_one_is_compared_where_it_has_steps(tmp_path: Path) -> None:
     losses = _falling(100, seed=1)
     whole = FakeRun(tmp_path / "whole").start(losses)
-    tail = FakeRun(tmp_path / "tail").start(losses[70:], after=70)
+    tail = FakeRun(tmp_path / "tail").start(losses[90:], after=90)
     found = _row(_compared(whole, tail))
-    assert found.place == 800 and found.values[0] == found.values[1]
+    assert (found.place, found.window) == (800, 80)
+    assert found.values[0] == found.values[1] == pytest.approx(np.mean(losses[90:]))
 
 
 def test_evaluations_at_unequal_steps_are_interpolated(tmp_path: Path) -> None:

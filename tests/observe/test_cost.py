@@ -81,6 +81,16 @@ def test_a_journal_without_starts_has_no_cost(tmp_path: Path) -> None:
     assert cost_of(read_journal_starts(run.folder / "journal.jsonl")) is None
 
 
+@pytest.mark.parametrize("value", [None, "x", -3, 1e308, [], {}, True, [1], {"a": 1}])
+def test_a_damaged_journal_costs_no_report(tmp_path: Path, value: Any) -> None:
+    names = ("size", "time", "devices", "energy", "config", "machine")
+    for place, name in enumerate(names):
+        run = FakeRun(tmp_path / str(place)).start([1.0], joules=5.0, **{name: value})
+        run.write({"event": "energy", "at_step": value, "joules": value, "failed": value, "time": value})
+        found = cost_of(read_journal_starts(run.folder / "journal.jsonl"))
+        assert found is None or text(found)
+
+
 def test_energy_may_follow_the_end_of_a_run(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start([1.0])
     run.write({"event": "energy", "at_step": 1, "joules": {"CPUs": 1.0}, "time": run.now_s})

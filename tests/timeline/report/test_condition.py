@@ -37,7 +37,16 @@ def test_a_condition_holds_where_all_of_it_does(text: str, met: bool) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "straggler_ms", "5 < straggler_ms", "straggler_ms > 5 or step_ms > 1", "straggler_ms > 5 and", "step_ms => 3"],
+    [
+        "",
+        "straggler_ms",
+        "5 < straggler_ms",
+        "straggler_ms > 5 or step_ms > 1",
+        "straggler_ms > 5 and",
+        "step_ms => 3",
+        "step_ms > 2 * base",
+        "step_ms > base",
+    ],
 )
 def test_an_invalid_condition_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match="invalid --fail_if"):
