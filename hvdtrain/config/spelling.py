@@ -51,6 +51,8 @@ ELSEWHERE: Mapping[str, str] = {
     "--model.attention": "attn_implementation attention flash_attention use_flash_attn",
     "--model.lora": "lora use_lora lora_r lora_rank",
     "--data.seq_len": "seq_len seq_length max_length max_seq_length block_size context_length",
+    "--data.weights": "interleave_probs dataset_mixer dataset_weights data_weights",
+    "--data.documents": "packing reset_position_ids reset_attention_mask",
     "--data.tokenizer": "tokenizer tokenizer_name tokenizer_path",
 }
 """Options, and what Horovod's examples, Transformers, Lightning, DeepSpeed and Megatron call them."""
