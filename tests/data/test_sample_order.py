@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.mixture import Mixture, sample_order, whole_weights
@@ -32,6 +32,7 @@ def test_each_prefix_has_each_source_by_its_share(weights):
     assert counts == weights  # so it can repeat
 
 
+@settings(max_examples=40, deadline=None)
 @given(SOURCES, st.integers(0, 99))
 def test_each_source_is_used_whole_before_it_repeats(sources, seed):
     order = an_order(sources, seed)
@@ -57,6 +58,7 @@ def test_an_index_depends_on_its_position_only(sources, positions):
     ]
 
 
+@settings(max_examples=40, deadline=None)
 @given(SOURCES)
 def test_an_epoch_ends_when_the_last_source_has_been_used_whole(sources):
     order = an_order(sources)

@@ -770,6 +770,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/config/test_windows.py",
     ),
     _new(
+        "data/sample_order.py",
+        "length, mix_seed(self.seed, source))",
+        "length, self.seed)",
+        "all sources have the same order",
+        "tests/data/test_sample_order.py",
+    ),
+    _new(
+        "task/token_loss.py",
+        "tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)",
+        "tokens_BT[:, 1:]",
+        "the end of a document predicts the next document",
+        "tests/task/test_documents.py",
+    ),
+    _new(
+        "task/token_loss.py",
+        "masked_fill(~counted_BT[:, 1:], IGNORED)",
+        "masked_fill(~counted_BT[:, :-1], IGNORED)",
+        "the tokens after those of the assistant have the loss",
+        "tests/task/test_chat.py",
+    ),
+    _new(
         "task/token_file.py",
         "return index * self.seq_len\n",
         "return index * (self.seq_len + 1)\n",
