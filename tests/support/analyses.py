@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from hvdtrain.observe.cost import Cost
 from hvdtrain.timeline.analysis.analysis import (
     Analysis,
     Blame,
@@ -171,6 +172,7 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
             "Horovod's Timeline of steps 10 to 20 was read; 1 event was cut off",
         ],
         memory=Memory("GPU", {"parameters": 1000.0, "buffers": 0.0, "activations and rest": 3000.5}),
+        cost=Cost(2, 12.5, {"GPUs": 8.25}, {"CPUs": "RAPL is for root only"}, 31.25, 2.5),
     )
 
 
@@ -196,6 +198,7 @@ def hostile() -> Analysis:
         warnings=[HOSTILE],
         notes=[HOSTILE],
         memory=Memory(HOSTILE, {HOSTILE: 1.0}),
+        cost=Cost(1, 0.0, {HOSTILE: 1.0}, {HOSTILE: HOSTILE}, None, None),
     )
 
 
