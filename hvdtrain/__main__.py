@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
     "compare": ("hvdtrain.cli.compare", "compare the losses, options and costs of runs"),
+    "tune": ("hvdtrain.cli.tune", "search for better values of options"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),

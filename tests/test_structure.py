@@ -47,6 +47,7 @@ LAYERS = {
     "doctor": 10,
     "export": 11,
     "serve": 11,
+    "tune": 11,
     "fit": 11,
     "verify": 11,
     "cli": 12,

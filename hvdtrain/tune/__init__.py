@@ -1,0 +1,1 @@
+"""Search for better values of options, by optuna."""
