@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import textwrap
 from importlib import import_module
@@ -58,7 +60,7 @@ Option names accept - and _ alike.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit code."""
+    """Run a subcommand and return its exit code: 130 after an interrupt, 141 if the reader of stdout has closed it."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments in (["--help"], ["-h"], ["help"]):
         wrapped = [textwrap.wrap(f"{name:<14} {text}", 77) for name, (_, text) in COMMANDS.items()]
@@ -78,6 +80,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         code: int = import_module(COMMANDS[name][0]).main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("hvdtrain: interrupted\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
+        return 128 + signal.SIGPIPE
     except Exception as error:  # mostly of the user's code, which some commands import
         from hvdtrain.cli.ending import end, show
         from hvdtrain.observe.output import FailureOutput

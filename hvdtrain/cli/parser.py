@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,8 +80,8 @@ def run_group(
 ) -> int:
     """Choose and run a command of a group, handle its errors, and return its exit code.
 
-    The code is 1 after an error, 2 for an unknown command, 130 after an interrupt, 141 if the reader of stdout closed
-    it. `operands`: what the usage shows after the command; `commands`: descriptions by name; `call`: runs a command.
+    The code is 1 after an error, 2 for an unknown command. `operands`: what the usage shows after the command;
+    `commands`: descriptions by name; `call`: runs a command.
     """
     if not argv or argv[0] in ("--help", "-h", "help"):
         wrapped = [textwrap.wrap(f"{name:<8} {text}", 77) for name, text in commands.items()]
@@ -96,15 +94,7 @@ def run_group(
         sys.stderr.write(unknown_command(name, commands, group))
         return USAGE
     try:
-        code = call(name, rest)
-        sys.stdout.flush()
+        return call(name, rest)
     except HvdtrainError as error:
         sys.stderr.write(f"hvdtrain: {type(error).__name__}: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("hvdtrain: interrupted\n")
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
-        return 128 + signal.SIGPIPE
-    return code
