@@ -42,7 +42,7 @@ PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxproces
 test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one rank
 	@mkdir -p build && rm -f $(TALLY)
 	@$(ON_RANKS) --tally=$(TALLY)
-	@$(PYTEST) -m "not slow" --jobs-at-most=25
+	@$(PYTEST) -m "not slow" --jobs-at-most=20
 	@$(BIN)/python -m tests.support.tally $(TALLY)
 
 test-all: setup ## the slower tests, which make test leaves out: two hosts, Slurm, browsers, other MPIs, containers

@@ -50,6 +50,7 @@ def test_each_part_runs_whatever_the_others_do(tmp_path: Path, capsys: pytest.Ca
     assert "1 of 4 parts ok; not second; not third; not fourth" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_past_its_limit_is_killed_and_its_results_stay(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     child = f"p = subprocess.Popen(['sleep', '600']); open({str(started)!r}, 'w').write(str(p.pid))"

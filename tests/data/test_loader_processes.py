@@ -45,7 +45,7 @@ RAISES, ENDS, HANGS = "raise ValueError('sample 3 is bad')", "sys.exit(4)", "tim
     [
         (RAISES, 8, ["ValueError: sample 3 is bad"]),
         (ENDS, 8, ["DataError: a loader process has died", "found: ended with exit code 4"]),
-        (HANGS, 0, []),  # the rank needs no sample any more
+        pytest.param(HANGS, 0, [], marks=pytest.mark.slow),  # the rank needs no sample any more
     ],
     ids=["raises", "ends", "hangs"],
 )

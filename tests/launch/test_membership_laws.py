@@ -138,6 +138,7 @@ def _heal(job: World) -> None:
     job.wait(QUIET_S)
 
 
+@pytest.mark.slow
 @given(HISTORIES, st.integers(0, 3))
 def test_no_wait_has_no_end(history: list[tuple[Callable[[World, int], None], int]], restarts: int) -> None:
     job = World(replace(LIMITS, restarts=restarts), {"a": 2, "b": 2})

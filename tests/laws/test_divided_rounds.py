@@ -89,7 +89,7 @@ PLANS = {
         *((name, "gradients", "AdamW", "none") for name in PLANS),
         ("each rank in turn, to one", "optimizer", "Adafactor", "none"),
         pytest.param("each rank in turn, to one", "gradients", "Muon", "none", marks=pytest.mark.slow),
-        ("each rank in turn, to one", "gradients", "AdamW", "int8"),
+        pytest.param("each rank in turn, to one", "gradients", "AdamW", "int8", marks=pytest.mark.slow),
         ("ranks leave, neighbours too, and join", "gradients", "AdamW", "int8"),
     ],
 )

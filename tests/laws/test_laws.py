@@ -146,11 +146,11 @@ def test_law_4_every_sample_of_an_epoch_is_used_once(size: int, whole: dict[int,
 
 # On real jobs.
 
-_SLOW = ("signalled", "torchrun", "engines")
-SIGNALLED, TORCHRUN, ENGINES = (pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)
+_SLOW = ("signalled", "torchrun", "engines", "three", "gloo", "launched")
+SIGNALLED, TORCHRUN, ENGINES, THREE, GLOO, LAUNCHED = (pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)
 
 
-@pytest.mark.parametrize("name", ["two", "three", "gloo", "launched", "resumed", "killed", TORCHRUN, ENGINES])
+@pytest.mark.parametrize("name", ["two", THREE, GLOO, LAUNCHED, "resumed", "killed", TORCHRUN, ENGINES])
 def test_law_1_on_a_real_job(name: str, gallery: Gallery) -> None:
     job, one = gallery[name], gallery["one"].losses()
     assert job.code == 0 and len(one) == STEPS
@@ -182,7 +182,7 @@ def test_law_2_on_a_real_job(gallery: Gallery) -> None:
     _equal(gallery["resumed"].state(), gallery["two"].state())
 
 
-@pytest.mark.parametrize("name", ["one", "two", "three", "resumed", "killed", "survived", SIGNALLED, TORCHRUN])
+@pytest.mark.parametrize("name", ["one", "two", THREE, "resumed", "killed", "survived", SIGNALLED, TORCHRUN])
 def test_law_4_on_a_real_job(name: str, gallery: Gallery) -> None:
     assert not verify_data(gallery[name].run).wrong
 

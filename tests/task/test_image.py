@@ -148,6 +148,7 @@ def test_loss_and_accuracy_are_those_in_float64(dtype):
     assert (right.item(), count) == ((logits.argmax(-1) == labels.numpy()).sum(), 50)
 
 
+@pytest.mark.slow
 def test_the_defaults_learn_the_digits(tmp_path):
     hvdtrain.train({"run_dir": str(tmp_path / "run"), "train": {"eval_samples": 0}}, image)
     lines = read_journal(tmp_path / "run" / "journal.jsonl")

@@ -64,6 +64,7 @@ say("whole")
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_build_once(texts, tmp_path, cache):
     ranks = [start(BUILD_AND_TELL, texts, tmp_path) for _ in range(6)]
     for rank in ranks:
@@ -82,6 +83,7 @@ def left_over(cache):
     return [path for path in cache.iterdir() if ".tmp-" in path.name]
 
 
+@pytest.mark.slow
 def test_killed_half_way_leaves_nothing_wrong(texts, tmp_path, cache):
     victim = start(STOP_HALF_WAY, texts, tmp_path)
     assert victim.stdout.readline() == "half\n"

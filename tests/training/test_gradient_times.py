@@ -69,6 +69,7 @@ def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_earlier_writes_the_times_it_has(tmp_path: Path) -> None:
     _run(tmp_path / "short.json", steps=3)
     assert not (tmp_path / "short.json").exists()
