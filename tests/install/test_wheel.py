@@ -62,7 +62,8 @@ def test_the_three_commands_in_a_new_environment(dist: Path, tmp_path: Path) -> 
     )
     (binaries / "hvdtrain").chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environ |= {"PATH": f"{binaries}:{environ['PATH']}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    path = f"{binaries}:{Path(sys.executable).parent}:{environ['PATH']}"  # horovodrun is this environment's
+    environ |= {"PATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     where = "import hvdtrain; print(hvdtrain.__file__)"
     assert _run(binaries / "python", "-c", where, environ=environ, cwd=tmp_path).startswith(str(place))
     assert "Horovod" in _run(binaries / "hvdtrain", "build-horovod", "--dry-run", environ=environ, cwd=tmp_path)
