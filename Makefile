@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint dist launchers bench chaos gpu-kit gpu clean
+.PHONY: help setup train test test-all lint dist launchers reference bench chaos gpu-kit gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -58,6 +58,9 @@ dist: setup ## wheel and source archive of hvdtrain, in dist
 
 launchers: setup ## write the files of launchers/ that are rendered
 	@$(BIN)/python -m tests.support.launchers launchers
+
+reference: setup ## write docs/reference.md, from the code
+	@$(BIN)/python -m tests.support.reference docs/reference.md
 
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks

@@ -40,6 +40,7 @@ SCRIPTS = (
     "compressors",
     "exchange",
     "transport",
+    "serve",
 )
 """Each with its options."""
 

@@ -15,6 +15,7 @@ import pytest
 import hvdtrain
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.launch import train
+from tests.support.reference import page as reference
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
 
@@ -76,6 +77,10 @@ def test_the_options_it_shows_exist() -> None:
 
     known = {option for action in make_parser(None)._actions for option in action.option_strings}
     assert set(re.findall(r"--(?:observe|train)\.[a-z_]+", TEXT)) <= known
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / "docs" / "reference.md").read_text() == reference(), "make reference"
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hvdtrain.__main__ import main
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.report.page import headline, to_html
 from hvdtrain.timeline.report.page_view import MOST_RANKS
 from tests.support.analyses import HOSTILE, analysis, empty, hostile
 from tests.support.browser import browser, severe, until
+from tests.support.journals import FakeRun
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +73,14 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 
 def show(
-    opened: WebDriver, of: Analysis, folder: Path, theme: str = "light", media: str = "", width: int = 1200
+    opened: WebDriver, of: Analysis | str, folder: Path, theme: str = "light", media: str = "", width: int = 1200
 ) -> str:
-    """Open the page of an analysis; it."""
+    """Open a page, or that of an analysis; it."""
     features = [{"name": "prefers-color-scheme", "value": theme}]
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    path, text = folder / "report.html", to_html(of)
+    path, text = folder / "report.html", of if isinstance(of, str) else to_html(of)
     path.write_text(text, encoding="utf-8")
     severe(opened)
     opened.get(path.as_uri())
@@ -331,6 +333,25 @@ def test_paper_is_white(theme: str, chromium: WebDriver, tmp_path: Path) -> None
 def test_a_telephone_is_wide_enough(make: Any, chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, make(), tmp_path, width=360)
     assert run(chromium, "return document.documentElement.scrollWidth") <= 360
+    assert severe(chromium) == []
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1200), ("dark", 390)])
+def test_runs_are_compared(theme: str, width: int, chromium: WebDriver, tmp_path: Path) -> None:
+    runs = [
+        FakeRun(tmp_path / name, data={"text": name + HOSTILE}).start([loss] * 200)
+        for name, loss in (("a", 1.0), ("b", 2.0))
+    ]
+    written = tmp_path / "compared.html"
+    assert main(["compare", *(str(each.folder) for each in runs), "--html", str(written)]) == 0
+    show(chromium, written.read_text(), tmp_path, theme, width=width)
+    assert HOSTILE in run(chromium, "return document.body.innerText")
+    assert run(chromium, "return document.title") == "comparison of runs"
+    heights = "return [...document.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().top)"
+    assert len(set(run(chromium, heights))) == 4  # two plots of two curves
+    assert run(chromium, CONTRAST) == []
+    assert run(chromium, "return document.documentElement.scrollWidth") <= width
+    assert (background(chromium) > 200) == (theme == "light")
     assert severe(chromium) == []
 
 
