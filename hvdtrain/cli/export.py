@@ -20,7 +20,7 @@ formats:
 
 examples:
   hvdtrain export runs/NAME my-model
-  hvdtrain export runs/NAME/checkpoints/step-000100 model.safetensors --format safetensors
+  hvdtrain export runs/NAME model.safetensors --format safetensors
 """
 
 

@@ -36,7 +36,7 @@ examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
   hvdtrain fit --model.config big.json --train.micro_batch auto --gib 80
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
-  hvdtrain fit --run runs/SHORT --config runs/SHORT/config.yaml --ranks 8,64 --bandwidth_gbit 100
+  hvdtrain fit --run runs/SHORT --config run.yaml --ranks 8 --bandwidth_gbit 25
 
 exit code: 0 if a line fits in --gib, 1 if none does or on an error
 """

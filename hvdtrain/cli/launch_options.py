@@ -18,8 +18,8 @@ from hvdtrain.launch.targets import TARGETS
 
 _DESCRIPTION = """\
 Start training, or any program, on several ranks with this machine's MPI or
-scheduler, or with hvdtrain's own driver. The driver keeps an elastic job running
-while ranks and hosts join and leave. --dry-run prints what would run."""
+scheduler, or with hvdtrain's own driver. The driver keeps an elastic job
+running while ranks and hosts join and leave. --dry-run prints what would run."""
 
 _OF_HOROVODRUN = {
     "--min-np": "--elastic MIN:MAX",

@@ -27,8 +27,8 @@ after the requests under way."""
 _EPILOG = """\
 examples:
   hvdtrain serve runs/NAME
-  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
-       -d '{"prompt": "def ", "max_tokens": 40}'
+  curl http://127.0.0.1:8000/v1/completions \\
+       -H 'content-type: application/json' -d '{"prompt": "def ", "max_tokens": 9}'
   hvdtrain serve my-model --backend vllm --host 0.0.0.0 --key_file key.txt
 """
 

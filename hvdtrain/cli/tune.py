@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from hvdtrain.tune.study import Tried
 
 _DESCRIPTION = """\
-Train with several values of options, chosen by optuna, and keep the best. Options
-of training follow; they are the same in all trials. If the command is
+Train with several values of options, chosen by optuna, and keep the best.
+Options of training follow; they are the same in all trials. If the command is
 interrupted, the same command continues."""
 _EPILOG = """\
 examples:
   hvdtrain tune --over optimizer.lr --config run.yaml --train.steps 200
-  hvdtrain tune --over optimizer.lr=1e-4:1e-2,optimizer.name=adamw|muon --config run.yaml
-  hvdtrain tune -np 8 --over train.micro_batch,parallel.compression=none|fp16 --measure step_s
+  hvdtrain tune --over 'optimizer.lr=1e-4:1e-2,optimizer.name=adamw|muon'
+  hvdtrain tune -np 8 --over 'parallel.compression=none|fp16' --measure step_s
 
 A trial that is worse than the median of the others at the same step is stopped.
 """

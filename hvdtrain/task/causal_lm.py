@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -176,6 +177,8 @@ def _with_weights(auto: Any, source: SavedModel, model_config: Any, kernel: dict
     if weights is not None:  # only a model's own class takes weights from memory
         with torch.device("meta"):
             kind, place = type(auto.from_config(model_config, trust_remote_code=False)), ""
+    if not sys.stderr.isatty():  # each rank would show a bar
+        import_library("transformers", "the language_model task", "lm").utils.logging.disable_progress_bar()
     model: nn.Module
     model, report = kind.from_pretrained(
         place or None,
