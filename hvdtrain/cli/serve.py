@@ -28,7 +28,7 @@ _EPILOG = """\
 examples:
   hvdtrain serve runs/NAME
   curl http://127.0.0.1:8000/v1/completions \\
-       -H 'content-type: application/json' -d '{"prompt": "def ", "max_tokens": 9}'
+       -H 'content-type: application/json' -d '{"prompt": "def "}'
   hvdtrain serve my-model --backend vllm --host 0.0.0.0 --key_file key.txt
 """
 
