@@ -20,6 +20,7 @@ from hvdtrain.launch.hosts import find_unknown_host, run_script
 from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.variables import SHOW_VARIABLES, secret_variables, submit_environment
 from hvdtrain.launch.worker_plan import Plan, describe_plan
 from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
@@ -53,16 +54,18 @@ def main(argv: list[str]) -> int:
         if options.dry_run:
             print(start)
             return 0
+        if choice.target in SHOW_VARIABLES and (hidden := secret_variables(environ())):
+            say(f"not passed to the ranks, because other users could read them: {', '.join(hidden)}")
         if isinstance(start, Command):
             if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
                 where = "it has no address, and is not in ssh's configuration"
                 say(f"unknown host {host}: {where}; if the start fails: {_doctor(spec)}")
-            return _run(own, start)
+            return _run(own, start, choice.target)
         unknown = spec.is_program or TARGETS[choice.target].elsewhere
         if not unknown and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
             return USAGE
-        return _submit(start)
+        return _submit(start, choice.target)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
@@ -120,9 +123,11 @@ def _doctor(spec: JobSpec) -> str:
     return command_line("hvdtrain", "doctor", *words)
 
 
-def _run(own: Sequence[str], start: Command) -> int:
+def _run(own: Sequence[str], start: Command, target: str) -> int:
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
+    for name in secret_variables(variables) if target in SHOW_VARIABLES else ():
+        del variables[name]
     # As a shell does. MPICH 5.0.2 does not pass the very last variable to ranks on other hosts.
     variables.pop("_", None)
     variables["_"] = start.argv[0]
@@ -140,9 +145,10 @@ def _takes_arguments(spec: JobSpec) -> bool:
     return done.code != USAGE
 
 
-def _submit(start: Script) -> int:
+def _submit(start: Script, target: str) -> int:
     program = start.submit[0]
     if shutil.which(program, path=search_path(environ())) is None:
         next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"
         raise LaunchError(f"there is no {program} on this machine", expected=f"{program} on PATH", next_step=next_step)
-    return subprocess.run(start.submit, input=start.text, text=True, check=False).returncode
+    variables = submit_environment(environ()) if target in SHOW_VARIABLES else environ()
+    return subprocess.run(start.submit, input=start.text, env=variables, text=True, check=False).returncode

@@ -25,7 +25,8 @@ from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slots_by_node
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.worker_plan import Plan, passed_variables
+from hvdtrain.launch.variables import SHOW_VARIABLES, passed_variables, secret_variables
+from hvdtrain.launch.worker_plan import Plan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
@@ -63,7 +64,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         discover=str(options.discover) if options.discover else None,
         folder=str(Path.cwd()),
         name=options.name,
-        pass_on=tuple(options.env) if elsewhere else _passed(options.env, environ),
+        pass_on=tuple(options.env) if elsewhere else _passed(options.env, choice.target, environ),
         interface=options.interface,
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
@@ -114,14 +115,23 @@ def _rank_program(spec: JobSpec) -> tuple[str, ...]:
     return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
 
 
-def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables that ranks on other hosts get."""
+def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the variables that ranks on other hosts get; those of a queued job without secrets."""
     missing = next((name for name in asked if name not in environ), None)
     if missing is not None:
         what = f"--env {missing}: the variable is not set in this environment"
         raise LaunchError(what, next_step=f"export {missing}=...")
+    hidden = secret_variables(environ) if target in SHOW_VARIABLES else []
+    shown = next((name for name in asked if name in hidden), None)
+    if shown is not None:
+        raise LaunchError(
+            f"--env {shown}: --to {target} would show its value to other users",
+            expected="variables that are no secrets",
+            next_step="write it to a file that only you can read, and have the job read that: such as ~/.netrc, or"
+            " ~/.cache/huggingface/token",
+        )
     names = dict.fromkeys([*_FOUND_BY, *passed_variables(environ), *asked])
-    return tuple(name for name in names if name in environ)
+    return tuple(name for name in names if name in environ and name not in hidden)
 
 
 def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:

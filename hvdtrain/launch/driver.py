@@ -31,7 +31,8 @@ from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
-from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello_message, rank_environment
+from hvdtrain.launch.variables import agent_environment
+from hvdtrain.launch.worker_plan import Plan, agent_command, hello_message, rank_environment
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.interfaces import interface_to
 from hvdtrain.runtime.json_lines import encode_message

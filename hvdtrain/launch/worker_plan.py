@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.hosts import LOCAL_NAMES
 from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.variables import passed_variables
 from hvdtrain.runtime.environment import horovod_numbers
 
 AGENT = "hvdtrain.launch.agent"
@@ -20,10 +20,6 @@ BOOT = (
     "from {module} import main;sys.exit(main(hello))"
 )
 """Python code for another host. The first message, by stdin, has the folders in which to look for hvdtrain."""
-
-_PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
-_PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE")
-_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *_PLACE)
 
 
 @dataclass(frozen=True)
@@ -63,17 +59,6 @@ def hello_message(plan: Plan, host: str) -> dict[str, object]:
     variables = {k: v for k, v in plan.environment.items() if k in names}
     path = list(python_path(plan.environment))
     return {"host": host, "folder": plan.job.folder, "environment": variables, "remote": remote, "path": path}
-
-
-def passed_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that ranks on other hosts always get: those of the libraries they use."""
-    names = [name for name in environment if name.startswith(_PASSED) and not name.startswith(_FOREIGN)]
-    return [name for name in names if re.fullmatch("[A-Za-z0-9_]+", name)]
-
-
-def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an agent and its ranks on this host, without variables of other launchers."""
-    return {k: v for k, v in environment.items() if not k.startswith(_FOREIGN)}
 
 
 def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[str, str]:

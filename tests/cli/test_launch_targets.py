@@ -39,7 +39,7 @@ def spied(tmp_path: Path) -> dict[str, str]:
     folder.mkdir(parents=True)
     beside.mkdir()
     (beside / library.soname).symlink_to(library.path)
-    for name in ("mpirun", "qsub", "jsrun", "srun"):
+    for name in ("mpirun", "qsub", "sbatch", "jsrun", "srun"):
         (folder / name).write_text(SPY.format(python=sys.executable))
         (folder / name).chmod(0o755)
     path = f"{folder}:{ENVIRONMENT['PATH']}"
@@ -105,6 +105,19 @@ def test_invalid_training_options_are_not_submitted(
     done = launch(tmp_path, spied, "--to", "pbs", "-np", "1", *array, "--", *words, code=2)
     assert said in done.stderr and "nothing was submitted" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("to", ["pbs", "slurm"])
+def test_a_queued_job_gets_no_secrets(to: str, spied: dict[str, str], tmp_path: Path) -> None:
+    """And nothing of the job of Slurm in which this process may run."""
+    variables = {**spied, "HF_TOKEN": "not to be told", "HF_HOME": "h", "SLURM_MEM_PER_CPU": "9", "SLURM_JOB_ID": "7"}
+    done = launch(tmp_path, variables, "--to", to, "-np", "1", "--")
+    _, _, given, text = received(done.stdout)
+    assert "not to be told" not in str(given) + text and "HF_TOKEN" not in text
+    assert given["HF_HOME"] == "h" and "SLURM_MEM_PER_CPU" not in given
+    assert "other users could read them: HF_TOKEN" in done.stderr
+    done = launch(tmp_path, variables, "--to", to, "-np", "1", "--env", "HF_TOKEN", "--", code=2)
+    assert "would show its value to other users" in done.stderr and done.stdout == ""
 
 
 def test_an_index_of_an_array_is_a_value(spied: dict[str, str], tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/launch/test_hosts.py",
     ),
     _missed(
-        "launch/worker_plan.py",
-        'return [name for name in names if re.fullmatch("[A-Za-z0-9_]+", name)]',
-        "return names",
+        "launch/variables.py",
+        'and re.fullmatch("[A-Za-z0-9_]+", name)',
+        "",
         "variables that no shell can set are passed to other hosts",
         "tests/launch/test_worker_plan.py",
     ),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.engine.table import TABLE, needs_horovod
 from hvdtrain.install.record import BUILD_COMMAND
+from hvdtrain.launch.variables import secret_variables
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.runtime.rules import Facts
@@ -18,7 +17,6 @@ _PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
 """By MPI family: the variable in which srun passes the rank, and the value of srun --mpi that sets it."""
 
 _OURS = "hvdtrain launch, mpirun, horovodrun or srun"
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
 
 def launcher(facts: DoctorFacts) -> Finding:
@@ -88,7 +86,7 @@ def rendezvous(facts: DoctorFacts) -> Finding | None:
 
 def secrets(facts: DoctorFacts) -> Finding | None:
     """Name secret variables that ``horovodrun --gloo`` writes on command lines, where all users can read them."""
-    names = sorted(name for name in facts.environ if _SECRET.search(name.upper()))
+    names = secret_variables(facts.environ)
     if facts.info.launcher != GLOO_LAUNCHER or not names or not describe_exposure(facts.environ):
         return None
     why = (

@@ -16,7 +16,8 @@ import hvdtrain
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError, ProbeClient
-from hvdtrain.launch.worker_plan import agent_environment, python_path, ssh_command
+from hvdtrain.launch.variables import agent_environment
+from hvdtrain.launch.worker_plan import python_path, ssh_command
 
 MODULE = "hvdtrain.doctor.hosts.host_probe"
 GREET_S = 30.0

@@ -15,7 +15,7 @@ from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine
 from hvdtrain.launch.spec import Command, JobSpec, Mpi, join
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.worker_plan import agent_environment, passed_variables
+from hvdtrain.launch.variables import agent_environment, passed_variables
 from hvdtrain.programs import run_program
 
 EACH = 2
