@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_spec import plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
+from hvdtrain.install.build_probe import output
 from hvdtrain.launch.choose import OWN, choose, needs_machine, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver
@@ -150,5 +151,12 @@ def _submit(start: Script, target: str) -> int:
     if shutil.which(program, path=search_path(environ())) is None:
         next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"
         raise LaunchError(f"there is no {program} on this machine", expected=f"{program} on PATH", next_step=next_step)
+    if program == "qsub" and "pbs_version" not in (found := output([program, "--version"], environ())):
+        raise LaunchError(
+            "the qsub on this machine is not that of PBS Professional or OpenPBS",
+            expected="qsub --version prints pbs_version",
+            found=found.strip()[:100] or "nothing",
+            next_step="Torque and Grid Engine are not supported: run mpirun in a script of your own",
+        )
     variables = submit_environment(environ()) if target in SHOW_VARIABLES else environ()
     return subprocess.run(start.submit, input=start.text, env=variables, text=True, check=False).returncode

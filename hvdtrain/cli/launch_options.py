@@ -101,6 +101,17 @@ def _array(text: str) -> str:
     return text
 
 
+_chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
+
+
+def _mib(text: str) -> int:
+    """Return the MiB of ``400G``, ``400gb`` or ``512M``."""
+    found = re.fullmatch("([0-9]{1,7})([MGT])(?:I?B)?", text.upper())
+    if not found or not int(found[1]):
+        raise ArgumentTypeError(f"{text!r} is not a size of memory; expected a number with M, G or T, such as 400G")
+    return int(found[1]) << {"M": 0, "G": 10, "T": 20}[found[2]]
+
+
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -183,7 +194,12 @@ def _add_own(add: Callable[..., object]) -> None:
 def _add_scheduled(add: Callable[..., object]) -> None:
     add("--nodes", type=_positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
     add("--gpus-per-node", type=_positive, metavar="N", help="GPUs per host, one per rank (default: none)")
-    add("--cpus-per-rank", type=_positive, metavar="N", help="cores per rank (default: the site's)")
+    cores = "cores per rank (default: the site's; with GPUs, all cores of the hosts, which nobody else can use then)"
+    add("--cpus-per-rank", type=_positive, metavar="N", help=cores)
+    memory = "memory per host, such as 400G or 512M (default: the site's)"
+    add("--mem", type=_mib, metavar="SIZE", help=memory)
+    chunk = "another resource of each host of PBS, such as host_type=a100"
+    add("--chunk", action="append", type=_chunk, default=[], metavar="NAME=VALUE", help=chunk)
     limit = "time limit of the job, such as 2h, 1h30m or 1:30:00 (default: the site's)"
     add("--time", type=_duration_s, metavar="T", help=limit)
     add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")

@@ -21,7 +21,7 @@ from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine
-from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slots_by_node
+from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slurm_slots
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
@@ -69,6 +69,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
         mpi=choice.mpi,
+        in_step=choice.target == "srun" and "SLURM_STEP_ID" in environ,
         slurm_mpi=machine.slurm_mpi_for(choice.mpi),
         is_program=is_program,
         is_root=os.geteuid() == 0,
@@ -140,7 +141,7 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
     if not inside or options.discover is not None:
         return {}
     if "SLURM_JOB_NODELIST" in environ:
-        return slots_by_node(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
+        return slurm_slots(environ, options.gpus_per_node or 0, options.np or 0)
     file = next((environ[name] for name in _FILES if name in environ), None)
     return dict(Counter(Path(file).read_text().split())) if file else {}
 
@@ -152,6 +153,8 @@ def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, 
         queue=options.queue,
         account=options.account,
         array=options.array,
+        mem_mib=options.mem or 0,
+        chunk=tuple(options.chunk),
         notice_s=options.notice,
         requeues=options.requeues if options.requeues is not None else 0 if is_program else Batch.requeues,
         directives=tuple(options.directive),

@@ -149,14 +149,8 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         _refuse_uneven(spec, to)
     if to in TARGETS and "array" in TARGETS[to].takes:
         _refuse_in_queue(spec)
-    if spec.gpus_per_node and spec.gpus_per_node % spec.ranks_per_node:
-        divisors = [str(part) for part in range(1, spec.gpus_per_node + 1) if spec.gpus_per_node % part == 0]
-        raise LaunchError(
-            "the ranks do not match the GPUs: each rank uses one GPU",
-            expected=f"ranks per host: {', '.join(divisors)}",
-            found=f"{spec.ranks_per_node} rank(s) per host, --gpus-per-node {spec.gpus_per_node}",
-            next_step=f"-np {spec.nodes * spec.gpus_per_node}, or other --nodes",
-        )
+    if spec.gpus_per_node:
+        _refuse_gpus(spec, to)
     if spec.elastic is not None:
         least, most = spec.elastic
         if not 1 <= least <= spec.ranks <= most:
@@ -165,6 +159,25 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
                 expected=f"1 <= MIN <= -np ({spec.ranks}) <= MAX",
                 found=f"{least}:{most}",
             )
+
+
+def _refuse_gpus(spec: JobSpec, to: str) -> None:
+    """Raise LaunchError where GPUs or cores would be idle. A program may use several GPUs in each rank."""
+    divisors = [part for part in range(1, spec.gpus_per_node + 1) if spec.gpus_per_node % part == 0]
+    able = divisors if spec.is_program else [spec.gpus_per_node]
+    if spec.ranks_per_node not in able:
+        raise LaunchError(
+            "the ranks do not match the GPUs: each rank uses one GPU",
+            expected=f"ranks per host: {', '.join(map(str, able))}",
+            found=f"{spec.ranks_per_node} rank(s) per host, --gpus-per-node {spec.gpus_per_node}",
+            next_step=f"-np {spec.nodes * spec.gpus_per_node}, or --gpus-per-node {spec.ranks_per_node}",
+        )
+    if not spec.cpus_per_rank and (to == "pbs" or (to == "lsf" and spec.batch.jsrun)):
+        raise LaunchError(
+            f"--to {to} would give each rank one core, which is too little to load data for a GPU",
+            expected="the cores of each rank: those of a host divided by its ranks",
+            next_step="--cpus-per-rank 8, for example",
+        )
 
 
 def _refuse_uneven(spec: JobSpec, to: str) -> None:

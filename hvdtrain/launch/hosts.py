@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
@@ -153,6 +153,50 @@ def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
             next_step="give the hosts: -H a:2,b:2",
         )
     return dict(zip(names, counts, strict=True))
+
+
+def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> dict[str, int]:
+    """Return the slots per host of this process's allocation of Slurm: its GPUs, else its tasks, else its cores.
+
+    Cores are only a limit: an allocation without ``--ntasks`` does not say how many ranks it is for. Variables:
+    https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+
+    Args:
+        environ: variables of this process.
+        gpus_per_node: as asked for; 0 if not.
+        ranks: as asked for; 0 if not.
+
+    Errors:
+        LaunchError: the allocation has several components, or does not say how many ranks it is for.
+    """
+    if "SLURM_HET_SIZE" in environ:
+        raise LaunchError(
+            "this is a heterogeneous job of Slurm, whose components differ in nodes and ranks",
+            expected="an allocation with one component",
+            found=f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}",
+            next_step="ask for it without ':' in salloc or sbatch; or start on named hosts: --to hvdtrain -H a:4,b:2",
+        )
+    nodes = environ["SLURM_JOB_NODELIST"]
+    names = node_names(nodes)
+    gpus = gpus_per_node or _gpus_per_node(environ)
+    if gpus and ranks <= gpus * len(names):
+        return dict.fromkeys(names, gpus)
+    if environ.keys() & {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"}:
+        return slots_by_node(nodes, environ.get("SLURM_TASKS_PER_NODE", ""))
+    if not ranks:
+        raise LaunchError(
+            "this allocation of Slurm does not say how many ranks it is for",
+            expected="--ntasks, --ntasks-per-node or GPUs per node in salloc or sbatch",
+            next_step="give it here: hvdtrain launch -np N",
+        )
+    return slots_by_node(nodes, environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+
+
+def _gpus_per_node(environ: Mapping[str, str]) -> int:
+    """Return the GPUs of each node, by ``--gpus-per-node``, such as ``a100:4``, else those of this node; 0 if none."""
+    text = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE", "")
+    count = text.rpartition(":")[2]
+    return int(count) if re.fullmatch("[0-9]{1,3}", count) else 0
 
 
 def _numbers(text: str, bracket: str) -> list[str]:

@@ -39,6 +39,8 @@ class Batch:
     queue: str | None = None  # partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue
     account: str | None = None
     array: str | None = None
+    mem_mib: int = 0  # memory of each host; 0 for the site's default
+    chunk: tuple[str, ...] = ()  # further resources of each host of PBS: ``host_type=a``
     notice_s: int = 120
     requeues: int = 20
     directives: tuple[str, ...] = ()  # further lines for the scheduler, from its manual: ``--constraint=a100``
@@ -69,6 +71,7 @@ class JobSpec:
     ssh_port: int | None = None  # of ssh to other hosts
     ssh_options: tuple[str, ...] = ()  # of ssh to other hosts, whole arguments
     mpi: Mpi | None = None  # the MPI of Horovod and the launcher; None over Gloo
+    in_step: bool = False  # whether this process is in a step of Slurm, with which its ranks share cores and GPUs
     slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used
     is_program: bool = False  # whether `arguments` start with a program
     is_root: bool = False  # whether the user is root, which Open MPI refuses by default
@@ -79,9 +82,18 @@ class JobSpec:
     def program(self) -> tuple[str, ...]:
         """The command of each rank. A program named python is the interpreter with hvdtrain."""
         if not self.is_program:
-            return (self.python, "-m", "hvdtrain", *self.arguments)
+            return (self.python, "-m", "hvdtrain", *self.own_arguments)
         first, *rest = self.arguments
         return (self.python if first in PYTHON else first, *rest)
+
+    @property
+    def own_arguments(self) -> tuple[str, ...]:
+        """The arguments of hvdtrain. Training in a job with GPUs must not fall back to CPUs."""
+        trains = not self.arguments or self.arguments[0].startswith("-")
+        has_device = any(word.partition("=")[0] == "--parallel.device" for word in self.arguments)
+        if not self.gpus_per_node or not trains or has_device:
+            return self.arguments
+        return (*self.arguments, "--parallel.device", "cuda")
 
     @property
     def ranks_per_node(self) -> int:

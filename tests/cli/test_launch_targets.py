@@ -21,7 +21,8 @@ SPY = """\
 #!{python}
 import json, os, sys
 if sys.argv[1:] == ["--version"]:
-    print("mpirun (Open MPI) 4.1.8")
+    of_qsub = os.environ.get("VERSION", "pbs_version = 23")
+    print("mpirun (Open MPI) 4.1.8" if sys.argv[0].endswith("mpirun") else of_qsub)
 else:
     text = "" if sys.stdin.isatty() else sys.stdin.read()
     print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), text]))
@@ -81,7 +82,7 @@ def test_the_line_that_is_shown_is_the_one_that_runs(spied: dict[str, str], tmp_
 
 
 def test_the_script_that_is_shown_is_the_one_that_is_handed_in(spied: dict[str, str], tmp_path: Path) -> None:
-    asked = ("--to", "pbs", "--nodes", "2", "--gpus_per_node", "4", "--time", "1h30m")
+    asked = ("--to", "pbs", "--nodes", "2", "--gpus_per_node", "4", "--cpus_per_rank", "2", "--time", "1h30m")
     words = ("--run_dir", "two\nlines", "--data.text", '$HOME "x"')
     shown = launch(tmp_path, spied, *asked, "--dry-run", "--", *words).stdout
     argv, _, _, text = received(launch(tmp_path, spied, *asked, "--", *words).stdout)
@@ -120,6 +121,11 @@ def test_a_queued_job_gets_no_secrets(to: str, spied: dict[str, str], tmp_path: 
     assert "would show its value to other users" in done.stderr and done.stdout == ""
 
 
+def test_another_qsub_is_refused(spied: dict[str, str], tmp_path: Path) -> None:
+    done = launch(tmp_path, {**spied, "VERSION": "Version: 6.1.2"}, "--to", "pbs", "-np", "1", "--", code=2)
+    assert "Torque and Grid Engine" in done.stderr and "found: Version: 6.1.2" in done.stderr and done.stdout == ""
+
+
 def test_an_index_of_an_array_is_a_value(spied: dict[str, str], tmp_path: Path) -> None:
     done = launch(tmp_path, spied, "--to", "pbs", "-np", "1", "--array", "2-3", "--", "--seed", "{array}")
     assert Path(received(done.stdout)[0][0]).name == "qsub"
@@ -138,12 +144,15 @@ def test_a_script_activates_the_environment_of_this_shell(spied: dict[str, str],
 
 def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_path: Path) -> None:
     there = {**spied, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+    there["SLURM_NTASKS"] = "10"
     shown = launch(tmp_path, there, "--to", "openmpi", "--dry-run", "--").stdout
     assert " -np 10 --host n08:4,n09:4,n10:2 " in shown
     shown = launch(tmp_path, there, "--dry-run", "--").stdout
     assert " srun --mpi=none --ntasks=10 --nodes=3 --cpu-bind=none" in shown
     shown = launch(tmp_path, {**there, "SLURM_TASKS_PER_NODE": "4(x3)"}, "--dry-run", "--").stdout
     assert " srun --mpi=none --ntasks=12 --nodes=3 --ntasks-per-node=4 " in shown
+    shown = launch(tmp_path, {**there, "SLURM_STEP_ID": "0"}, "--dry-run", "--").stdout
+    assert " --overlap " in shown
     shown = launch(tmp_path, there, "--to", "openmpi", "-H", "a:1", "--dry-run", "--").stdout
     assert " -np 1 --host a:1 " in shown
 

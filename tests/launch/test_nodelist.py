@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.hosts import node_names, slots_by_node
+from hvdtrain.launch.hosts import node_names, slots_by_node, slurm_slots
 
 
 def test_names_keep_their_zeros_and_their_order() -> None:
@@ -43,3 +43,29 @@ def test_slots_go_to_their_nodes() -> None:
 def test_counts_of_another_allocation_are_refused(tasks: str) -> None:
     with pytest.raises(LaunchError, match="task counts"):
         slots_by_node("n[1-4]", tasks)
+
+
+TWO = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "16,8"}
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "ranks", "slots"),
+    [
+        ({"SLURM_NTASKS": "2"}, 0, 0, [1, 1]),
+        ({"SLURM_NTASKS": "2", "SLURM_GPUS_PER_NODE": "a100:4"}, 0, 0, [4, 4]),
+        ({"SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "2"}, 0, 4, [2, 2]),
+        ({"SLURM_GPUS_PER_NODE": "8"}, 4, 0, [4, 4]),
+        ({"SLURM_GPUS_PER_NODE": "2"}, 0, 10, [16, 8]),
+        ({}, 0, 24, [16, 8]),
+    ],
+)
+def test_slots_of_an_allocation(more: dict[str, str], gpus: int, ranks: int, slots: list[int]) -> None:
+    """GPUs before tasks; cores only limit a number of ranks that is asked for."""
+    assert list(slurm_slots({**TWO, **more}, gpus, ranks).values()) == slots
+
+
+def test_an_allocation_that_names_no_number_of_ranks_is_refused() -> None:
+    with pytest.raises(LaunchError, match="hvdtrain launch -np N"):
+        slurm_slots(TWO, 0, 0)
+    with pytest.raises(LaunchError, match="heterogeneous"):
+        slurm_slots({**TWO, "SLURM_NTASKS": "2", "SLURM_HET_SIZE": "2"}, 0, 0)

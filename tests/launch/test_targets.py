@@ -122,6 +122,23 @@ def test_where_mpi_is_goes_through_the_shell_of_horovodrun() -> None:
     assert isinstance(start, Command) and "--mpi-args=--prefix '/my env; rm'" in start.argv
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_program", "added"),
+    [
+        ((), False, True),
+        (("--config", "a.yaml"), False, True),
+        (("--parallel.device=cpu",), False, False),
+        (("evaluate", "run"), False, False),
+        (("python", "a.py"), True, False),
+    ],
+)
+def test_training_on_gpus_does_not_fall_back(arguments: tuple[str, ...], is_program: bool, added: bool) -> None:
+    """The option comes last, since a file of all options has the default."""
+    job = jobs.queued(jobs.OPEN_MPI_4, arguments=arguments, is_program=is_program)
+    assert (job.program[-2:] == ("--parallel.device", "cuda")) == added
+    assert replace(job, gpus_per_node=0).program[-2:] != ("--parallel.device", "cuda")
+
+
 def test_an_array_of_lsf_counts_from_one() -> None:
     with pytest.raises(LaunchError, match="at index 1"):
         TARGETS["lsf"].render(jobs.queued(jobs.MPICH, jobs.Batch(array="0-3")))

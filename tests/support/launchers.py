@@ -51,6 +51,7 @@ def _job(folder: str) -> JobSpec:
         ranks=16,
         nodes=2,
         gpus_per_node=8,
+        cpus_per_rank=8,
         folder=Shell(f'"${{{folder}:-.}}"'),
         pass_on=("PATH",),
         mpi=Mpi("openmpi", IMAGE.openmpi, _MPIRUN),

@@ -21,7 +21,7 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     if spec.mpi is None:
         hosts = Shell(f'"$(awk {COUNTS} "${file}")"')
         argv = (spec.python, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", str(spec.ranks), "-H", hosts, "--")
-        words, variables = (*argv, *spec.arguments), dict[str, str]()
+        words, variables = (*argv, *spec.own_arguments), dict[str, str]()
     elif spec.mpi.flavour == "openmpi":
         words, variables = openmpi.argv(spec, ("--hostfile", named)), openmpi.variables(spec)
     else:

@@ -40,11 +40,13 @@ def render(spec: JobSpec) -> Script:
     """Return the manifest of a job."""
     flavour = "cuda" if spec.gpus_per_node else "cpu"
     batch = replace(spec.batch, image=spec.batch.image or f"{IMAGE.name}{flavour}")
-    limits: dict[str, int] = {}
+    limits: dict[str, int | str] = {}
     if spec.gpus_per_node:
         limits["nvidia.com/gpu"] = spec.gpus_per_node
     if spec.cpus_per_rank:
         limits["cpu"] = spec.cpus_per_rank * spec.ranks_per_node
+    if batch.mem_mib:
+        limits["memory"] = f"{batch.mem_mib}Mi"
     user = f"{{runAsUser: {IMAGE.uid}, runAsGroup: {IMAGE.uid}, fsGroup: {IMAGE.uid}, runAsNonRoot: true}}"
     words = _elastic(spec) if spec.elastic else _by_mpi(spec)
     values = {"spec": spec, "batch": batch, "image": IMAGE, "limits": limits}
@@ -68,9 +70,9 @@ def _elastic(spec: JobSpec) -> tuple[str, ...]:
     python = f"{IMAGE.prefix}/bin/python"
     ranks = ("-np", str(spec.ranks), "--elastic", f"{least}:{most}", "--slots", str(spec.ranks_per_node))
     passed = [word for name in spec.pass_on for word in ("--env", name)]
-    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.arguments)
+    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.own_arguments)
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
-_TAKES |= {"image", "namespace", "elastic", "env"}
+_TAKES |= {"image", "namespace", "elastic", "env", "mem"}
 TARGET = Target("mpijob", render, takes=_TAKES, even=True, elsewhere=True)

@@ -17,4 +17,4 @@ def render(spec: JobSpec) -> Script:
     return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
 
 
-TARGET = Target("pbs", render, takes=SCHEDULED | {"array", "notice"}, even=True)
+TARGET = Target("pbs", render, takes=SCHEDULED | {"array", "notice", "mem", "chunk"}, even=True)

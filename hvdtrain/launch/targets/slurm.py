@@ -18,5 +18,5 @@ def render(spec: JobSpec) -> Script:
     return Script(fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock), ("sbatch",))
 
 
-_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface"}
+_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem"}
 TARGET = Target("slurm", render, takes=_TAKES, even=True)

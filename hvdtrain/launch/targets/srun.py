@@ -1,7 +1,7 @@
 """srun, inside an allocation of Slurm: by PMI where Slurm and the MPI share one, else over Gloo.
 
 Options from srun(1) of Slurm 22.05. Since that version srun does not inherit the cores per task of the allocation, so
-they are repeated.
+they are repeated. A step inside a step, as in ``srun --pty bash``, waits for ever without ``--overlap``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
         words += [f"--ntasks-per-node={spec.ranks_per_node}"]
     words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     # By default srun binds each rank to one core, which all threads of the rank then share.
-    words += [f"--cpus-per-task={spec.cpus_per_rank}"] if spec.cpus_per_rank else ["--cpu-bind=none"]
+    # Its own distribution alternates between sockets, against the order of the GPUs.
+    of_cores = [f"--cpus-per-task={spec.cpus_per_rank}", "--distribution=block:block"]
+    words += of_cores if spec.cpus_per_rank else ["--cpu-bind=none"]
+    words += ["--overlap"] if spec.in_step else []
     words += ["--kill-on-bad-exit=1", "--export=ALL"]
     if over_mpi:
         return (*words, *spec.program)
