@@ -181,7 +181,8 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
     gpus = gpus_per_node or _gpus_per_node(environ)
     if gpus and ranks <= gpus * len(names):
         return dict.fromkeys(names, gpus)
-    if environ.keys() & {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"}:
+    in_step = "SLURM_STEP_ID" in environ  # then these are the step's tasks, such as the one of ``srun --pty bash``
+    if environ.keys() & {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} and not (in_step and ranks):
         return slots_by_node(nodes, environ.get("SLURM_TASKS_PER_NODE", ""))
     if not ranks:
         raise LaunchError(

@@ -57,6 +57,8 @@ TWO = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_J
         ({"SLURM_GPUS_PER_NODE": "8"}, 4, 0, [4, 4]),
         ({"SLURM_GPUS_PER_NODE": "2"}, 0, 10, [16, 8]),
         ({}, 0, 24, [16, 8]),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, 0, 24, [16, 8]),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, 0, 0, [1, 1]),
     ],
 )
 def test_slots_of_an_allocation(more: dict[str, str], gpus: int, ranks: int, slots: list[int]) -> None:

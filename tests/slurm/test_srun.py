@@ -71,6 +71,26 @@ def test_ranks_of_srun_train_as_one_process_does(
     assert done.stdout.count("finished at step 8 of 8") == 1
 
 
+@pytest.mark.parametrize("to", ["srun", "hvdtrain"])
+def test_a_step_starts_ranks_as_an_allocation_does(to: str, slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
+    """As in the shell of ``srun --pty bash``: srun would wait for ever for the cores of the step around it."""
+    launch = [sys.executable, "-m", "hvdtrain", "launch", "--to", to, "-np", "2", "--", *TOY, "--run_dir=run"]
+    slurm.run(["salloc", "--ntasks=2", "srun", "--ntasks=1", *launch], cwd=tmp_path, environment=PATHS)
+    losses = [line["loss"] for line in read_steps(tmp_path / "run/journal.jsonl").values()]
+    assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_rank_for_each_gpu_which_it_must_find(slurm: Slurm, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "hvdtrain", "launch", "--gpus_per_node", "2", "--cpus_per_rank", "1", "--"]
+    argv = ["salloc", "--gpus-per-node=2", "--cpus-per-task=2", *launch, *TOY, "--run_dir=run"]
+    done = slurm.run(argv, cwd=tmp_path, environment=PATHS, check=False)
+    assert (
+        " --ntasks=2 " in done.stderr
+        and "--gpus-per-node=2 --cpus-per-task=1 --distribution=block:block" in done.stderr
+    )
+    assert done.returncode != 0 and "torch finds no CUDA device" in done.stderr
+
+
 def test_ranks_without_pmi_are_refused_with_a_fix(slurm: Slurm, tmp_path: Path) -> None:
     """Open MPI aborts in C where srun starts it without PMI: that has to be said before."""
     argv = ["srun", "--mpi=none", "--ntasks=2", sys.executable, "-m", "hvdtrain", *TOY]

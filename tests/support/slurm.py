@@ -5,7 +5,9 @@
         slurm.until(lambda: slurm.state(job) == "COMPLETED", "the job to end")
         slurm.run(["salloc", "-n2", "srun", "hostname"])        # any program, with this Slurm's SLURM_CONF
 
-Each node has `SLOTS` processors to give, whatever the machine has. Jobs of partition ``low`` are pre-empted by those of
+Each node has two sockets, `SLOTS` cores and `GPUS` GPUs to give, whatever the machine has: the GPUs are other files.
+
+Jobs of partition ``low`` are pre-empted by those of
 ``high`` after a grace time of `GRACE_S`, at whose beginning their steps get SIGTERM. A job that is cancelled or out of
 time is killed `KILL_WAIT_S` after SIGTERM; one that is put back into the queue starts some 6 s later.
 
@@ -39,6 +41,10 @@ _NEEDED = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sru
 _HERE = OWN / "slurm"
 _NODE, _ADDRESS = "node", "10.78.0.1"
 
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
+"""Files in the place of GPUs."""
+GPUS = len(_DEVICES)
+_SHAPE = f"CPUs={SLOTS} Sockets=2 CoresPerSocket={SLOTS // 2} ThreadsPerCore=1 Gres=gpu:{GPUS}"
 _CONF = """\
 ClusterName=tests
 SlurmctldHost={controller.name}({controller.address})
@@ -67,6 +73,7 @@ BatchStartTimeout=300
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
@@ -155,7 +162,7 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
         if not shutil.which(program) and not shutil.which(program, path="/usr/sbin:/sbin"):
             raise UnavailableError(f"there is no {program}: sudo apt-get install slurm-wlm munge ({package})")
     key = secrets.token_hex(64)
-    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs={SLOTS}" for host in hosts)
+    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} {_SHAPE}" for host in hosts)
     conf = _CONF.format(
         controller=hosts[0],
         here=_HERE,
@@ -170,6 +177,7 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
     for host in hosts:
         host.write(_HERE / "key", key, 0o400)
         host.write(_HERE / "slurm.conf", conf, 0o644)
+        host.write(_HERE / "gres.conf", "".join(f"Name=gpu File={file}\n" for file in _DEVICES), 0o644)
         host.write(_HERE / "mpi.conf", f"PMIxCliTmpDirBase={_HERE}/pmix\n", 0o644)
         for folder in ("state", "spool", "pmix"):
             (host.files / (_HERE / folder).relative_to("/")).mkdir()
