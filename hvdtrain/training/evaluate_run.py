@@ -61,7 +61,7 @@ def evaluate_run(
         CheckpointError: the state is that of another model.
         Others: those of the task.
     """
-    device = pick_device(config.parallel.device, comm.local_rank, comm.local_size)
+    device = pick_device(config.parallel.device, comm.local_rank, comm.local_size, comm)
     task = make_task(build, config)
     task = replace(task, heldout_data=task.train_data) if split == "train" else task
     if task.prepare is not None:

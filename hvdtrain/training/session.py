@@ -57,7 +57,9 @@ def run_training(
     engine_of(run.config, elastic=rounds.elastic)
     if run.config.train.deterministic:
         use_deterministic_kernels(info.variables)
-    device = pick_device(parallel.device, rounds.local_rank, rounds.local_size)
+    # In an elastic job a rank that joins chooses alone.
+    first = None if rounds.elastic else rounds.enter(STARTED)
+    device = pick_device(parallel.device, rounds.local_rank, rounds.local_size, first)
     check_auto(run.config, device)
     limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)

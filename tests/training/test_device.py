@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,44 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_rank_gets_the_device_of_its_local_rank(wanted: str, rank: int, index: int) -> None:
     assert pick_device(wanted, rank, 3) == torch.device("cuda", index)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    ("seen", "indices"),
+    [
+        ("AB AB CD CD", [0, 1, 0, 1]),  # a socket each, in blocks
+        ("AB CD AB CD", [0, 0, 1, 1]),  # in turn
+        ("AB AB C", [0, 1, 0]),
+        ("A B", [0, 0]),
+    ],
+)
+def test_ranks_that_see_the_same_devices_share_them_out(
+    seen: str, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(own.seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=own.seen[index]))
+
+    def pick(comm: Comm) -> int:
+        own.seen = seen.split()[comm.rank]
+        return int(pick_device("auto", comm.rank, comm.size, comm).index or 0)
+
+    assert on_ranks(len(indices), pick) == indices
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_rank_without_devices_beside_others_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train on its CPU, and the others would wait for it."""
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: own.rank != 1)
+
+    def pick(comm: Comm) -> None:
+        own.rank = comm.rank
+        with pytest.raises(LaunchError, match=r"others see none(?s:.*)rank 1 "):
+            pick_device("auto", comm.rank, comm.size, comm)
+
+    on_ranks(3, pick)
 
 
 @pytest.mark.usefixtures("devices")

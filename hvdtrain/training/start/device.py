@@ -25,17 +25,27 @@ def set_torch_threads(choices: Sequence[Choice]) -> None:
             torch.set_num_threads(int(choice.setting.value))
 
 
-def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+def pick_device(wanted: str, local_rank: int, local_size: int, comm: Comm | None = None) -> torch.device:
     """Return the CPU, or the CUDA device of `local_rank`; if only one device is visible, that one.
 
     With ``shared``, ranks beyond the number of devices begin again at the first.
 
     A process keeps its device: its local rank may change later, when ranks join or leave.
 
+    Args:
+        wanted: auto, cpu, cuda or shared.
+        local_rank: of this process on its host.
+        local_size: ranks of this host.
+        comm: if given, the call is collective, and only ranks that see the same devices are counted: a launcher may
+            let each rank see those of its socket (``srun --gpu-bind=closest``).
+
     Errors:
         ConfigError: cuda was asked for, but there is no CUDA device.
-        LaunchError: more ranks on this host than CUDA devices.
+        LaunchError: more ranks on this host than CUDA devices; or some ranks see devices and others none, on every
+            rank.
     """
+    if wanted != "cpu" and comm is not None and comm.size > 1:
+        local_rank, local_size = _place_among_equals(comm)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -56,6 +66,24 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def _place_among_equals(comm: Comm) -> tuple[int, int]:
+    """Return the place of this rank among those of its host that see the same devices, and their number."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    everyone = allgather_json(comm, [socket.gethostname(), uuids], name="visible devices")
+    blind = [rank for rank, (_, seen) in enumerate(everyone) if not seen]
+    if blind and len(blind) < comm.size:
+        raise LaunchError(
+            "some ranks see CUDA devices and others see none",
+            expected="devices for all ranks, or --parallel.device cpu",
+            found=f"none on rank {blind[0]} ({everyone[blind[0]][0]}), {len(blind)} of {comm.size} ranks",
+            next_step="hvdtrain doctor on that host",
+            everywhere=True,
+        )
+    equals = [rank for rank, seen in enumerate(everyone) if seen == everyone[comm.rank]]
+    return equals.index(comm.rank), len(equals)
 
 
 def limit_memory(device: torch.device, limit_gib: float | None) -> None:
