@@ -171,7 +171,7 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
     """
     if "SLURM_HET_SIZE" in environ:
         raise LaunchError(
-            "this is a heterogeneous job of Slurm, whose components differ in nodes and ranks",
+            "this is a heterogeneous job of Slurm: its components differ in nodes and ranks",
             expected="an allocation with one component",
             found=f"SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}",
             next_step="ask for it without ':' in salloc or sbatch; or start on named hosts: --to hvdtrain -H a:4,b:2",

@@ -47,7 +47,7 @@ def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def submit_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a scheduler's command, which passes it to the job and may show it to other users.
 
-    It has no secrets, and nothing of the job in which the command runs: a new job would take that for its own.
+    It has no secrets and no variables of the job in which the command runs: a new job would take them for its own.
     """
     secrets = secret_variables(environment)
     left = {k: v for k, v in agent_environment(environment).items() if k not in secrets}

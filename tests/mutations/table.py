@@ -137,7 +137,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "cli/launch_spec.py",
-        "return tuple(name for name in names if name in environ)",
+        "return tuple(name for name in names if name in environ and name not in hidden)",
         "return tuple(names)",
         "a batch script exports variables that do not exist",
         "tests/cli/test_launch_targets.py",
