@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def _run(own: Sequence[str], start: Command, target: str) -> int:
 
 def _takes_arguments(spec: JobSpec) -> bool:
     """Check whether training accepts its arguments; print its error if not. The job would only fail after the queue."""
-    index = (spec.batch.array or "").partition("-")[0]
+    index = re.split("[-,%]", spec.batch.array or "")[0]
     words = [word.replace("{array}", index) if index else word for word in spec.program]
     done = run_program([*words, "--print_config"], None, folder=spec.folder)
     if done.code == USAGE:

@@ -95,12 +95,9 @@ def _directive(text: str) -> str:
     return text
 
 
-def _array(text: str) -> str:
-    if not re.fullmatch(r"\d{1,6}-\d{1,6}", text) or len({*map(int, text.split("-"))}) < 2:
-        raise ArgumentTypeError(f"{text!r} is not a range of indices; expected the first and the last, such as 0-3")
-    return text
-
-
+_array = _word(
+    r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*(%[1-9]\d{0,5})?", "is no list of indices; expected 0-3, 0,2,5 or 0-9%2"
+)
 _chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
 
 
@@ -205,11 +202,14 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
     add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
     add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
-    add("--array", type=_array, metavar="0-3", help="submit one job per index; {array} in ARGS becomes the index")
+    indices = "submit one job per index, of 0-9%%2 two at a time; {array} in ARGS becomes the index"
+    add("--array", type=_array, metavar="0-9%2", help=indices)
     notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
     add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
     requeues = "requeue the job up to N times (default: 20; 0 if a program follows --)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
+    of_starter = "another argument of srun or mpirun, such as --cpu-bind=verbose; may be repeated"
+    add("--launcher-arg", action="append", default=[], metavar="ARG", help=of_starter)
     directive = "another directive for the scheduler, such as --qos=high"
     add("--directive", action="append", type=_directive, default=[], metavar="D", help=directive)
     add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")

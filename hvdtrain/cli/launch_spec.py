@@ -69,6 +69,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
         mpi=choice.mpi,
+        launcher_arguments=tuple(options.launcher_arg),
         in_step=choice.target == "srun" and "SLURM_STEP_ID" in environ,
         slurm_mpi=machine.slurm_mpi_for(choice.mpi),
         is_program=is_program,

@@ -26,7 +26,7 @@ OWN_OPTIONS = frozenset(
 COMMON = frozenset({"np", "to", "dry_run"})
 """Options that every target takes."""
 
-OWN_TAKES = OWN_OPTIONS | BY_MPI
+OWN_TAKES = (OWN_OPTIONS | BY_MPI) - {"launcher_arg"}
 _ELASTIC = "a dead rank ends an MPI job; elastic jobs use Gloo"
 
 

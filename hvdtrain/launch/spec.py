@@ -71,6 +71,7 @@ class JobSpec:
     ssh_port: int | None = None  # of ssh to other hosts
     ssh_options: tuple[str, ...] = ()  # of ssh to other hosts, whole arguments
     mpi: Mpi | None = None  # the MPI of Horovod and the launcher; None over Gloo
+    launcher_arguments: tuple[str, ...] = ()  # further arguments of srun or mpirun
     in_step: bool = False  # whether this process is in a step of Slurm, with which its ranks share cores and GPUs
     slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used
     is_program: bool = False  # whether `arguments` start with a program

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.hosts import LOCAL_NAMES
 from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.targets.base import network_variables
 from hvdtrain.launch.variables import passed_variables
 from hvdtrain.runtime.environment import horovod_numbers
 
@@ -66,6 +67,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
     given = {"PYTHONUNBUFFERED": "1"} if "PYTHONUNBUFFERED" not in plan.environment else {}
     return {
         **given,
+        **network_variables(plan.job),
         **horovod_numbers(place),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",

@@ -227,7 +227,7 @@ def test_impossible_combinations_are_refused(
         (["--time", "90"], "'90' is not a time; expected 2h"),
         (["--time", "1:99:00"], "is not a time"),
         (["--time", "0m"], "above 0"),
-        (["--array", "3"], "expected the first and the last"),
+        (["--array", "3-"], "expected 0-3, 0,2,5"),
         (["--name", "Not This"], "of a-z, 0-9"),
         (["--name", "3d"], "starting with a letter"),
         (["--env", "A=secret"], "without a value"),

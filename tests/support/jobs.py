@@ -35,7 +35,7 @@ def queued(mpi: Mpi | None = None, batch: Batch | None = None, **more: object) -
     return one(mpi, 32, batch=batch or asked, **{**there, **more})
 
 
-ARRAY = Batch(array="1-3", time_s=3600)
+ARRAY = Batch(array="1-3%2", time_s=3600)
 IN_ARRAY = ("--seed", "{array}", "--run_dir", "runs/it's {array}")
 
 JOBS: dict[str, tuple[str, JobSpec]] = {
@@ -52,13 +52,13 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "srun": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix")),
     "srun-in-a-step": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix", in_step=True)),
     "srun-gloo": ("srun", two(None, ssh_port=None, ssh_options=())),
-    "slurm": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix")),
+    "slurm": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", interface="ib0", launcher_arguments=("--label",))),
     "slurm-whole-hosts": ("slurm", queued(MPICH, Batch(mem_mib=400 << 10), cpus_per_rank=0, is_program=True)),
-    "slurm-array": ("slurm", queued(MPICH, replace(ARRAY, array="0-3"), arguments=IN_ARRAY)),
+    "slurm-array": ("slurm", queued(MPICH, replace(ARRAY, array="0,2-5%4"), arguments=IN_ARRAY)),
     "pbs": ("pbs", queued(OPEN_MPI_4)),
     "pbs-gloo": ("pbs", queued(None, Batch(mem_mib=400 << 10, chunk=("host_type=a100",)))),
     "pbs-array": ("pbs", queued(MPICH, ARRAY, arguments=IN_ARRAY)),
-    "lsf": ("lsf", queued(OPEN_MPI_4)),
+    "lsf": ("lsf", queued(OPEN_MPI_4, interface="ib0", launcher_arguments=("--report-bindings",))),
     "lsf-array": ("lsf", queued(INTEL, ARRAY, arguments=IN_ARRAY)),
     "lsf-jsrun": ("lsf", queued(OPEN_MPI_4, Batch(time_s=7200, jsrun=True))),
     "mpijob": ("mpijob", queued(OPEN_MPI_4)),

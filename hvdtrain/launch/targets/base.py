@@ -12,11 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Command, JobSpec, Script, join
 
-BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env"})
+BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env", "launcher_arg"})
 """Options of targets that reach named hosts."""
 
 SCHEDULED = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "account", "name"})
-SCHEDULED |= {"directive", "env"}
+SCHEDULED |= {"directive", "env", "launcher_arg"}
 """Options of targets of schedulers, which choose the hosts; of ``-H`` only the counts are used."""
 
 
@@ -34,6 +34,15 @@ def for_ssh(spec: JobSpec) -> str:
             next_step="set it in ~/.ssh/config, or use --to hvdtrain",
         )
     return " ".join(spec.ssh_arguments)
+
+
+def network_variables(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which NCCL and torch's Gloo use the job's interface, without those that the user set.
+
+    NCCL takes all interfaces with a name that begins so (NCCL's manual).
+    """
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if spec.interface else ()
+    return {name: spec.interface for name in names if name not in spec.pass_on}
 
 
 def fill(template: str, **values: Any) -> str:

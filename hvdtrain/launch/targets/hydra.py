@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
+from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
 
 
 def render(spec: JobSpec) -> Command:
@@ -34,18 +34,20 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
         words = [spec.mpi.mpirun.removesuffix("mpirun") + "mpiexec.hydra", "-np", str(spec.ranks), *where]
     if spec.remote:
         words += ["-iface", spec.interface] if spec.interface else []
-        words += ["-genvlist", ",".join(spec.pass_on)] if spec.pass_on else []
-    return (*words, *spec.program)
+        names = (*spec.pass_on, *network_variables(spec))
+        words += ["-genvlist", ",".join(names)] if names else []
+    return (*words, *spec.launcher_arguments, *spec.program)
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
     """Return the variables for mpirun's environment."""
     assert spec.mpi is not None
     extra = for_ssh(spec)
+    network = network_variables(spec) if spec.remote else {}
     if spec.mpi.flavour == "mpich":
-        return {"HYDRA_LAUNCHER_EXTRA_ARGS": extra} if extra else {}
+        return {**({"HYDRA_LAUNCHER_EXTRA_ARGS": extra} if extra else {}), **network}
     # By default Intel MPI pins each rank to its share of the cores.
-    own = {"I_MPI_PIN": "off"}
+    own = {"I_MPI_PIN": "off", **network}
     if spec.mpi.prefix is not None:
         own["I_MPI_ROOT"] = spec.mpi.prefix
     if extra:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Shell, join
 from hvdtrain.launch.targets import hydra, openmpi
 
@@ -19,9 +20,14 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     """
     named = Shell(f'"${file}"')
     if spec.mpi is None:
+        if spec.launcher_arguments:
+            raise LaunchError(
+                "--launcher-arg is for srun and mpirun, and without an MPI our own driver starts the ranks"
+            )
         hosts = Shell(f'"$(awk {COUNTS} "${file}")"')
-        argv = (spec.python, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", str(spec.ranks), "-H", hosts, "--")
-        words, variables = (*argv, *spec.own_arguments), dict[str, str]()
+        argv = (spec.python, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", str(spec.ranks), "-H", hosts)
+        by = ("--interface", spec.interface) if spec.interface else ()
+        words, variables = (*argv, *by, "--", *spec.own_arguments), dict[str, str]()
     elif spec.mpi.flavour == "openmpi":
         words, variables = openmpi.argv(spec, ("--hostfile", named)), openmpi.variables(spec)
     else:

@@ -5,21 +5,23 @@ Directives from bsub(1) of LSF 10.1. ``$LSB_DJOB_HOSTFILE`` has a line per slot 
 
 from __future__ import annotations
 
+import re
+
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script, join
-from hvdtrain.launch.targets.base import SCHEDULED, Target, fill
+from hvdtrain.launch.targets.base import SCHEDULED, Target, fill, network_variables
 from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
 
 
 def render(spec: JobSpec) -> Script:
     """Return the script of a job."""
     array, time_s = spec.batch.array, spec.batch.time_s
-    if array and int(array.split("-")[0]) < 1:
+    if array and 0 in map(int, re.split("[-,%]", array)):
         raise LaunchError("LSF's arrays start at index 1", expected="--array 1-4", found=f"--array {array}")
     values = dict(start_values(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
     if spec.batch.jsrun:
         values["line"] = join(insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
-        values["variables"] = {}
+        values["variables"] = network_variables(spec)
     return Script(fill("lsf.sh.j2", **values, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
 
 
@@ -28,7 +30,7 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     words = ["jsrun", "--nrs", str(spec.ranks), "--rs_per_host", str(spec.ranks_per_node), "--tasks_per_rs", "1"]
     words += ["--cpu_per_rs", str(spec.cpus_per_rank)] if spec.cpus_per_rank else []
     words += ["--gpu_per_rs", "1"] if spec.gpus_per_node else []
-    return (*words, "--bind", "none", *spec.program)
+    return (*words, "--bind", "none", *spec.launcher_arguments, *spec.program)
 
 
-TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice"}, even=True)
+TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice", "interface"}, even=True)

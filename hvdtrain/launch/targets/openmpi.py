@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.install.mpirun import start_variables
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
-from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
+from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
 
 
 def render(spec: JobSpec) -> Command:
@@ -25,15 +25,16 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
     words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "--map-by", "slot", "--bind-to", "none"]
     if spec.remote:
         words += _between_hosts(spec, spec.mpi)
-        words += [word for name in spec.pass_on for word in ("-x", name)]
-    return (*words, *spec.program)
+        words += [word for name in (*spec.pass_on, *network_variables(spec)) for word in ("-x", name)]
+    return (*words, *spec.launcher_arguments, *spec.program)
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
     """Return the variables for mpirun's environment."""
     assert spec.mpi is not None
     shell = spec.remote_shell or spec.remote
-    return start_variables(spec.mpi.flavour, spec.mpi.major, is_root=spec.is_root, remote_shell=shell)
+    own = start_variables(spec.mpi.flavour, spec.mpi.major, is_root=spec.is_root, remote_shell=shell)
+    return {**own, **(network_variables(spec) if spec.remote else {})}
 
 
 def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:

@@ -5,6 +5,7 @@ Directives from qsub(1B) of OpenPBS 23. ``$PBS_NODEFILE`` has a line per ``mpipr
 
 from __future__ import annotations
 
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script
 from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
 from hvdtrain.launch.targets.in_hosts import start_values
@@ -12,9 +13,11 @@ from hvdtrain.launch.targets.in_hosts import start_values
 
 def render(spec: JobSpec) -> Script:
     """Return the script of a job."""
+    if "," in (spec.batch.array or ""):
+        raise LaunchError("an array of PBS is one range", expected="--array 0-3", found=f"--array {spec.batch.array}")
     cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
     values = start_values(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
     return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
 
 
-TARGET = Target("pbs", render, takes=SCHEDULED | {"array", "notice", "mem", "chunk"}, even=True)
+TARGET = Target("pbs", render, takes=SCHEDULED | {"array", "notice", "interface", "mem", "chunk"}, even=True)

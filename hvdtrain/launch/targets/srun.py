@@ -7,12 +7,12 @@ they are repeated. A step inside a step, as in ``srun --pty bash``, waits for ev
 from __future__ import annotations
 
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import Target
+from hvdtrain.launch.targets.base import Target, network_variables
 
 
 def render(spec: JobSpec) -> Command:
     """Return the start by srun."""
-    return Command(argv(spec))
+    return Command(argv(spec), network_variables(spec))
 
 
 def argv(spec: JobSpec) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     of_cores = [f"--cpus-per-task={spec.cpus_per_rank}", "--distribution=block:block"]
     words += of_cores if spec.cpus_per_rank else ["--cpu-bind=none"]
     words += ["--overlap"] if spec.in_step else []
-    words += ["--kill-on-bad-exit=1", "--export=ALL"]
+    words += ["--kill-on-bad-exit=1", "--export=ALL", *spec.launcher_arguments]
     if over_mpi:
         return (*words, *spec.program)
     by = ["--interface", spec.interface] if spec.interface else []
@@ -36,5 +36,5 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     return (*own, *words, spec.python, "-m", "hvdtrain.launch.slurm_task", *spec.program)
 
 
-_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"})
+_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg"})
 TARGET = Target("srun", render, takes=_TAKES)
