@@ -37,13 +37,16 @@ class Task:
         loss: takes the model and a batch on the device. Returns the sum of the losses (a scalar tensor with
             gradient) and its weight, the number of samples, tokens or the like in the sum. Training minimises the
             sum over the global batch divided by the weight over the global batch.
-        train_data: map-style dataset (`__len__`, `__getitem__`).
+        train_data: map-style data set (`__len__`, `__getitem__`), or an iterable one. Each rank reads all samples of an
+            iterable one, but collates only its own; see `hvdtrain.data.iterable.IterableSamples`.
         heldout_data: map-style dataset for evaluation only.
         optimizer: optimizer of the model's parameters (default: made from the options under `optimizer`).
         schedule: factor on the optimizer's learning rates as a function of the step, counted from 0, or of the step
             and the number of steps of the run: ``lambda step, steps: 1 - step / steps``. By default the options under
             `optimizer` decide, or the rate is constant if the task brings an optimizer.
-        metrics: takes the model and a batch in evaluation. Returns a sum and a weight by name.
+        metrics: takes the model and a batch in evaluation. Returns a sum and a weight by name; for the names of
+            `metric_objects`, the arguments of their `update`, such as predictions and targets.
+        metric_objects: metrics of torchmetrics by name.
         collate: makes a batch from a list of samples (default: torch's).
         nominal_weight: weight of a typical sample. It keeps gradients near the size of a mean; the mean is exact
             with any value.
@@ -64,7 +67,8 @@ class Task:
     heldout_data: Dataset[Any] | None = None
     optimizer: Optimizer | None = None
     schedule: Callable[[int], float] | Callable[[int, int], float] | None = None
-    metrics: Callable[[nn.Module, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]] | None = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, tuple[Any, ...]]] | None = None
+    metric_objects: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     nominal_weight: float = 1.0
     unit: str = "samples"

@@ -81,10 +81,13 @@ def evaluate_run(
             everywhere=True,
         )
     own: list[tuple[int, dict[str, Any]]] = []
-    evaluate(task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums)))
+    found = evaluate(
+        task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums))
+    )
     passes = list(_gathered([(start, _numbers(sums)) for start, sums in own], comm))
     names = sorted({name for _, sums in passes for name in sums})
     means = {name.removeprefix("metric/"): _mean([sums[name] for _, sums in passes if name in sums]) for name in names}
+    means |= {name: value for name, value in found.metrics.items() if name in task.metric_objects} if found else {}
     return Evaluated(means, samples.count, task.unit, passes)
 
 

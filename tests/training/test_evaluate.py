@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config, LoaderConfig, TrainConfig
+from hvdtrain.errors import TaskError
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.loop.forward import Precision
@@ -70,6 +72,60 @@ def test_each_batch_counts_as_progress() -> None:
     task, touched = _task(), []
     _found(task, touch=lambda: touched.append(1))
     assert len(touched) == 4
+
+
+def _with_objects(samples: int) -> Task:
+    """F1 sums its states; the area under the curve keeps all predictions."""
+    classification = pytest.importorskip("torchmetrics.classification")
+    objects = {"f1": classification.BinaryF1Score(), "area": classification.BinaryAUROC()}
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[Any, ...]]:
+        scores, targets = torch.sigmoid(model(batch[0])), (batch[1] > 0).long()
+        return {"f1": (scores, targets), "area": (scores, targets), "one": (float(len(targets)), len(targets))}
+
+    return dataclasses.replace(_task(samples), metrics=metrics, metric_objects=objects)
+
+
+@pytest.mark.parametrize(("size", "samples"), [(1, 11), (2, 11), (3, 11), (4, 2)])
+def test_metric_objects_see_each_sample_once(size: int, samples: int) -> None:
+    """With 4 ranks, some have no sample."""
+    from torchmetrics.functional.classification import binary_auroc, binary_f1_score
+
+    task = _with_objects(samples)
+    copies = [dataclasses.replace(copy.deepcopy(task), loss=task.loss) for _ in range(size)]
+    task.model.eval()
+    x = task.heldout_data.x  # type: ignore[union-attr]
+    with torch.no_grad():
+        scores, targets = torch.sigmoid(task.model(x)), (x.sum(1) > 0).long()
+    expected = {"f1": float(binary_f1_score(scores, targets)), "area": float(binary_auroc(scores, targets)), "one": 1.0}
+    for _ in range(2):  # a second evaluation begins anew
+        found = on_ranks(size, lambda comm: _evaluate(copies[comm.rank], comm).metrics)
+        assert found == [pytest.approx(expected)] * size
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (lambda model, batch: {"f1": (1.0, 1.0), "one": 1.0}, "invalid value"),
+        (lambda model, batch: {"one": (1.0, 1.0)}, "nothing for the metric object 'area'"),
+    ],
+)
+def test_metric_objects_without_arguments_are_refused(metrics: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        _evaluate(dataclasses.replace(_with_objects(4), metrics=metrics), SoloComm())
+
+
+def test_metric_objects_that_cannot_be_gathered_are_refused() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    loose = torchmetrics.CatMetric()
+    loose._reductions["value"] = None
+    with pytest.raises(TaskError, match="no dist_reduce_fx"):
+        _evaluate(dataclasses.replace(_task(), metric_objects={"x": loose}), SoloComm())
+    confusion = torchmetrics.classification.BinaryConfusionMatrix()
+    several = dataclasses.replace(_with_objects(4), metric_objects={"f1": confusion})
+    by_name = dataclasses.replace(several, metrics=lambda m, b: {"f1": (torch.sigmoid(m(b[0])), (b[1] > 0).long())})
+    with pytest.raises(TaskError, match="4 values"):
+        _evaluate(by_name, SoloComm())
 
 
 class Counting(Plain):

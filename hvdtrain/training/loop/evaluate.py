@@ -17,6 +17,7 @@ from hvdtrain.data.loader import Batches, sample_seed, seed_forward
 from hvdtrain.data.order import MicroBatch, micro_batches
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, checked_loss, checked_metrics, to_device
+from hvdtrain.training.loop.metric_objects import MetricObjects
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def evaluate(
     if not held_out.count:
         return None
     sums: dict[str, list[Tensor | float]] = {}
+    objects = MetricObjects(task.metric_objects, comm, device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     # Not inference_mode: training must be able to use what a model caches here (positions, masks).
@@ -91,7 +93,10 @@ def evaluate(
             seed_forward(0, place.start)
             batch = to_device(batch, device)
             values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
-            values |= {f"metric/{name}": pair for name, pair in checked_metrics(task, model, batch).items()}
+            pairs, inputs = checked_metrics(task, model, batch)
+            values |= {f"metric/{name}": pair for name, pair in pairs.items()}
+            if counts:
+                objects.update(inputs)
             if counts and on_pass is not None:
                 on_pass(place, values)
             for name, (value, weight) in values.items() if counts else ():
@@ -105,7 +110,8 @@ def evaluate(
     numbers = {name: [float(part) for part in total] for name, total in sums.items()}
     means = _means(allgather_json(comm, numbers, name="evaluate"))
     loss = means.pop("loss")
-    return Evaluation(loss, {name.removeprefix("metric/"): mean for name, mean in means.items()}, held_out.count)
+    metrics = {name.removeprefix("metric/"): mean for name, mean in means.items()}
+    return Evaluation(loss, metrics | objects.compute(), held_out.count)
 
 
 def _exact(number: Tensor | float) -> Tensor | float:

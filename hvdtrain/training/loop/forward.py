@@ -119,22 +119,32 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
     )
 
 
-def checked_metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-    """Call the task's metrics function; return (sum, weight) by name.
+def checked_metrics(
+    task: Task, model: nn.Module, batch: Any
+) -> tuple[dict[str, tuple[Tensor | float, Tensor | float]], dict[str, tuple[Any, ...]]]:
+    """Call the task's metrics function; return (sum, weight) by name, and what each metric object gets.
 
     Errors:
         TaskError: the result is of the wrong form.
     """
     result: Any = task.metrics(model, batch) if task.metrics else {}
-    if isinstance(result, Mapping) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in result.values()
-    ):
-        return dict(result)
-    raise TaskError(
-        "the task's metrics function returned an invalid value",
-        expected="a dict of (sum, weight) by name: the sum over the batch, and the number of samples or tokens in it",
-        found=describe(result),
-    )
+    valid = isinstance(result, Mapping) and all(isinstance(values, tuple) for values in result.values())
+    pairs = {name: values for name, values in result.items() if name not in task.metric_objects} if valid else {}
+    inputs = {name: values for name, values in result.items() if name not in pairs} if valid else {}
+    if not valid or not all(len(pair) == 2 and all(map(_is_number, pair)) for pair in pairs.values()):
+        raise TaskError(
+            "the task's metrics function returned an invalid value",
+            expected="a dict of (sum, weight) by name: the sum over the batch, and the number of samples or tokens in"
+            " it",
+            found=describe(result),
+        )
+    if missing := sorted(task.metric_objects.keys() - inputs.keys()):
+        raise TaskError(
+            f"the task's metrics function returned nothing for the metric object {missing[0]!r}",
+            expected="the arguments of its update, as a tuple",
+            found=f"values for {', '.join(map(repr, result)) or 'no names'}",
+        )
+    return pairs, inputs
 
 
 def _is_number(value: Any) -> bool:
