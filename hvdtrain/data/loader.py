@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.data.iterable import IterableSamples, is_iterable, seed_generators
 from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, signals_blocked
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without
@@ -32,11 +32,12 @@ class Stream:
     """The share of one rank in the endless stream of samples.
 
     Attributes:
-        dataset: map-style, at least one sample.
+        dataset: map-style with at least one sample, or iterable.
         global_batch: samples per step.
         micro_batch: samples per forward pass.
         left_out: ranges [begin, end) of positions to skip, in order.
         uniform: whether ranks with fewer micro-batches draw `repeated` ones.
+        data_state: place in an iterable data set, of `HostBatch.data_state`.
     """
 
     dataset: Dataset[Any]
@@ -47,6 +48,7 @@ class Stream:
     size: int
     left_out: Sequence[Sequence[int]] = ()
     uniform: bool = False
+    data_state: dict[str, Any] = field(default_factory=dict)
 
     def step(self, position: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank in the step that starts at `position`."""
@@ -54,11 +56,12 @@ class Stream:
         return micro_batches(parts, self.micro_batch, self.rank, self.size)
 
     def repeated(self, position: int) -> list[MicroBatch]:
-        """Return micro-batches of rank 0, which has the most, that this rank repeats so that it has as many."""
+        """Return what this rank draws again to have as many micro-batches as rank 0: its last one, or rank 0's."""
         if not self.uniform:
             return []
         parts = positions_without(position, self.global_batch, self.left_out)
-        return micro_batches(parts, self.micro_batch, 0, self.size)[len(self.step(position)) :]
+        most, own = micro_batches(parts, self.micro_batch, 0, self.size), self.step(position)
+        return (own or most)[-1:] * (len(most) - len(own))
 
     def position_after(self, position: int) -> int:
         """Return the position after the step that starts at `position`."""
@@ -66,7 +69,14 @@ class Stream:
 
     def order(self) -> SampleOrder:
         """Return the order of the data set's samples."""
-        return sample_order(self.dataset, dataset_length(self.dataset), self.seed)
+        return sample_order(self.dataset, training_samples(self.dataset), self.seed)
+
+    def indexed(self) -> Dataset[Any]:
+        """Return the data set; an iterable one by position, from `data_state` on."""
+        if not is_iterable(self.dataset):
+            return self.dataset
+        seed, warn = self.seed + _SAMPLE, self.rank == 0
+        return IterableSamples(self.dataset, seed, self.micro_batch, self.data_state, warn=warn)
 
     def keys(self, position: int, steps: int) -> Iterator[list[int]]:
         """Yield for each micro-batch of the next `steps` steps its seed, then the indices of its samples.
@@ -96,10 +106,17 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
 
 
 class HostBatch(NamedTuple):
-    """A micro-batch on the host: the indices of its samples in the data set, int64, and the samples, later collated."""
+    """A micro-batch on the host.
+
+    Attributes:
+        indices: of its samples in the data set, int64.
+        batch: the samples, later collated.
+        data_state: a place in an iterable data set before these samples, as JSON; "" for other data sets.
+    """
 
     indices: bytes
     batch: Any
+    data_state: bytes = b""
 
 
 class Seeded(Dataset[Any]):
@@ -113,8 +130,12 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, key: list[int]) -> HostBatch:
         seed, *indices = key
-        _seed_host(seed)
-        return HostBatch(array("q", indices).tobytes(), [self.dataset[index] for index in indices])
+        numbers = array("q", indices).tobytes()
+        if isinstance(self.dataset, IterableSamples):
+            self.dataset.note_place()
+            return HostBatch(numbers, [self.dataset[index] for index in indices], self.dataset.state())
+        seed_generators(seed)
+        return HostBatch(numbers, [self.dataset[index] for index in indices])
 
 
 @dataclass(frozen=True)
@@ -124,20 +145,13 @@ class _Collated:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, samples: Any) -> HostBatch:  # a HostBatch of samples; torch's annotations expect a list
-        return HostBatch(samples.indices, self.collate(samples.batch))
-
-
-def _seed_host(seed: int) -> None:
-    """Seed the random generators of torch on the CPU, of Python and of numpy."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+        return HostBatch(samples.indices, self.collate(samples.batch), samples.data_state)
 
 
 def seed_forward(seed: int, position: int) -> None:
     """Seed torch, Python and numpy for the forward pass of the micro-batch that starts at `position`."""
     value = mix_seed(seed + _FORWARD, position)
-    _seed_host(value)
+    seed_generators(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
 
@@ -147,7 +161,7 @@ def fetch_step(stream: Stream, position: int) -> Iterator[tuple[MicroBatch, list
 
     It seeds the random states as training does. The caller restores them.
     """
-    seeded = Seeded(stream.dataset)
+    seeded = Seeded(stream.indexed())
     for batch, key in zip(stream.step(position), stream.keys(position, 1), strict=True):
         yield batch, key[1:], seeded.__getitems__(key).batch
 
@@ -161,9 +175,14 @@ def train_batches(
     *,
     on_cuda: bool,
 ) -> Iterator[HostBatch]:
-    """Yield the batches of this rank for `steps` steps from `position` on, in the order of `Stream.step`."""
+    """Yield the batches of this rank for `steps` steps from `position` on, in the order of `Stream.step`.
+
+    At most one loader process reads an iterable data set.
+    """
     keys = partial(stream.keys, position, steps)
-    return iter(Batches(stream.dataset, keys, config, collate, on_cuda=on_cuda, persistent=False))
+    if is_iterable(stream.dataset):
+        config = replace(config, workers=min(config.workers, 1))
+    return iter(Batches(stream.indexed(), keys, config, collate, on_cuda=on_cuda, persistent=False))
 
 
 class Batches:
@@ -216,16 +235,21 @@ class _Sampler:
         return self._batches()
 
 
+def training_samples(dataset: Dataset[Any]) -> int:
+    """Return the number of samples; 0 for an iterable data set. Errors: DataError: see `dataset_length`."""
+    return 0 if is_iterable(dataset) else dataset_length(dataset)
+
+
 def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:
     """Return the number of samples, `least` or more.
 
     Errors:
         DataError: the data set is empty, or has no valid length or index.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if is_iterable(dataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
             "the data set cannot be indexed",
-            expected="a map-style data set with __len__ and __getitem__, because any rank must reach any sample",
+            expected="a map-style data set with __len__ and __getitem__",
             found=type(dataset).__name__,
         )
     length: Any = dataset.__len__()

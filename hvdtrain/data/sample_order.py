@@ -23,7 +23,7 @@ class SampleOrder:
     source has its own passes: it is used whole, in a random order, before one of its samples is used again.
 
     Args:
-        samples: number of samples of all sources.
+        samples: number of samples of all sources; 0 for an iterable data set, whose samples come in its own order.
         sources: length and weight, a whole number of 1 or more, of each source; empty for one order over all samples.
         seed: of the order.
     """
@@ -39,7 +39,9 @@ class SampleOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples of an epoch: until each source has been used whole at least once."""
+        """Number of samples of an epoch: until each source has been used whole at least once. 0 if not known."""
+        if not self.samples:
+            return 0
         turns, before = mixing_pattern(tuple(weight for _, weight in self.parts))
         last = 0
         for source, (length, weight) in enumerate(self.parts):
@@ -64,6 +66,8 @@ class SampleOrder:
 
     def indices(self, positions: Int64s) -> Int64s:
         """Return the indices of the samples at `positions`, counted over all sources in order. Shapes: (N,) -> (N,)."""
+        if not self.samples:
+            return positions
         if not self.sources:
             return sample_indices(positions, self.samples, self.seed)
         sources, ranks = self.split(positions)

@@ -12,6 +12,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import HTTPException
@@ -94,7 +95,13 @@ class Service:
         ]
         hosts_only = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
         failed = {HTTPException: lambda request, error: _error(error.status_code, str(error.detail))}
-        return Starlette(routes=routes, middleware=[hosts_only], exception_handlers=failed)
+        return Starlette(routes=routes, middleware=[hosts_only], exception_handlers=failed, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Wait at the end for what is generated: its thread would abort the process that ends."""
+        yield
+        await asyncio.gather(*self._tasks)
 
     async def _models(self, request: Request) -> Response:
         entry = {"id": self._served.force_model, "object": "model", "created": 0, "owned_by": "hvdtrain"}

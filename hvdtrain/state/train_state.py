@@ -33,11 +33,12 @@ class Progress:
     position: int = 0  # samples consumed
     skipped: int = 0  # number of steps with a loss or gradient that was not finite
     skipped_in_row: int = 0  # number of these at the end
-    samples: int = 0  # samples per epoch
+    samples: int = 0  # samples per epoch; 0 for an iterable data set
     data_id: str = ""  # see `Task`
     losses: list[float] = field(default_factory=list)  # of the newest applied steps, to detect a loss spike
     left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) that roll backs skipped, in order
     rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
+    data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, at `position` or before
     lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
 
 

@@ -62,6 +62,9 @@ def _proven(report: DataReport) -> str:
 def _epochs(report: DataReport) -> str:
     whole, others = report.epochs.whole, report.epochs.others
     parts = [f"{whole:,} whole, each sample exactly once"] if whole else []
+    parts += [f"{report.epochs.iterable:,} samples of an iterable data set, each position once"] * bool(
+        report.epochs.iterable
+    )
     parts += _last([_epoch(epoch) for epoch in others])
     return "; ".join(parts) or "none"
 

@@ -48,12 +48,14 @@ class Epochs:
         whole: number of epochs in which each sample was used exactly once.
         others: the other epochs.
         reordered: number of changes of data or seed, which change the order.
+        iterable: number of samples of iterable data sets, whose epochs are not known.
     """
 
     def __init__(self) -> None:
         self.whole = 0
         self.others: list[Epoch] = []
         self.reordered = 0
+        self.iterable = 0
         self._key: tuple[int, list[list[int]], int, str] | None = None
         self._open: dict[int, _OpenEpoch] = {}
 
@@ -64,6 +66,9 @@ class Epochs:
             self.close()
             self.reordered += self._key is not None
             self._key = key
+        if not header.samples:
+            self.iterable += len(positions)
+            return
         order = order_of(header)
         sources, ranks = order.split(positions)
         begin = 0

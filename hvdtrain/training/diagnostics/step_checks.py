@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdtrain.errors import NonFiniteError
@@ -73,7 +73,8 @@ class StepChecks:
         elif (new or ends) and result.weight > 0:
             self._replays += 1
             with self.stepper.spans("replay"):
-                found = replay(self.stepper, self.feed.stream, self._positions(progress)[0], result.scale)
+                stream = replace(self.feed.stream, data_state=progress.data_state)
+                found = replay(self.stepper, stream, self._positions(progress)[0], result.scale)
             self._report(*found, progress, reason)
         if not ends:
             return None

@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.loader import training_samples
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, places_model
@@ -189,7 +189,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
         reason = why_not_fused((name, p) for name, p in model.named_parameters() if p.requires_grad)
         warnings.append(f"the update of the parameters takes longer: {reason}")
     move_optimizer_state(optimizer)
-    samples = dataset_length(task.train_data)
+    samples = training_samples(task.train_data)
     copies = run.config.precision == BF16_WEIGHTS and not casts_weights(run.config.parallel.engine)
     precision = Precision(run.config.precision, device, Bf16Weights(model) if copies else None)
     progress = Progress(samples=samples, data_id=task.data_id)

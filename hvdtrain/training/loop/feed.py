@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import orjson
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import HostBatch, Stream, seed_forward, train_batches
@@ -28,7 +30,7 @@ class Feed:
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
         """Draw from `progress` to step `stop`: a new start in the ledger. `why`: see `begin_start`. Collective: yes."""
-        self.stream = replace(self.stream, left_out=progress.left_out)
+        self.stream = replace(self.stream, left_out=progress.left_out, data_state=progress.data_state)
         begin_start(self.ledger, self.current.comm, self.stream, progress, why)
         worker, loader, steps = self.current.worker, self.current.run.config.loader, stop - progress.step
         collate, on_cuda = worker.task.collate, worker.device.type == "cuda"
@@ -52,6 +54,8 @@ class Feed:
         for number, where in enumerate([*mine, *repeated]):
             with self.current.spans("data"):
                 drawn = next(self._batches)
+            if not number and drawn.data_state:
+                self.current.worker.state.progress.data_state = orjson.loads(drawn.data_state)
             if number < len(mine):
                 self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.stream.seed, where.start), drawn.batch

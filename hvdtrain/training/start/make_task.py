@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
-from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.iterable import IterableSamples, is_iterable, sample_hash
+from hvdtrain.data.loader import dataset_length, training_samples
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.state.checkpoint_store import may_be_added
@@ -150,7 +151,10 @@ def check_same_data(task: Task, comm: Comm) -> None:
         LaunchError: on every rank, if the data of one differs from rank 0's.
     """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
-    everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
+    data_id = task.data_id
+    if is_iterable(task.train_data):
+        data_id = sample_hash(IterableSamples(task.train_data, 0, 1, {})[0]) + data_id
+    everyone = allgather_json(comm, [training_samples(task.train_data), heldout, data_id], name="data/same")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise LaunchError(
@@ -165,4 +169,5 @@ def check_same_data(task: Task, comm: Comm) -> None:
 
 def _described(data: list[Any]) -> str:
     samples, heldout, data_id = data
-    return f"{samples} training and {heldout} held-out samples" + (f" with hash {data_id[:12]}" if data_id else "")
+    training = str(samples) if samples else "an iterable data set of"
+    return f"{training} training and {heldout} held-out samples" + (f" with hash {data_id[:12]}" if data_id else "")

@@ -13,7 +13,7 @@ from torch import nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.loader import training_samples
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
@@ -164,8 +164,9 @@ def _describe(current: Round, job: JobFacts) -> None:
     count = f"{_count(parameters)} parameters"
     if trained < parameters:
         count += f" ({_count(trained)} trained, {100 * trained / parameters:.2g}%)"
+    samples = training_samples(task.train_data)
     recorder.say(
-        f"{count}, {dataset_length(task.train_data):,} samples, {size} rank(s),"
+        f"{count}, {f'{samples:,} samples' if samples else 'an iterable data set'}, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
     )
     if worker.note:

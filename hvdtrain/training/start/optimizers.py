@@ -108,9 +108,19 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def total_steps(config: TrainConfig, samples: int) -> int:
-    """Return the schedule's horizon: `steps`, or the number of steps in `epochs` epochs of `samples` samples."""
+    """Return the schedule's horizon: `steps`, or the number of steps in `epochs` epochs of `samples` samples.
+
+    Errors:
+        ConfigError: there are `epochs`, but the number of samples is not known, 0.
+    """
     if config.epochs is None:
         return config.steps
+    if not samples:
+        raise ConfigError(
+            "--train.epochs cannot be used with an iterable data set",
+            expected="--train.steps, because the number of its samples is not known",
+            found=f"--train.epochs {config.epochs:g}",
+        )
     return max(1, math.ceil(config.epochs * samples / config.global_batch))
 
 
