@@ -26,6 +26,7 @@ COMMANDS = {
     "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
     "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the installed torch and MPI"),
+    "cache": ("hvdtrain.cli.cache", "list cached data and wheels; remove old ones"),
     "bundle": ("hvdtrain.cli.bundle", "make a folder to install from without a network"),
 }
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser
+from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 
 if TYPE_CHECKING:
     from hvdtrain.runtime.environment import RankInfo
     from hvdtrain.training.evaluate_run import Evaluated
+
+Result = tuple[dict[str, Any], Callable[[], list[str]]]
+"""The values to print; and what makes the lines of --per_sample."""
 
 _DESCRIPTION = """\
 Evaluate a model: each sample once, on all ranks of this job. A run folder means
@@ -27,6 +31,7 @@ examples:
   hvdtrain evaluate runs/NAME --data.text 'other/**/*.txt' --data.heldout 0.5
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
+  hvdtrain evaluate runs/NAME --tasks arc_easy,hellaswag --samples 100
 
 Any number of ranks finds the same values, bit for bit on equal devices. Another
 --train.micro_batch rounds sums differently; --per_sample implies 1.
@@ -42,8 +47,13 @@ def parser() -> Parser:
     made.add_argument(
         "--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)"
     )
-    made.add_argument("--samples", type=int, default=0, help="number of samples, evenly spaced (default: all)")
+    samples = "number of samples, evenly spaced; of a task, the first ones (default: all)"
+    made.add_argument("--samples", type=int, default=0, help=samples)
     made.add_argument("--per_sample", type=Path, metavar="FILE", help="write the values of each sample, as JSON lines")
+    tasks = "instead of data, evaluate on tasks of lm-evaluation-harness: names with commas"
+    made.add_argument("--tasks", type=lambda text: text.split(","), metavar="NAMES", help=tasks)
+    made.add_argument("--task_folder", type=Path, metavar="FOLDER", help="with YAML files of further tasks")
+    made.add_argument("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -59,17 +69,42 @@ def main(argv: list[str]) -> int:
     info: RankInfo | None = None
     try:
         info, _ = prepare()
-        found, source = _evaluate(options, training, info)
+        values, lines = _of_tasks(options, training, info) if options.tasks else _of_data(options, training, info)
         if info.rank == 0:
             if options.per_sample is not None:
-                options.per_sample.write_text("".join(f"{line}\n" for line in _lines(found)))
-            print(_json(found, source) if options.json else _text(found, source))
+                options.per_sample.write_text("".join(f"{line}\n" for line in lines()))
+            print(json.dumps(values, indent=1) if options.json else _text(values))
     except (Exception, KeyboardInterrupt) as error:
         return end(error, info, FailureOutput(show))
     return 0
 
 
-def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[Evaluated, str]:
+def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
+    from hvdtrain.comm.rounds import STARTED
+    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.task.causal_lm import load_model
+    from hvdtrain.task.saved_model import find_model
+    from hvdtrain.task.tokenizer_files import load_tokenizer
+    from hvdtrain.training.harness import TaskOptions, evaluate_tasks
+    from hvdtrain.training.start.device import pick_device
+
+    if training:
+        raise ConfigError(
+            "options of training do not apply to --tasks", found=training[0], next_step="leave them out, or --tasks"
+        )
+    source = find_model(options.path, "RUN")
+    tokenizer, model = load_tokenizer(source.folder), load_model(source).eval()
+    comm = start_rounds(info, None, horovod=True).enter(STARTED)
+    device = pick_device("auto", comm.local_rank, comm.local_size, comm)
+    wanted = TaskOptions(options.tasks, options.task_folder, options.fewshot, options.samples)
+    found = evaluate_tasks(model.to(device), tokenizer, wanted, comm)
+    values = {f"{task}/{name}": value for task, named in found.metrics.items() for name, value in named.items()}
+    return {"model": str(source.folder), **values}, lambda: [
+        json.dumps({"task": task, **sample}, default=str) for task, each in found.samples.items() for sample in each
+    ]
+
+
+def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     from hvdtrain.comm.rounds import STARTED
     from hvdtrain.comm.start import start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
@@ -91,22 +126,14 @@ def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[Ev
     comm = start_rounds(info, None, horovod=True).enter(STARTED)
     load = source.load if source.is_checkpoint else None
     found = evaluate_run(config, partial(function, **run.task_args), load, comm, options.split)
-    return found, str(source.folder)
+    values = {"model": str(source.folder), "samples": found.samples, **found.means}
+    if found.unit == "tokens":
+        values["perplexity"] = math.exp(min(found.means["loss"], 700.0))
+    return values, partial(_lines, found)
 
 
-def _values(found: Evaluated) -> dict[str, float]:
-    """Return the means; the perplexity, too, if the loss is one of tokens."""
-    values = dict(found.means)
-    return {**values, "perplexity": math.exp(min(values["loss"], 700.0))} if found.unit == "tokens" else values
-
-
-def _json(found: Evaluated, source: str) -> str:
-    return json.dumps({"model": source, "samples": found.samples, **_values(found)}, indent=1)
-
-
-def _text(found: Evaluated, source: str) -> str:
-    rows = [("model", source), ("samples", f"{found.samples:,}")]
-    rows += [(name, f"{value:.6g}") for name, value in _values(found).items()]
+def _text(values: Mapping[str, Any]) -> str:
+    rows = [(name, f"{value:.6g}" if isinstance(value, float) else f"{value}") for name, value in values.items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from tempfile import gettempdir
 
 from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
 from hvdtrain.install.mpirun import has_remote_shell, identify_mpi
@@ -62,6 +63,11 @@ def probe(environ: Mapping[str, str]) -> Probe:
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Return the cache folder, which can be removed at any time."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def substitute_folder() -> Path:
+    """Return the folder of this user to use if the cache folder is not writable."""
+    return Path(gettempdir()) / f"hvdtrain-{os.getuid()}"
 
 
 def find_python() -> FoundPython:

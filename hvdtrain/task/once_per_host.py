@@ -8,9 +8,9 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from tempfile import mkdtemp
 
 from hvdtrain.errors import DataError
 from hvdtrain.files import fsync, fsync_folder
@@ -36,10 +36,10 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     Errors:
         DataError: neither folder is writable.
     """
-    from hvdtrain.install.build_probe import cache_folder
+    from hvdtrain.install.build_probe import cache_folder, substitute_folder
     from hvdtrain.runtime.environment import environ
 
-    own, substitute = cache_folder(environ()) / name, Path(gettempdir()) / f"hvdtrain-{os.getuid()}" / name
+    own, substitute = cache_folder(environ()) / name, substitute_folder() / name
 
     def find_whole() -> Path | None:
         if is_whole(own / key):
@@ -47,6 +47,8 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
         return substitute / key if _is_mine(substitute) and is_whole(substitute / key) else None
 
     if whole := find_whole():
+        with suppress(OSError):
+            os.utime(whole)  # `hvdtrain cache` shows the last use
         return whole
     problems = []
     for place in (own, substitute):
