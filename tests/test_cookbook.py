@@ -80,5 +80,5 @@ def test_all_options_of_the_page_exist() -> None:
             assert "there is no option" not in str(error), error
 
 
-_OTHERS = {"over", "prompt", "nproc_per_node", "elastic", "lr", "gradient_accumulation_steps"}
+_OTHERS = {"over", "tasks", "prune", "prompt", "nproc_per_node", "elastic", "lr", "gradient_accumulation_steps"}
 """Options of other programs and commands."""

@@ -155,7 +155,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_options_in_the_table_exist() -> None:
-    from hvdtrain.cli import doctor, launch_options, tune
+    from hvdtrain.cli import cache, doctor, launch_options, tune
     from hvdtrain.config.parse import make_parser
     from hvdtrain.task.base import NAMED, load_task_function
 
@@ -164,7 +164,7 @@ def test_options_in_the_table_exist() -> None:
     of_training = re.sub(r"^hvdtrain timeline .*", "", BOTH, flags=re.M)  # those are test_docs.py's
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", of_training))
     others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
-    for of_another in (doctor.parser(), launch_options.parser(), tune.parser()):
+    for of_another in (cache.parser(), doctor.parser(), launch_options.parser(), tune.parser()):
         options = {option for action in of_another._actions for option in action.option_strings}
         others |= {f"--{option[2:].replace('-', '_')}" for option in options}
     assert {option for option in named if option not in known and option not in others} == set()

@@ -23,7 +23,7 @@ class SampleOrder:
     source has its own passes: it is used whole, in a random order, before one of its samples is used again.
 
     Args:
-        samples: number of samples of all sources; 0 for an iterable data set, whose samples come in its own order.
+        samples: number of samples of all sources; 0 for an iterable data set, in its own order.
         sources: length and weight, a whole number of 1 or more, of each source; empty for one order over all samples.
         seed: of the order.
     """

@@ -48,7 +48,7 @@ class Epochs:
         whole: number of epochs in which each sample was used exactly once.
         others: the other epochs.
         reordered: number of changes of data or seed, which change the order.
-        iterable: number of samples of iterable data sets, whose epochs are not known.
+        iterable: number of samples of iterable data sets: their epochs are not known.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 pytest.importorskip("lm_eval", reason="hvdtrain[harness] is not installed")
 pytestmark = pytest.mark.slow
 
-COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
+COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "target_delimiter": ""}
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice",
@@ -91,10 +91,11 @@ def test_answers_are_those_of_the_model_on_any_number_of_ranks(folder: Path, mod
     assert alone.metrics["choices"]["acc"] == pytest.approx(sum(likely) / 7)
     for size in (2, 3):
         copies = [copy.deepcopy(model) for _ in range(size)]
-        found_by_rank = on_ranks(
-            size, lambda comm, copies=copies: evaluate_tasks(copies[comm.rank], tokenizer, options, comm)
-        )
-        assert [_plain(found) for found in found_by_rank] == [_plain(alone)] * size
+
+        def evaluate(comm: ThreadComm, models: list[Any] = copies) -> str:
+            return _plain(evaluate_tasks(models[comm.rank], tokenizer, options, comm))
+
+        assert on_ranks(size, evaluate) == [_plain(alone)] * size
 
 
 def _plain(found: TaskResults) -> str:
