@@ -261,6 +261,9 @@ def test_laws_1_and_2(tmp_path: Path) -> None:
     assert len(one) == 12
     for run in ("2", "3", "resumed"):
         assert _losses(tmp_path, run) == pytest.approx(one, rel=1e-5)
+    saved = tmp_path / "resumed" / "checkpoints" / "step-000010"
+    progress = orjson.loads((saved / "state.json").read_bytes())["progress"]
+    assert (progress["position"], progress["data_state"]) == (80, {"epoch": 6, "begin": 66, "position": 68})
     report = verify_data(tmp_path / "resumed")
     assert not report.wrong and report.epochs.iterable == 96
     assert "96 samples of an iterable data set, each position once" in to_text(report, tmp_path / "resumed")
