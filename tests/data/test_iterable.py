@@ -132,7 +132,8 @@ def test_a_state_saves_reading() -> None:
         state = orjson.loads(firsts[3][0].data_state)
         assert state["position"] == 30 and state["begin"] == 24
         MADE.clear()
-        _draw(kind(), 1, position=30, steps=1, state=state)
+        _, again = _draw(kind(), 1, position=30, steps=1, state=state)
+        assert orjson.loads(again[0][0].data_state)["position"] <= 30  # so that a repeated step can begin there
         assert len(MADE) == least + (6 if kind is Plain else 7)  # 30 to 39, of two passes
 
 
