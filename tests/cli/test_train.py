@@ -257,7 +257,7 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
         ),
         (
             f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n",
-            "the data set cannot be indexed",
+            "the data set can be read only once",
         ),
         (
             f"def build():\n{MODEL}{LOSS}    return Task(model.requires_grad_(False), loss, data)\n",
