@@ -67,10 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def _start(folder: Path, *options: str) -> Server:
+def _start(folder: Path, *options: str, program: tuple[str, ...] = ("-m", "hvdtrain", "serve")) -> Server:
     key = folder.parent / "key.txt"
     key.write_text(KEY + "\n")
-    argv = [sys.executable, "-m", "hvdtrain", "serve", str(folder), "--port", "0", "--name", "mine", *options]
+    argv = [sys.executable, *program, str(folder), "--port", "0", "--name", "mine", *options]
     process = subprocess.Popen(
         [*argv, "--key_file", str(key)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -187,6 +187,36 @@ def test_nobody_waits_longer_than_the_limit_and_a_stop_ends_the_server(folder: P
         kinds = {(code, "[DONE]" in text, '"code": 504' in text) for code, text in answers}
         assert kinds <= {(200, True, False), (200, False, True), (503, False, False)}
         assert kinds >= {(200, False, True), (503, False, False)}
+        slow.process.send_signal(signal.SIGTERM)
+        assert slow.process.wait(timeout=60) == 0
+    finally:
+        slow.process.kill()
+        slow.process.communicate()
+
+
+SLOW = """
+import sys, torch
+from hvdtrain.cli.serve import main
+from hvdtrain.task import causal_lm
+load = causal_lm.load_model
+def slow(source):
+    large, model = torch.randn(2500, 2500), load(source)
+    def multiply(module, given):
+        large @ large
+    model.register_forward_pre_hook(multiply)
+    return model
+causal_lm.load_model = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_stop_waits_for_what_torch_computes(folder: Path) -> None:
+    """A thread that returns from torch while the interpreter ends would abort the process."""
+    slow = _start(folder, program=("-c", SLOW))
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", slow.port, timeout=60)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(LONG), JSON)
+            assert connection.getresponse().read(20)
         slow.process.send_signal(signal.SIGTERM)
         assert slow.process.wait(timeout=60) == 0
     finally:
