@@ -133,7 +133,8 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
 
 
 def _text(values: Mapping[str, Any]) -> str:
-    rows = [(name, f"{value:.6g}" if isinstance(value, float) else f"{value}") for name, value in values.items()]
+    forms = {float: ".6g", int: ","}
+    rows = [(name, format(value, forms.get(type(value), ""))) for name, value in values.items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -100,8 +100,8 @@ class IterableSamples(Dataset[Any]):
         """
         self._kept.clear()
         self._epoch, self._begin = state.get("epoch", 0), state.get("begin", 0)
-        self._start_pass(self._begin)
         if "state" not in state:
+            self._start_pass(self._begin)
             return False
         self._start_pass(state["position"], state["state"])
         self._hashes = []

@@ -70,6 +70,14 @@ def substitute_folder() -> Path:
     return Path(gettempdir()) / f"hvdtrain-{os.getuid()}"
 
 
+def is_mine(place: Path) -> bool:
+    """Return whether the user owns a folder and its parent. Others may write to the system's temporary folder."""
+    try:
+        return all(folder.lstat().st_uid == os.getuid() for folder in (place, place.parent))
+    except OSError:
+        return False
+
+
 def find_python() -> FoundPython:
     """Describe the running interpreter."""
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"

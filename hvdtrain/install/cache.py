@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.install.build_probe import cache_folder, substitute_folder
+from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
 
 _DAY_S = 86_400.0
 
@@ -22,7 +22,7 @@ class CacheEntry:
     Attributes:
         size_bytes: of its files.
         used_s: time of the last use, in seconds since the epoch.
-        about: what it holds, in a few words; "" if that is not known.
+        about: what it holds, in a few words.
     """
 
     path: Path
@@ -33,7 +33,8 @@ class CacheEntry:
 
 def cache_entries(environ: Mapping[str, str]) -> list[CacheEntry]:
     """List the folders of the cache, and those that a process without access to it has made elsewhere."""
-    places = [place / name for place in (cache_folder(environ), substitute_folder()) for name in ("corpus", "horovod")]
+    own, substitute = cache_folder(environ), substitute_folder() / "corpus"
+    places = [own / "corpus", own / "horovod", *([substitute] if is_mine(substitute) else [])]
     return [entry for place in places for entry in _entries(place)]
 
 

@@ -36,7 +36,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     Errors:
         DataError: neither folder is writable.
     """
-    from hvdtrain.install.build_probe import cache_folder, substitute_folder
+    from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
     from hvdtrain.runtime.environment import environ
 
     own, substitute = cache_folder(environ()) / name, substitute_folder() / name
@@ -44,7 +44,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     def find_whole() -> Path | None:
         if is_whole(own / key):
             return own / key
-        return substitute / key if _is_mine(substitute) and is_whole(substitute / key) else None
+        return substitute / key if is_mine(substitute) and is_whole(substitute / key) else None
 
     if whole := find_whole():
         with suppress(OSError):
@@ -55,7 +55,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
         try:
             for folder in (place.parent, place):  # mkdir applies the mode to the last folder only
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if place == substitute and not _is_mine(place):
+            if place == substitute and not is_mine(place):
                 raise PermissionError(errno.EPERM, "it belongs to another user")
             return _build_in(place, key, build, find_whole)
         except OSError as error:
@@ -104,11 +104,3 @@ def _locked(path: Path) -> Iterator[bool]:
                 raise
             alone = False
         yield alone
-
-
-def _is_mine(place: Path) -> bool:
-    """Return whether the user owns a folder and its parent. Others may write to the system's temporary folder."""
-    try:
-        return all(folder.lstat().st_uid == os.getuid() for folder in (place, place.parent))
-    except OSError:
-        return False

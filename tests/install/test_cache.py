@@ -58,6 +58,16 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["--prune", "-1"])
 
 
+def test_a_link_in_the_temporary_folder_is_not_followed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user may have made it, so that a prune removes folders of this one."""
+    substitute = cache.substitute_folder()
+    substitute.mkdir()
+    (substitute / "corpus").symlink_to(root / "corpus")
+    assert len(cache_entries(os.environ)) == 7  # a link of this user
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert len(cache_entries(os.environ)) == 4
+
+
 def test_use_is_noted(root: Path) -> None:
     def never(folder: Path) -> None:
         raise AssertionError("it is there already")
