@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +35,7 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{_PREFIX}{_stamp(directory):010d}.{socket.gethostname()}.{os.getpid()}"
+        path = directory / f"{_PREFIX}{_stamp(directory):010d}.{socket.gethostname()}.{threading.get_native_id()}"
         self._event = Event
         self._file = path.open("xb", buffering=0)
         self._encoded = io.BytesIO()

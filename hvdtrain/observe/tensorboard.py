@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,12 @@ class TensorBoard:
         starts = {f"step/{band}": step for band in BANDS}
         for run in (".", "heldout"):
             starts |= {run: step, f"{run}/by_samples": position, f"{run}/by_seconds": int(seconds)}
-        self._files = {run: EventFile(self._directory / run, start + again) for run, start in starts.items()}
+        files = {}
+        with ExitStack() as on_error:
+            for run, start in starts.items():
+                files[run] = on_error.enter_context(closing(EventFile(self._directory / run, start + again)))
+            on_error.pop_all()
+        self._files = files
         if (self._directory / _HISTOGRAMS).exists():
             self._histogram_file()
         first = [page.text("config", page.config_table(self._started)), *page.hyperparameters(config)]

@@ -65,6 +65,15 @@ def served(serving: Served) -> Served:
     return serving
 
 
+@pytest.fixture
+def crowded() -> Iterator[Served]:
+    """A server of its own: connections that waited in the kernel may be accepted after the test that made them."""
+    one = Served()
+    one.server.open(3, {})
+    yield one
+    one.server.close()
+
+
 def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
@@ -158,21 +167,21 @@ def test_it_listens_on_this_host_alone(served: Served) -> None:
     assert served.address.startswith("127.0.0.1:")
 
 
-def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_block_no_rank(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
     monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
-    drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
+    drip = f"PUT /{crowded.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
     connections = []
     for number in range(3 * MOST_STRANGERS):
-        connections.append(served.connect())
+        connections.append(crowded.connect())
         if number % 2:
             connections[-1].sendall(drip[: 1 + number % len(drip)])
-    assert served.ask("PUT", f"/{served.token}/3:0/scope/key", b"x") == (200, b"") and served.keys
-    assert len(served.server._strangers) <= MOST_STRANGERS
+    assert crowded.ask("PUT", f"/{crowded.token}/3:0/scope/key", b"x") == (200, b"") and crowded.keys
+    assert len(crowded.server._strangers) <= MOST_STRANGERS
     assert connections[0].recv(1) == b""
-    assert "have sent no request; the oldest are closed" in served.log[0]
+    assert "have sent no request; the oldest are closed" in crowded.log[0]
     assert re.search(
-        rf"\(\d+ of uid {os.getuid()}\), see: ss -tnp dport = :{served.address.split(':')[1]}", served.log[0]
+        rf"\(\d+ of uid {os.getuid()}\), see: ss -tnp dport = :{crowded.address.split(':')[1]}", crowded.log[0]
     )
     for connection in connections:
         connection.close()
@@ -188,13 +197,13 @@ def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.Monke
     assert "without a request in" in served.log[0]
 
 
-def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
-    waiting, sending = served.connect(), served.connect()
-    waiting.sendall(f"GET /{served.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
-    sending.sendall(f"PUT /{served.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())
-    others = [served.connect() for _ in range(2 * MOST_STRANGERS)]
-    served.ask("PUT", f"/{served.token}/3:0/global/0", b"")
+    waiting, sending = crowded.connect(), crowded.connect()
+    waiting.sendall(f"GET /{crowded.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
+    sending.sendall(f"PUT /{crowded.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())
+    others = [crowded.connect() for _ in range(2 * MOST_STRANGERS)]
+    crowded.ask("PUT", f"/{crowded.token}/3:0/global/0", b"")
     sending.sendall(b"2")
     assert sending.makefile("rb").readline().startswith(b"HTTP/1.1 200")
     assert waiting.makefile("rb").read().endswith(b"\r\n\r\n12")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,36 @@ def test_a_full_disk_is_the_sinks_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         _write(tmp_path / "file" / "tensorboard", STARTED, step_record(1, 1e9))
+
+
+def test_files_are_all_opened_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[EventFile] = []
+
+    def fail_at_fourth(directory: Path, first_step: int) -> EventFile:
+        if len(opened) == 3:
+            raise OSError("too many open files")
+        opened.append(EventFile(directory, first_step))
+        return opened[-1]
+
+    board = TensorBoard(tmp_path / "tensorboard", tmp_path / "journal")
+    board.write(STARTED)
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.observe.tensorboard.EventFile", fail_at_fourth)
+        with pytest.raises(OSError, match="too many"):
+            board.write(step_record(1))
+    assert [file._file.closed for file in opened] == [True] * 3
+    board.write(step_record(2))
+    board.close()
+
+
+def test_two_threads_of_a_process_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a notebook or a test may be threads: one leaves and one begins in the same second."""
+    monkeypatch.setattr("hvdtrain.observe.event_file._stamp", lambda directory: 1)
+    first = EventFile(tmp_path, 0)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(EventFile, tmp_path, 0).result().close()
+    first.close()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:
