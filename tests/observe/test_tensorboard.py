@@ -426,9 +426,9 @@ def test_files_are_all_opened_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.observe.tensorboard.EventFile", fail_at_fourth)
         with pytest.raises(OSError, match="too many"):
-            board.write(step_record(1))
+            board.write(step_record(1, 1.0))
     assert [file._file.closed for file in opened] == [True] * 3
-    board.write(step_record(2))
+    board.write(step_record(2, 2.0))
     board.close()
 
 
