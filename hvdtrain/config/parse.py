@@ -29,7 +29,9 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.yaml_file import flatten, read_yaml
 
-NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.", "memory.", "parallel.device")
+NOT_IDENTITY = (
+    *("run_dir", "resume", "log_level", "train.stop_at", "observe.", "memory.", "parallel.device", "parallel.bind"),
+)
 """Prefixes of options that may change when a run resumes."""
 
 _TYPE_WORDS = {

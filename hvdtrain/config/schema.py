@@ -74,6 +74,8 @@ class ParallelConfig:
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
             shared lets several ranks use one GPU, which is slow and meant for tests
+        bind: cores of a rank, its loaders and its pinned memory: gpu for those near its GPU, numa for a NUMA domain (or
+            several) per rank, none for those that the launcher allows; auto is gpu with CUDA, otherwise none
     """
 
     engine: Literal["horovod", "ddp", "fsdp"] = "horovod"
@@ -83,6 +85,7 @@ class ParallelConfig:
     dp_shard: int | None = None
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
+    bind: Literal["auto", "gpu", "numa", "none"] = "auto"
 
 
 @dataclass(frozen=True)

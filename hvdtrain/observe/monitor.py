@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 EVERY_S = 10.0
 _FIRST_AFTER_S = 2.0
 
+_NO_ADDRESS = "0000:00:00.0"
+"""Of a torch that does not report it; it is that of a bridge, never of a GPU."""
+
 THROTTLES = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -53,6 +56,20 @@ def gpu_identity(device: Any) -> GpuIdentity | None:
     found = torch.cuda.get_device_properties(device)
     bus = [int(getattr(found, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return GpuIdentity(device.index or 0, str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
+
+
+def pci_address(gpu: GpuIdentity) -> str:
+    """Return the PCI address of a GPU; from NVML if torch does not know it, empty if neither does."""
+    if gpu.pci_bus_id != _NO_ADDRESS:
+        return gpu.pci_bus_id
+    nvml, handle = open_nvml(gpu)
+    if handle is None:
+        return ""
+    try:
+        found = nvml.nvmlDeviceGetPciInfo(handle)
+    except nvml.NVMLError:
+        return ""
+    return f"{found.domain:04X}:{found.bus:02X}:{found.device:02X}.0"
 
 
 @dataclass

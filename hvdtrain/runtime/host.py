@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,8 +35,8 @@ def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
     allowed = frozenset(range(online)) if bound else own
     allowed = allowed & _cpuset(root) or allowed
     quota = _quota(root)
-    cores = max(1, min(_physical(root, allowed), quota or online))
-    own_cores = _physical(root, own) if bound else cores
+    cores = max(1, min(physical_cores(root, allowed), quota or online))
+    own_cores = physical_cores(root, own) if bound else cores
     huge_pages = "[never]" not in read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")
     # InfiniBand, RoCE, Omni-Path and EFA have one folder, Slingshot has another
     fabric = any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))
@@ -53,7 +53,14 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _physical(root: Path, cpus: frozenset[int]) -> int:
+def cpu_ranges(cpus: Collection[int]) -> str:
+    """Format numbers in the kernel's notation, such as ``0-3,8``; the inverse of `cpu_list`."""
+    starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
+    ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def physical_cores(root: Path, cpus: frozenset[int]) -> int:
     """Count cores; the hardware threads of a core count once."""
     folder = root / "sys/devices/system/cpu"
     return len({read_text_or_empty(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})

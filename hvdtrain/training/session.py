@@ -29,7 +29,7 @@ from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
-from hvdtrain.training.start.device import check_device_is_own, limit_memory, pick_device, training_stream
+from hvdtrain.training.start.device import bind_rank, check_device_is_own, limit_memory, pick_device, training_stream
 from hvdtrain.training.start.kernels import set_tf32, use_deterministic_kernels
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
 from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
@@ -60,6 +60,7 @@ def run_training(
     # In an elastic job a rank that joins chooses alone.
     first = None if rounds.elastic else rounds.enter(STARTED)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size, first)
+    binding = bind_rank(parallel.bind, device, rounds, first, info.variables)
     check_auto(run.config, device)
     limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)
@@ -69,7 +70,7 @@ def run_training(
     task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
     worker = make_worker_state(run, task, device, info)
-    worker.note = note
+    worker.note, worker.binding = note, binding
     heldout = 0 if task.heldout_data is None else dataset_length(task.heldout_data, least=0)
     worker.callbacks = make_callbacks(run.config, info, callbacks, evaluates=heldout > 0)
     worker.state.extras = worker.callbacks.by_name

@@ -37,6 +37,7 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     installation.packages,
     host.host,
     host.binding,
+    host.locality,
     host.oversubscription,
     host.quota,
     host.memory,

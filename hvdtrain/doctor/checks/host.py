@@ -6,6 +6,7 @@ from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.runtime.environment import NO_LAUNCHER
+from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.runtime.rules import THREADS, Facts
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -33,6 +34,29 @@ def binding(facts: DoctorFacts) -> Finding | None:
     why = f"its share is {share} of {found.cores}; the rest is idle (Open MPI's default is one core per rank)"
     fix = "mpirun --bind-to none --map-by slot ..., or hvdtrain launch, which sets this"
     return Finding("binding", "warning", f"this rank is bound to {found.own_cores} core(s)", why, fix)
+
+
+def locality(facts: DoctorFacts) -> Finding | None:
+    """Describe which cores are near which GPU, and check that this process may use some near its own."""
+    machine, near = facts.machine, {address: cpus for address, cpus in facts.gpu.near.items() if cpus}
+    if len(machine.domains) < 2 and not near:
+        return None
+    domains = "; ".join(map(cpu_ranges, machine.domains))
+    found = f"{len(machine.domains)} NUMA domain(s): cores {domains}" if domains else "no NUMA domains"
+    for cpus in dict.fromkeys(near.values()):
+        found += f"; near cores {cpu_ranges(cpus)}: GPU {', '.join(a for a in near if near[a] == cpus)}"
+    own: list[str] = list(facts.installation.torch.values.get("pci", []))
+    if facts.info.launcher != NO_LAUNCHER and len(own) > 1:
+        own = own[facts.info.local_rank :][:1]
+    far = [address for address in own if address in near and not near[address] & machine.allowed]
+    if not far:
+        return Finding("locality", "ok", found)
+    wanted = cpu_ranges(frozenset[int]().union(*(near[address] for address in far)))
+    why = f"this process may use cores {cpu_ranges(machine.allowed)}, none of them near GPU {', '.join(far)}: copies to"
+    why += " it and its loaders cross the link between sockets"
+    fix = f"allow cores {wanted}: srun --gpu-bind=closest --distribution=block:block, more cores by hvdtrain launch"
+    fix += f" --cpus_per_rank N, or docker run --cpuset-cpus={wanted}"
+    return Finding("locality", "warning", found, why, fix)
 
 
 def oversubscription(facts: DoctorFacts) -> Finding | None:

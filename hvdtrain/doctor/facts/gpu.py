@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.doctor.facts.child import ask
 from hvdtrain.files import read_text_or_empty
+from hvdtrain.runtime.binding import cores_near
 
 _DRIVER = """
 import ctypes, json
@@ -26,20 +28,23 @@ class GpuFacts:
     driver_cuda: tuple[int, int] | None = None  # newest CUDA it supports, such as (12, 4); None without its library
     peer_memory: bool = False  # whether the kernel module that lets network cards access GPU memory is loaded
     gdrcopy: bool = False  # whether the kernel module of GDRCopy is loaded
+    near: Mapping[str, frozenset[int]] = field(default_factory=dict)  # cores near each GPU, by its PCI address
 
 
 def gpu_facts(root: Path = Path("/")) -> GpuFacts:
     """Gather the facts. ``root``: root folder of ``sys``, ``proc`` and ``dev``."""
     devices = sum(path.name[6:].isdigit() for path in (root / "dev").glob("nvidia*"))
     driver = driver_version(root)
+    on_bus = [device for device in sorted((root / "sys/bus/pci/devices").glob("*")) if _is_gpu(device)]
     number = int(ask(_DRIVER, timeout_s=20).values.get("cuda", 0)) if devices or driver else 0
     modules = root / "sys/module"
     return GpuFacts(
-        count=max(devices, sum(_is_gpu(device) for device in (root / "sys/bus/pci/devices").glob("*"))),
+        count=max(devices, len(on_bus)),
         driver=driver,
         driver_cuda=(number // 1000, number % 1000 // 10) if number else None,
         peer_memory=any((modules / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
         gdrcopy=(modules / "gdrdrv").exists(),
+        near={device.name: cores_near(device.name, root / "sys") for device in on_bus},
     )
 
 

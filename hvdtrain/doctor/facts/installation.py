@@ -24,8 +24,11 @@ with warnings.catch_warnings(record=True) as messages:
     warnings.simplefilter("always")
     import torch
     torch.cuda.is_available()
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [gpu.name for gpu in found]
+    pci = [(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) for gpu in found if hasattr(gpu, "pci_bus_id")]
 values = {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), "gpus": gpus,
+          "pci": ["%04x:%02x:%02x.0" % address for address in pci],
           "driver_warnings": [str(warning.message) for warning in messages if "driver" in str(warning.message).lower()]}
 if torch.version.cuda:
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.install.mpirun import has_remote_shell
+from hvdtrain.runtime.binding import numa_domains
 from hvdtrain.runtime.host import HostFacts, read_host
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -35,6 +36,8 @@ class Machine:
 
     host: HostFacts
     system: Mapping[str, str]  # descriptions of kernel, cpu, memory and python
+    domains: tuple[frozenset[int], ...] = ()  # cores of each NUMA domain that has any
+    allowed: frozenset[int] = frozenset()  # cores that this process may use
     processors: int = 1  # hardware threads of the machine, including those that this process may not use
     cpu_flags: frozenset[str] = frozenset()  # features of the processor, as the kernel names them
     memory_bytes: int = 0
@@ -63,6 +66,8 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
             "memory": f"{memory_bytes / 2**30:.1f} GiB",
             "python": f"{platform.python_version()} ({sys.executable})",
         },
+        domains=tuple(numa_domains(root / "sys")),
+        allowed=frozenset(os.sched_getaffinity(0)),
         processors=os.cpu_count() or 1,
         cpu_flags=frozenset((cpu.get("flags") or cpu.get("Features") or "").split()),
         memory_bytes=memory_bytes,

@@ -22,6 +22,7 @@ from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.runtime.binding import Binding
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.state.exchange_state import ExchangeState
 from hvdtrain.state.frozen import find_frozen
@@ -71,6 +72,7 @@ class WorkerState:
         warnings: about task and optimizer; recorded when training starts.
         callbacks: of the run; `session.py` sets them.
         note: of the task, about what it has prepared; shown when training starts.
+        binding: cores of this process; None if they are those of its launcher.
     """
 
     task: Task
@@ -94,6 +96,7 @@ class WorkerState:
     warnings: list[str] = field(default_factory=list)
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
     note: str = ""
+    binding: Binding | None = None
 
     @property
     def resumes_in_job(self) -> bool:

@@ -21,7 +21,9 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.observe.energy import CPUS, GPUS, Counter, CpuCounter, GpuCounter, open_counter
 from hvdtrain.observe.monitor import gpu_identity
+from hvdtrain.runtime.binding import Binding, binding_map
 from hvdtrain.runtime.clock import clock_id
+from hvdtrain.runtime.host import cpu_list, cpu_ranges
 
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
@@ -32,8 +34,9 @@ class JobFacts:
 
     Attributes:
         record: of the whole job, for the event `started`: `devices` (their number; a GPU that ranks share counts once,
-            and a rank on CPUs is a device), `machine` (hosts, and the number of each device by name), `versions`, and
-            `energy` (by kind, why its energy is not measured; empty if it is).
+            and a rank on CPUs is a device), `machine` (hosts, and the number of each device by name), `versions`,
+            `binding` (`binding_map`; empty if ranks are not bound), and `energy` (by kind, why its energy is not
+            measured; empty if it is).
         counters: of energy, that this rank reads for the job, by kind.
     """
 
@@ -41,11 +44,11 @@ class JobFacts:
     counters: Mapping[str, Counter]
 
 
-def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/")) -> JobFacts:
+def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None) -> JobFacts:
     """Gather the facts of all ranks. Collective: yes.
 
     The first rank of each host reads the counter of its processors, and the first rank of each GPU that of the GPU.
-    ``root``: the root of the file system with ``sys`` and ``proc``.
+    ``root``: the root of the file system with ``sys`` and ``proc``. `binding`: of this rank.
     """
     gpu = gpu_identity(device)
     opened = {CPUS: open_counter(partial(CpuCounter, root))}
@@ -58,6 +61,7 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/")) -> Jo
         "device": _device_name(device, root),
         "places": places,
         "energy": {kind: reason for kind, (_, reason) in opened.items()},
+        "binding": [cpu_ranges(binding.cpus), binding.gpu, binding.kept] if binding is not None else None,
     }
     ranks = allgather_json(comm, mine, name="job/facts")
     counters = {
@@ -71,6 +75,7 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/")) -> Jo
         "devices": len(devices),
         "machine": {"hosts": list(dict.fromkeys(rank["host"] for rank in ranks)), "devices": dict(Tally(devices))},
         "versions": versions(),
+        "binding": _binding_map(ranks),
         "energy": {kind: _reason([rank["energy"].get(kind, "") for rank in ranks]) for kind in opened},
     }
     return JobFacts(record, counters)
@@ -90,6 +95,15 @@ def versions() -> dict[str, str]:
 def _first(ranks: list[dict[str, Any]], kind: str, place: str) -> int:
     """Return the first rank at a place."""
     return next(number for number, rank in enumerate(ranks) if rank["places"][kind] == place)
+
+
+def _binding_map(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    bound = [(rank["host"], rank["binding"]) for rank in ranks if rank["binding"] is not None]
+    if len(bound) < len(ranks):  # not one of them: all have the same options
+        return []
+    return binding_map(
+        [host for host, _ in bound], [Binding(cpu_list(cpus), gpu, kept) for _, (cpus, gpu, kept) in bound]
+    )
 
 
 def _reason(reasons: list[str]) -> str:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.observe.monitor import gpu_identity, pci_address
+from hvdtrain.runtime.binding import (
+    Binding,
+    Seat,
+    bind_to_domains,
+    bind_to_gpus,
+    cores_near,
+    numa_domains,
+    pin_process,
+)
+from hvdtrain.runtime.host import cpu_list, cpu_ranges, physical_cores
 from hvdtrain.runtime.rules import THREADS
-from hvdtrain.runtime.tuning import Choice
+from hvdtrain.runtime.tuning import Choice, without_our_variables
 
 _NEXT_STEP = "start fewer ranks a host, or use --parallel.device cpu; for a test: --parallel.device shared"
 _SLOW = "NCCL does not support this, so gradients go through host memory, by MPI or Gloo; use it only for tests"
@@ -84,6 +99,67 @@ def _place_among_equals(comm: Comm) -> tuple[int, int]:
         )
     equals = [rank for rank, seen in enumerate(everyone) if seen == everyone[comm.rank]]
     return equals.index(comm.rank), len(equals)
+
+
+def bind_rank(
+    wanted: str,
+    device: torch.device,
+    rounds: Rounds,
+    comm: Comm | None,
+    variables: Mapping[str, str],
+    root: Path = Path("/"),
+) -> Binding | None:
+    """Pin this process to cores near its device (`runtime.binding`), and fit torch's number of threads to them.
+
+    Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training.
+
+    Args:
+        wanted: auto, gpu, numa or none.
+        device: of this rank.
+        rounds: with the place of this rank on its host.
+        comm: if given, the call is collective, and ranks that the launcher bound to different cores are recognized.
+        variables: of this process.
+        root: root folder of ``sys``.
+
+    Returns:
+        None if it is not to be bound.
+
+    Errors:
+        ConfigError: gpu was asked for, but the device is a CPU.
+    """
+    gpu = gpu_identity(device)
+    if wanted == "gpu" and gpu is None:
+        raise ConfigError(
+            "--parallel.bind gpu, but this rank trains on a CPU", expected="a GPU", next_step="--parallel.bind numa"
+        )
+    if wanted == "none" or (wanted == "auto" and gpu is None):
+        return None
+    address = pci_address(gpu) if gpu is not None and wanted != "numa" else ""
+    near = cores_near(address, root / "sys") if address else frozenset[int]()
+    place, seats = _seats(Seat(frozenset(os.sched_getaffinity(0)), near), rounds, comm)
+    if wanted == "numa":
+        planned = bind_to_domains(seats, numa_domains(root / "sys"))
+    else:
+        planned = bind_to_gpus(seats, insist=wanted == "gpu")
+    mine = planned[place]
+    if not mine.kept:
+        pin_process(mine.cpus)
+        most = len(mine.cpus)
+        if THREADS not in without_our_variables(variables):
+            most = max(1, physical_cores(root, mine.cpus) // planned.count(mine))
+        torch.set_num_threads(min(torch.get_num_threads(), most))
+    return replace(mine, gpu=address)
+
+
+def _seats(own: Seat, rounds: Rounds, comm: Comm | None) -> tuple[int, list[Seat]]:
+    """Return the place of this rank among those of its host, and the cores of each; without a comm, all as its own."""
+    if comm is not None:
+        mine = [socket.gethostname(), cpu_ranges(own.allowed), cpu_ranges(own.near)]
+        everyone = allgather_json(comm, mine, name="cores")
+        here = [rank for rank, (host, *_) in enumerate(everyone) if host == mine[0]]
+        if len(here) == rounds.local_size:  # else different hosts have the same name
+            return here.index(comm.rank), [Seat(*map(cpu_list, everyone[rank][1:])) for rank in here]
+    return rounds.local_rank, [own] * rounds.local_size
 
 
 def limit_memory(device: torch.device, limit_gib: float | None) -> None:

@@ -17,6 +17,7 @@ from hvdtrain.data.loader import training_samples
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.training.elastic.worker_state import WorkerState
@@ -118,7 +119,7 @@ def recording(worker: WorkerState, is_over: Callable[[BaseException], bool]) -> 
 def describe_start(current: Round) -> EnergyUse:
     """Record and show what begins; return what measures its energy. Collective: yes."""
     comm, recorder = current.comm, current.recorder
-    job = gather_facts(comm, current.worker.device)
+    job = gather_facts(comm, current.worker.device, binding=current.worker.binding)
     kinds = [kind for kind, reason in job.record["energy"].items() if not reason]
     energy = EnergyUse(comm, job.counters, kinds, recorder.event)
     recorder.add_watcher(energy)
@@ -171,6 +172,10 @@ def _describe(current: Round, job: JobFacts) -> None:
     )
     if worker.note:
         recorder.say(worker.note)
+    for line in describe_map(job.record["binding"]):
+        recorder.say(line)
+    for problem in problems(job.record["binding"]):
+        recorder.warn(problem)
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     passes = -(-train.global_batch // train.pass_samples)
