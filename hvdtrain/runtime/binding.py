@@ -78,7 +78,7 @@ def bind_to_gpus(seats: Sequence[Seat], *, insist: bool) -> list[Binding]:
 
 def _bind_to_gpu(seat: Seat, sharers: int, insist: bool) -> Binding:
     cpus = seat.allowed & seat.near
-    enough = 1 if insist else min(len(seat.near), len(seat.allowed) // sharers) / 2
+    enough = 0 if insist else min(len(seat.near), len(seat.allowed) // sharers) / 2
     if not seat.near:
         return Binding(seat.allowed, kept="the kernel does not list the cores near their GPUs")
     if cpus and len(cpus) >= enough:
@@ -145,7 +145,7 @@ def binding_map(hosts: Sequence[str], bindings: Sequence[Binding]) -> list[dict[
 
 
 def describe_map(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a `binding_map`: one for all hosts whose local ranks have the same cores."""
+    """Yield the lines of a `binding_map`: one for all hosts with the same cores for each local rank."""
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for group in groups:
         by_host.setdefault(group["host"], []).append(group)

@@ -15,6 +15,8 @@ _BETWEEN_S = 0.005
 _LEAST_LOOKS = 4
 _MOST_SLEEPS = 3
 
+_PROC = Path("/proc")
+
 
 @dataclass(frozen=True)
 class ThreadUse:
@@ -27,14 +29,14 @@ class ThreadUse:
 def thread_ids(process: int | str = "self") -> frozenset[int]:
     """Return the kernel's ids of a process's threads; empty without ``/proc``, or if it has ended."""
     try:
-        return frozenset(int(task.name) for task in Path(f"/proc/{process}/task").iterdir())
+        return frozenset(int(task.name) for task in (_PROC / str(process) / "task").iterdir())
     except OSError:
         return frozenset()
 
 
 def read_use(thread: int) -> ThreadUse:
     """Read the CPU use of a thread. Errors: OSError, ValueError if it has ended, or this kernel has no such figures."""
-    folder = Path("/proc/self/task") / str(thread)
+    folder = _PROC / "self/task" / str(thread)
     status = dict(line.partition(":")[::2] for line in (folder / "status").read_text().splitlines())
     busy_ns = int((folder / "schedstat").read_text().split()[0])
     return ThreadUse(busy_ns, int(status.get("voluntary_ctxt_switches", "x")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -196,6 +197,9 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     job = gallery["launched"]
     assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod uses Open MPI" in job.err
     assert "on 2 rank(s)" in job.out
+    assert re.search(r"^binding: ranks? 0.* on cores \d", job.out, re.M)
+    (started,) = job.events("started")
+    assert [group["kept"] for group in started["binding"]] == [""] * len(started["binding"]) != []
     go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train longer"))
     assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]
 

@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.facts.network import RdmaPort
 from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.host import cpu_list
 from tests.doctor.facts import DOCKER0, ETH0, GLOO, LO, ON_GPU, WELL
 from tests.doctor.provoke import (
     LEFT_OVER,
@@ -18,12 +19,29 @@ from tests.doctor.provoke import (
     fake,
     really,
 )
+from tests.support.sysfs import DGX_GPUS, SOCKETS
 
 GPUS = {"torch": Answer(ON_GPU)}
 HOSTS = RankInfo("openmpi", 0, 4, 0, 2, "node")
+SECOND = RankInfo("openmpi", 1, 2, 1, 2, "node")
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
 
+DGX = {"near": {gpu: cpu_list(SOCKETS[n // 4]) for n, gpu in enumerate(DGX_GPUS)}}
+TWO_SOCKETS = {"domains": tuple(map(cpu_list, SOCKETS)), "allowed": cpu_list("0-15")}
+
 ROWS: list[Any] = [
+    (
+        "cores far from the GPU",
+        fake(
+            installation={"torch": Answer(ON_GPU | {"pci": [*DGX_GPUS[3:5]]})},
+            gpu=DGX,
+            machine=TWO_SOCKETS,
+            info=SECOND,
+        ),
+        "locality",
+        "warning",
+        "--cpuset-cpus=56-111,168-223",
+    ),
     ("fp16 over Gloo on the CPU", fake(info=GLOO), "gloo", "warning", "mpirun"),
     (
         "a Timeline that was never switched off",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from hvdtrain.doctor.facts.network import RdmaPort, network
 from hvdtrain.doctor.facts.storage import file_system_type, probe, storage
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.launch import TIMEOUT_S
+from tests.support.sysfs import dgx_h100, gh200, two_sockets
 
 GIB = 1 << 30
 
@@ -98,6 +101,16 @@ def test_gpus_are_found_without_torch(tmp_path: Path) -> None:
     assert gpu_facts(root).count == 1, "on the bus"
     nothing = gpu_facts(tmp_path / "nothing")
     assert (nothing.count, nothing.driver, nothing.driver_cuda) == (0, None, None)
+
+
+@pytest.mark.parametrize(("make", "domains", "gpus"), [(dgx_h100, 2, 8), (two_sockets, 4, 0), (gh200, 1, 1)])
+def test_domains_and_the_cores_near_gpus_are_found(
+    make: Callable[[Path], Path], domains: int, gpus: int, tmp_path: Path
+) -> None:
+    found, near = machine({}, make(tmp_path)), gpu_facts(tmp_path).near
+    assert (len(found.domains), len(near)) == (domains, gpus)
+    assert found.allowed == os.sched_getaffinity(0)
+    assert set(near.values()) == (set(found.domains) if gpus else set())
 
 
 def state(up: bool = True, speed: int = 0) -> SimpleNamespace:

@@ -17,7 +17,7 @@ from hvdtrain.doctor.facts.network import RdmaPort
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.host import HostFacts
+from hvdtrain.runtime.host import HostFacts, cpu_list
 from hvdtrain.runtime.mpi import MpiLibrary
 from tests.doctor.facts import (
     DISK,
@@ -33,12 +33,16 @@ from tests.doctor.facts import (
     changed,
     finding,
 )
+from tests.support.sysfs import DGX_GPUS, SOCKETS
 
 GPUS = {"torch": Answer(ON_GPU)}
 HOSTS = RankInfo("openmpi", 0, 4, 0, 2, "node")
 ALONE = RankInfo(host="node")
 TORCHRUN = RankInfo("torchrun", 0, 2, 0, 2, "node")
 SRUN = RankInfo("slurm", 0, 2, 0, 2, "node")
+FAR = ON_GPU | {"pci": [DGX_GPUS[0], DGX_GPUS[4]]}
+DGX = {"near": {gpu: cpu_list(SOCKETS[n // 4]) for n, gpu in enumerate(DGX_GPUS)}}
+TWO_SOCKETS = {"domains": tuple(map(cpu_list, SOCKETS)), "allowed": cpu_list("0-15")}
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
 UNKNOWN = MpiLibrary("libmpi.so.99", "unknown")
 NCCL = {**GPUS, "nccl": LinkedLibrary("libnccl.so.2", Path("/n/libnccl.so.2"))}
@@ -78,6 +82,9 @@ def with_nccl(version: str) -> dict[str, Any]:
         ("half", "amx_bf16", {"machine": {"cpu_flags": frozenset({"amx_bf16", "fpu"})}}),
         ("half", "and fp16 as fp32", {}),
         ("gpudirect", "without GDRCopy", {"network": {"rdma": IB}, "installation": GPUS, "gpu": {"peer_memory": True}}),
+        ("locality", "2 NUMA domain(s): cores 0-55,112-167; 56-111,168-223", {"machine": TWO_SOCKETS}),
+        ("locality", f"near cores {SOCKETS[1]}: GPU {DGX_GPUS[4]}, ", {"gpu": DGX, "machine": TWO_SOCKETS}),
+        ("locality", "", {"gpu": DGX, "machine": TWO_SOCKETS, "installation": {"torch": Answer(FAR)}, "info": GLOO}),
         ("rdma", "mlx5_0:1 InfiniBand, active", {"network": {"rdma": IB}}),
         ("host_name", "harmless on one host", {"network": {"addresses": ("127.0.1.1", "::1")}}),
         ("host_name", "10.0.0.1", {"network": {"addresses": ("127.0.1.1", "10.0.0.1")}, "info": HOSTS}),
@@ -157,6 +164,7 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("btl", {"environ": {"OMPI_MCA_btl": "self,vader,tcp"}}),
         ("btl", {"environ": {"OMPI_MCA_btl": "self,tcp"}, "mpi": {"library": MPICH}}),
         ("binding", {"info": ALONE}),
+        ("locality", {"machine": {"domains": (frozenset({0, 1}),)}, "gpu": {"near": {DGX_GPUS[0]: frozenset()}}}),
         ("oversubscription", {"environ": {"OMP_NUM_THREADS": "1"}}),
         ("quota", {}),
         ("quota", {"machine": {"host": HostFacts(2, 2, quota=True)}}),
@@ -201,6 +209,12 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
         ("btl", "warning", "over TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
         ("host_name", "warning", "does not resolve", {"network": {"addresses": ()}}),
         ("host_name", "broken", "does not resolve", {"network": {"addresses": ()}, "info": GLOO}),
+        (
+            "locality",
+            "warning",
+            "may use cores 0-15, none of them near GPU 0000:9d:00.0",
+            {"gpu": DGX, "machine": TWO_SOCKETS, "installation": {"torch": Answer(FAR)}, "info": ALONE},
+        ),
         ("binding", "warning", "its share is 4", {"machine": {"host": HostFacts(8, 1)}}),
         ("controller", "broken", "for mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("secrets", "warning", "HF_TOKEN", {"info": GLOO, "environ": {**RENDEZVOUS, "HF_TOKEN": "x", "A": "y"}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.observe.past_journal import read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.runtime.binding import cores_near
+from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -40,6 +43,16 @@ def _train(folder: Path, **more: object) -> hvdtrain.Result:
 
 def test_the_device_is_the_local_ranks() -> None:
     assert pick_device("auto", 0, 1) == torch.device("cuda", 0)
+
+
+def test_a_rank_is_pinned_to_the_cores_near_its_device(tmp_path: Path) -> None:
+    train(f"--task={TOY}:toy", "--train.steps=2", "--run_dir=run", "--parallel.bind=gpu", cwd=tmp_path)
+    (started,) = (line for line in read_journal(tmp_path / "run/journal.jsonl") if line.get("event") == "started")
+    (group,) = started["binding"]
+    near, allowed = cores_near(group["gpus"][0]), frozenset(os.sched_getaffinity(0))
+    if not near & allowed:
+        pytest.skip("the kernel lists no core near this device that this process may use")
+    assert (group["cores"], group["kept"]) == (cpu_ranges(near & allowed), "")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

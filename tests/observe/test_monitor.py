@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.observe.monitor import GpuIdentity, Monitor, MonitorThread, gpu_identity
+from hvdtrain.observe.monitor import GpuIdentity, Monitor, MonitorThread, gpu_identity, pci_address
 from tests.support.launch import TIMEOUT_S
 
 HOST = {"host_memory_used_bytes", "host_memory_total_bytes", "process_rss_bytes"}
@@ -51,6 +51,10 @@ class Nvml:
         self._check("pci")
         return self._find(bus)
 
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        self._check("pci info")
+        return SimpleNamespace(domain=9, bus=1, device=0)
+
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         self._check("utilization")
         return SimpleNamespace(gpu=handle, memory=0)
@@ -77,6 +81,22 @@ def _sample(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None 
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     found = Monitor(gpu).sample()
     return {name: value for name, value in found.items() if name.startswith("gpu_")}
+
+
+@pytest.mark.parametrize(
+    ("reported", "nvml", "address"),
+    [
+        ("0001:1B:00.0", None, "0001:1B:00.0"),
+        ("0000:00:00.0", Nvml(), "0009:01:00.0"),
+        ("0000:00:00.0", Nvml("pci info"), ""),
+        ("0000:00:00.0", None, ""),
+    ],
+)
+def test_the_address_is_nvmls_where_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch, reported: str, nvml: Any, address: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert pci_address(GpuIdentity(0, "1234-abcd", reported)) == address
 
 
 def test_the_host_and_this_process() -> None:

@@ -127,7 +127,7 @@ def test_a_thread_that_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_proc_there_are_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(threads, "_TASKS", tmp_path / "none")
+    monkeypatch.setattr(threads, "_PROC", tmp_path / "none")
     assert thread_ids() == frozenset()
 
 

@@ -216,8 +216,10 @@ def engines(folder: Path) -> Recorded:
 
 @_recording
 def launched(folder: Path) -> Recorded:
-    """Two ranks by ``hvdtrain launch``, which chooses how."""
-    done = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *TOY], cwd=folder, environment=_ROOT)
+    """Two ranks by ``hvdtrain launch``, which chooses how; each is bound to a NUMA domain."""
+    done = run(
+        ["-m", "hvdtrain", "launch", "-np", "2", "--", *TOY, "--parallel.bind=numa"], cwd=folder, environment=_ROOT
+    )
     return Recorded(folder, done.returncode, done.stdout, done.stderr)
 
 

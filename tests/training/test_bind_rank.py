@@ -1,0 +1,220 @@
+"""A rank pins itself, its threads and its loaders; GPUs and machines are made up, one process really pins itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.errors import ConfigError
+from hvdtrain.observe.monitor import GpuIdentity
+from hvdtrain.runtime.binding import BY_LAUNCHER, Binding
+from hvdtrain.runtime.host import cpu_list, cpu_ranges
+from hvdtrain.runtime.rules import THREADS
+from hvdtrain.runtime.tuning import RECORD
+from hvdtrain.training.start import device
+from hvdtrain.training.start.device import bind_rank
+from tests.support.launch import ROOT, run
+from tests.support.sysfs import DGX_GPUS, QUARTERS, SOCKETS, dgx_h100, make, two_sockets
+from tests.support.thread_comm import on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Host:
+    """A made-up host. Each rank has what it may use, and notes to which cores it pins itself, and its threads.
+
+    Attributes:
+        root: of its file system.
+        allowed: cores that a rank may use, by rank; the last one is that of all others.
+        gpus: address of each rank's GPU; empty if ranks are on CPUs.
+        variables: of all ranks.
+        local_size: as the launcher counts it; None for all ranks.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.root = root
+        self.gpus: Sequence[str] = ()
+        self.allowed: Sequence[str] = ("0-223",)
+        self.variables: dict[str, str] = {}
+        self.local_size: int | None = None
+        self._own = own = threading.local()
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(own.allowed))
+        monkeypatch.setattr(device, "gpu_identity", lambda device: own.gpu)
+        monkeypatch.setattr(device, "pin_process", lambda cpus: setattr(own, "cores", cpu_ranges(cpus)))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 28)
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(own, "threads", number))
+
+    def bind(self, wanted: str, size: int, *, elastic: bool = False) -> list[tuple[str, int, Binding | None]]:
+        """Return for each rank the cores it pinned itself to, its threads, and its binding."""
+
+        def one(comm: Comm) -> tuple[str, int, Binding | None]:
+            own = self._own
+            own.allowed = cpu_list(self.allowed[min(comm.rank, len(self.allowed) - 1)])
+            own.gpu = GpuIdentity(0, "", self.gpus[comm.rank].upper()) if self.gpus else None
+            own.cores, own.threads = "", 28
+            rounds: Any = SimpleNamespace(local_rank=comm.rank, local_size=self.local_size or comm.size)
+            binding = bind_rank(wanted, CPU, rounds, None if elastic else comm, self.variables, self.root)
+            return own.cores, own.threads, binding
+
+        return on_ranks(size, one)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
+    return Host(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "gpu"])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_gpu_ranks_are_pinned_to_their_socket(wanted: str, elastic: bool, host: Host) -> None:
+    host.root, host.gpus = dgx_h100(host.root), DGX_GPUS
+    found = host.bind(wanted, 8, elastic=elastic)
+    assert [cores for cores, _, _ in found] == [SOCKETS[0]] * 4 + [SOCKETS[1]] * 4
+    assert found[5][2] == Binding(cpu_list(SOCKETS[1]), DGX_GPUS[5].upper())
+
+
+def test_threads_are_a_share_of_the_cores_of_the_domain(host: Host) -> None:
+    """Six ranks: of a socket, which has 56 cores of two threads, four have 14 each, and two 28."""
+    host.root, host.gpus = dgx_h100(host.root), DGX_GPUS[:6]
+    for cpu in range(224):
+        file = host.root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{cpu % 112},{cpu % 112 + 112}\n")
+    assert [threads for _, threads, _ in host.bind("auto", 6)] == [14] * 4 + [28] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [({}, 8), ({THREADS: "28"}, 16), ({THREADS: "28", RECORD: json.dumps({THREADS: "28"})}, 8)],
+    ids=["none", "the user's", "ours"],
+)
+def test_the_users_threads_are_kept_up_to_the_cores(variables: dict[str, str], threads: int, host: Host) -> None:
+    host.root, host.gpus, host.variables = dgx_h100(host.root), DGX_GPUS[:2], variables
+    host.allowed = ["40-71"]
+    assert host.bind("auto", 2)[0][:2] == ("40-55", threads)
+
+
+def test_there_are_never_more_threads_than_before(host: Host) -> None:
+    host.root, host.gpus = dgx_h100(host.root), DGX_GPUS[:1]
+    assert host.bind("auto", 1)[0][:2] == (SOCKETS[0], 28)
+
+
+def test_a_rank_far_from_its_gpu_is_not_pinned(host: Host) -> None:
+    host.root, host.gpus, host.allowed = dgx_h100(host.root), DGX_GPUS[4:5], ["0-15"]
+    ((cores, threads, binding),) = host.bind("auto", 1)
+    assert (cores, threads) == ("", 28)
+    assert binding is not None and "none of the cores near their GPUs (56-111,168-223)" in binding.kept
+
+
+def test_a_gpu_without_an_address_is_not_taken_for_the_bridge(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older torch does not report the address, and the first one of the bus is a device of the first socket."""
+    host.root, host.gpus = dgx_h100(host.root), ["0000:00:00.0"]
+    monkeypatch.setattr("hvdtrain.observe.monitor.open_nvml", lambda gpu: (None, None))
+    ((cores, _, binding),) = host.bind("auto", 1)
+    assert cores == "" and binding is not None and "does not list" in binding.kept
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_cpu_ranks_are_pinned_to_their_domain(elastic: bool, host: Host) -> None:
+    host.root, host.allowed = two_sockets(host.root), ["0-255"]
+    assert [cores for cores, _, _ in host.bind("numa", 4, elastic=elastic)] == list(QUARTERS)
+
+
+def test_masks_of_the_launcher_are_recognized(host: Host) -> None:
+    host.root, host.allowed = two_sockets(host.root), ["0-63", "64-127"]
+    found = host.bind("numa", 2)
+    assert [cores for cores, _, _ in found] == ["", ""]
+    assert {binding.kept for _, _, binding in found if binding is not None} == {BY_LAUNCHER}
+
+
+def test_hosts_of_the_same_name_are_not_one_host(host: Host) -> None:
+    host.root, host.allowed, host.local_size = two_sockets(host.root), ["0-255"], 8
+    assert [cores for cores, _, _ in host.bind("numa", 4)] == [QUARTERS[n // 2] for n in range(4)]
+
+
+@pytest.mark.parametrize(("wanted", "gpus"), [("auto", ()), ("none", ()), ("none", DGX_GPUS)])
+def test_nothing_is_bound(wanted: str, gpus: Sequence[str], host: Host) -> None:
+    host.root, host.gpus = dgx_h100(host.root), gpus
+    assert host.bind(wanted, 2) == [("", 28, None)] * 2
+
+
+def test_cores_near_a_gpu_need_one(host: Host) -> None:
+    with pytest.raises(ConfigError, match=r"--parallel.bind gpu(?s:.*)--parallel.bind numa"):
+        host.bind("gpu", 1)
+
+
+PROGRAM = """
+import json, multiprocessing, os, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from torch.utils.data import DataLoader, Dataset
+from hvdtrain.runtime.threads import thread_ids
+from hvdtrain.training.start.device import bind_rank
+
+def mask(thread=0):
+    return sorted(os.sched_getaffinity(thread))
+
+class Masks(Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        return mask()
+
+def first():
+    pass
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=first)
+    process.start()  # the fork server has begun with the wide mask
+    process.join()
+    go, seen = threading.Event(), {}
+    def early():
+        go.wait()
+        seen["early thread"] = mask()
+    thread = threading.Thread(target=early)
+    thread.start()
+    torch.set_num_threads(8)
+    elsewhere = threading.Event()
+    other = threading.Thread(target=elsewhere.wait)
+    other.start()
+    os.sched_setaffinity(other.native_id, {mask()[0]})
+    rounds = SimpleNamespace(local_rank=1, local_size=2)
+    bind_rank("numa", torch.device("cpu"), rounds, None, {}, Path(sys.argv[1]))
+    go.set()
+    thread.join()
+    late = threading.Thread(target=lambda: seen.update({"late thread": mask()}))
+    late.start()
+    late.join()
+    loader = DataLoader(Masks(), batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    seen["loader"] = torch.as_tensor(next(iter(loader))).tolist()
+    seen["process"] = mask()
+    seen["bound elsewhere"] = mask(other.native_id)
+    elsewhere.set()
+    seen["threads"] = torch.get_num_threads()
+    print(json.dumps(seen))
+"""
+
+
+def test_a_process_pins_its_threads_and_its_loaders(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("this process may use one core only")
+    low, high = usable[:1], usable[1:]
+    root = make(tmp_path, [cpu_ranges(low), cpu_ranges(high)])
+    (tmp_path / "pins.py").write_text(PROGRAM)
+    done = run([str(tmp_path / "pins.py"), str(root)], cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    assert json.loads(done.stdout) == {
+        **dict.fromkeys(("early thread", "late thread", "loader", "process"), high),
+        "bound elsewhere": low,
+        "threads": min(8, len(high)),
+    }
