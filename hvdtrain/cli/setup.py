@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m hvdtrain.cli.setup")
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--chosen", action="store_true", help="the user chose this interpreter (make PYTHON=...)")
+    parser.add_argument("--build", default="", help="options of hvdtrain build-horovod, as in a shell")
     options = parser.parse_args(argv)
     project, venv = Path.cwd(), Path.cwd() / options.venv
     _become_the_right_interpreter(venv, argv, options.chosen)
@@ -30,7 +32,8 @@ def main(argv: list[str]) -> int:
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    done = subprocess.run([venv / "bin" / "python", "-m", "hvdtrain.cli.build_horovod"], check=False)
+    build = [venv / "bin" / "python", "-m", "hvdtrain.cli.build_horovod", *shlex.split(options.build)]
+    done = subprocess.run(build, check=False)
     if done.returncode != 0:
         return done.returncode
     environment.finish(project, venv)

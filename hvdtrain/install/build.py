@@ -7,46 +7,114 @@ removes. Builds run one at a time; the kernel releases the lock even after kill 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TextIO
 from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import proof
-from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan
-from hvdtrain.install.record import BuildRecord, installed
+from hvdtrain.install.build_facts import Probe
+from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
+from hvdtrain.install.build_probe import find_mpi
+from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE
+from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord, installed
 from hvdtrain.install.steps import Say, Step, run, timed
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
-def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say = lambda text: None) -> None:
-    """Run the remaining steps of a plan. Afterwards its wheel is installed and tested.
+
+def build(
+    plan: BuildPlan,
+    environ: Mapping[str, str],
+    say: Say,
+    progress: Say = lambda text: None,
+    *,
+    prove: bool = True,
+) -> None:
+    """Run the remaining steps of a plan. Afterwards its wheel is installed and, where `prove` is set, tested.
 
     `say` prints a line; `progress` prints a text over the previous one, during a long step. Errors: BuildError if a
     step failed; the log has details.
     """
-    base = {name: value for name, value in environ.items() if not name.startswith(DROPPED_PREFIXES)}
-    with _locked(plan.cache, say), plan.log.open("w") as log:
-        shutil.rmtree(plan.scratch, ignore_errors=True)  # left by a killed build
-        try:
-            for step in pending(plan):
-                with timed(step, say):
-                    _run_step(plan, step, base, log, progress)
-        finally:
-            shutil.rmtree(plan.scratch, ignore_errors=True)
+    try:
+        with _locked(plan, say), plan.log.open("w") as log:
+            try:
+                for step in pending(plan, prove=prove):
+                    with timed(step, say):
+                        _run_step(plan, step, _base(environ), log, progress)
+            finally:
+                shutil.rmtree(plan.scratch, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        raise BuildError(
+            f"{error.filename or plan.cache} cannot be written: {error.strerror}.",
+            expected=f"{NEEDED_BYTES / 2**30:.1f} GiB in {plan.cache}; a quota may leave less than the disk has",
+            next_step=OTHER_CACHE,
+        ) from error
 
 
-def pending(plan: BuildPlan) -> tuple[Step, ...]:
-    """Return the steps without existing results. The test of the build always runs."""
-    done = {"proof": False, "install": _is_installed(plan, installed())}
-    done["compile"] = done["install"] or plan.wheel.exists()
+def prove(probe: Probe, environ: Mapping[str, str], say: Say) -> None:
+    """Test the installed Horovod, without what a build needs. Errors: BuildError if the sum is wrong or missing."""
+    record, mpi = installed(), probe.mpi or find_mpi(environ, to_build=False)
+    if record is None or mpi is None:
+        what = "Horovod is not installed." if record is None else "No MPI was found to start the ranks of the test."
+        raise BuildError(what, next_step=BUILD_COMMAND if record is None else "load the module of Horovod's MPI")
+    if not proof.is_possible(mpi, environ):
+        raise BuildError(
+            f"{mpi.build} has no mpirun, and srun needs an allocation.", next_step=f"salloc -n2 {PROVE_NOW}"
+        )
+    folder = Path(mkdtemp(prefix="hvdtrain-test-"))
+    step = proof_step(probe, mpi)
+    with timed(step, say), (folder / "log").open("w") as log:
+        output = run(step, {**_base(environ), **proof.environment(probe, mpi)}, folder, log, lambda text: None)
+        proof.check_output(output)
+    proof.unmark(probe.python.site)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _base(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not name.startswith(DROPPED_PREFIXES)}
+
+
+def pending(plan: BuildPlan, *, prove: bool = True) -> tuple[Step, ...]:
+    """Return the steps without existing results. The test runs if `prove` is true and it is possible here.
+
+    Errors: BuildError if the wheel in the cache cannot be trusted.
+    """
+    done = {"proof": not (prove and plan.provable), "install": _is_installed(plan, installed())}
+    done["compile"] = done["toolkit"] = done["install"] or _is_ours(plan.wheel)
     done["sdist"] = done["compile"] or digest(plan.sdist) == SDIST_SHA256
     return tuple(step for step in plan.steps if not done.get(step.name, False))
+
+
+def _is_ours(wheel: Path) -> bool:
+    """Tell whether a wheel is in the cache. Errors: BuildError if another user may have written it."""
+    for path in (wheel.parent, wheel):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return False
+        others = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != os.getgid() else 0)
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & others:
+            raise BuildError(
+                "The cached wheel may be another user's. Installing it would execute the code in it.",
+                expected=f"{path} owned by you or root, and writable by nobody else",
+                found=f"owner {found.st_uid}, group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):o}",
+                next_step="name a cache of your own: export XDG_CACHE_HOME=$HOME/.cache",
+            )
+    return True
 
 
 def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
@@ -82,29 +150,56 @@ def digest(path: Path) -> str | None:
 
 
 @contextmanager
-def _locked(cache: Path, say: Say) -> Iterator[None]:
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as file:
+def _locked(plan: BuildPlan, say: Say) -> Iterator[None]:
+    """Hold the cache's lock and an empty scratch folder.
+
+    On a file system without locks the scratch folder itself is the lock, which a killed build leaves behind.
+    Errors: BuildError if it exists there.
+    """
+    lock = plan.cache / "lock"
+    plan.cache.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            say(f"waiting for another build to finish ({cache / 'lock'})")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another build to finish ({lock})")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            shutil.rmtree(plan.scratch, ignore_errors=True)  # left by a killed build
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            say(f"{plan.cache} is on a file system without locks: do not start a second build")
+        try:
+            plan.scratch.mkdir()
+        except FileExistsError:
+            raise BuildError(
+                "Another build may be running: the file system of the cache has no locks.",
+                found=str(plan.scratch),
+                next_step=f"wait for it; if it was killed: rm -r {shlex.quote(str(plan.scratch))}",
+            ) from None
         yield
 
 
 def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO, progress: Say) -> None:
     """Run one step and store its result."""
     _prepare(plan)
+    if step.name == "install":
+        proof.mark(plan.site, plan.version)
     # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
     if step.name == "sdist":
         _store_sdist(plan)
+    elif step.name == "toolkit":
+        for library in plan.scratch.glob("cuda/nvidia/*/lib/libcudart.so.*"):
+            library.with_name("libcudart.so").symlink_to(library.name)  # the name that CMake looks for
+            (library.parents[1] / "lib64").symlink_to("lib")  # the folder in which nvcc looks
     elif step.name == "compile":
         _store_wheel(plan)
     elif step.name == "proof":
         proof.check_output(output)
+        proof.unmark(plan.site)
 
 
 def _prepare(plan: BuildPlan) -> None:

@@ -25,29 +25,32 @@ class FoundPython:
 
 @dataclass(frozen=True)
 class FoundTorch:
-    """The torch that Python would import, and its folder."""
+    """The torch that Python would import, and its folder. ``source``: its commit and the ABI of its C++ strings."""
 
     build: TorchBuild
     root: Path
     rocm: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True)
 class FoundMpi:
-    """An MPI with mpicxx and mpirun in the same folder."""
+    """An MPI with mpicxx and mpirun in the same folder. ``mpirun`` is None where only srun starts its ranks."""
 
     build: MpiBuild
     mpicxx: Path
-    mpirun: Path
+    mpirun: Path | None
 
 
 @dataclass(frozen=True)
 class FoundCompiler:
-    """A C++ compiler. ``name`` is gcc or clang."""
+    """A C++ compiler. ``name`` is gcc or clang. ``path``: its file; ``instead_of``: an unsuitable one in $CXX."""
 
     command: str
     name: str
     version: str
+    path: str = ""
+    instead_of: str = ""
 
     @property
     def major(self) -> int:
@@ -57,7 +60,10 @@ class FoundCompiler:
 
 @dataclass(frozen=True)
 class FoundCuda:
-    """A CUDA toolkit. ``architectures``: targets of its nvcc, such as 75 for sm_75."""
+    """A CUDA toolkit. ``architectures``: targets of its nvcc, such as 75 for sm_75.
+
+    ``home`` is relative to the scratch folder of the build for a toolkit that the build fetches.
+    """
 
     home: Path
     version: str
@@ -87,10 +93,12 @@ class Probe:
     cuda: FoundCuda | None
     nccl: FoundNccl | None
     machine: str
+    glibc: str
     arch_flags: tuple[str, ...]
     cores: int
     cache: Path
     free_bytes: int
     is_root: bool = False
     remote_shell: bool = True
+    cache_problem: str = ""  # why files cannot be created in `cache`
     environ: Mapping[str, str] = field(default_factory=dict)

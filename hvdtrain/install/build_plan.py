@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import compiler, proof
-from hvdtrain.install.build_facts import Probe
+from hvdtrain.install.build_facts import FoundMpi, Probe
 from hvdtrain.install.prerequisites import Ready, check_prerequisites
 from hvdtrain.install.steps import Step
 from hvdtrain.install.versions import Label
@@ -23,6 +23,13 @@ RECIPE = f"10 {compiler.digest()}"
 # Variables that the build does not inherit: settings of other builds, and of a `make` that calls us.
 DROPPED_PREFIXES = ("HOROVOD_", "MAKE", "MFLAGS", "GNUMAKEFLAGS", "OMPI_COMM_", "PMI_", "PMIX_RANK", "PMIX_NAMESPACE")
 
+GPU_MEANINGS = {
+    "nccl": "nccl",
+    "copy": "copied through CPU memory",
+    "none": "none, it exchanges CPU tensors only",
+}
+"""How a Horovod exchanges GPU tensors."""
+
 _BARE = ("--no-deps", "--no-build-isolation")  # Horovod's setup.py imports torch
 
 
@@ -33,7 +40,7 @@ class BuildPlan:
     version: str  # of the distribution: that of Horovod with our label
     key: str
     label: Label
-    gpu: str  # nccl; copy: GPU tensors are copied through CPU memory; none: CPU tensors only
+    gpu: str  # a key of GPU_MEANINGS
     cache: Path
     scratch: Path  # folder of the build, removed before and after
     environment: tuple[tuple[str, str], ...]  # variables of the compilation
@@ -42,7 +49,10 @@ class BuildPlan:
     steps: tuple[Step, ...]
     sdist: Path
     wheel: Path
+    site: Path  # folder of packages into which the wheel is installed
+    provable: bool = True  # whether the ranks of the test can be started here
     nccl_links: tuple[tuple[str, str], ...] = ()  # to create: (path in the scratch folder, target)
+    notes: tuple[str, ...] = ()  # choices that the user may not expect
 
     @property
     def log(self) -> Path:
@@ -50,7 +60,8 @@ class BuildPlan:
         return self.cache / f"{self.key}.log"
 
     def __str__(self) -> str:
-        lines = [f"Horovod {self.version}, GPU operations: {self.gpu}", f"wheel: {self.wheel}", f"log: {self.log}"]
+        lines = [f"Horovod {self.version}, GPU operations: {GPU_MEANINGS[self.gpu]}", *self.notes]
+        lines += [f"wheel: {self.wheel}", f"log: {self.log}"]
         lines += ["", "environment of the compilation:"]
         lines += [f"  {name}={shlex.quote(value)}" for name, value in self.environment]
         lines += ["environment of the test:"]
@@ -64,7 +75,7 @@ class BuildPlan:
 
 
 def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
-    """Plan a build. With `gpu` auto it uses nccl if torch has CUDA and there is a CUDA toolkit.
+    """Plan a build. With `gpu` auto it uses nccl if torch has CUDA.
 
     Errors: BuildError if a prerequisite is missing. It names that and the command that installs it.
     """
@@ -93,8 +104,20 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
         steps=_steps(probe, ready, scratch, sdist, wheel),
         sdist=sdist,
         wheel=wheel,
+        site=probe.python.site,
+        provable=proof.is_possible(ready.mpi, probe.environ),
         nccl_links=_nccl_links(ready),
+        notes=_notes(ready),
     )
+
+
+def _notes(ready: Ready) -> tuple[str, ...]:
+    notes = []
+    if other := ready.compiler.instead_of:
+        notes.append(f"compiler: {ready.compiler.command} instead of CXX={other}, as torch is compiled with g++")
+    if ready.toolkit:
+        notes.append(f"no nvcc was found: fetching {ready.toolkit}, 0.1 GiB, which is removed after the build")
+    return tuple(notes)
 
 
 def fetch_step(python: str, folder: Path) -> Step:
@@ -102,6 +125,11 @@ def fetch_step(python: str, folder: Path) -> Step:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "download", *_BARE)
     argv = (*pip, "--no-binary", "horovod", "--dest", str(folder), f"horovod=={HOROVOD}")
     return Step("sdist", "fetching Horovod's source", "5 s", argv)
+
+
+def proof_step(probe: Probe, mpi: FoundMpi) -> Step:
+    """Return the step that tests the installed Horovod."""
+    return Step("proof", "testing an allreduce of two ranks", "10 s", proof.command(probe, mpi), 120)
 
 
 def _environment(probe: Probe, ready: Ready, scratch: Path, label: Label) -> dict[str, str]:
@@ -124,8 +152,9 @@ def _environment(probe: Probe, ready: Ready, scratch: Path, label: Label) -> dic
     if probe.arch_flags:
         values["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(probe.arch_flags)
     if ready.cuda:
-        first.append(str(ready.cuda.home / "bin"))
-        values["CUDA_HOME"] = values["HOROVOD_CUDA_HOME"] = str(ready.cuda.home)
+        home = scratch / ready.cuda.home
+        first.append(str(home / "bin"))
+        values["CUDA_HOME"] = values["HOROVOD_CUDA_HOME"] = str(home)
         if ready.cuda_archs:
             values["HOROVOD_BUILD_CUDA_CC_LIST"] = ready.cuda_archs
     if ready.nccl:
@@ -177,6 +206,9 @@ def _key(probe: Probe, ready: Ready, label: Label) -> str:
         HOROVOD,
         "" if mpi_is_inside else str(ready.mpi.mpicxx),
         ready.standard,
+        ready.torch.source,
+        ready.compiler.path,
+        probe.glibc,
         *probe.arch_flags,
         *(replacement for _, replacement in _relocations(probe, ready, Path("/scratch"))),
         *([str(ready.cuda.home), ready.cuda.version, ready.cuda_archs] if ready.cuda else []),
@@ -195,8 +227,11 @@ def _steps(probe: Probe, ready: Ready, scratch: Path, sdist: Path, wheel: Path) 
         fetch_step(probe.python.executable, scratch / "sdist"),
         Step("compile", "compiling Horovod", minutes, make),
         Step("install", "installing the wheel", "3 s", install),
-        Step("proof", "testing an allreduce of two ranks", "10 s", proof.command(probe, ready.mpi), 120),
+        proof_step(probe, ready.mpi),
     ]
+    if ready.toolkit:
+        fetch = (*pip, "install", "--target", str(scratch / "cuda"), ready.toolkit)
+        steps.insert(1, Step("toolkit", "fetching nvcc", "20 s", fetch))
     if ready.missing:
         needed = (*pip, "install", *ready.missing)
         steps.insert(0, Step("requirements", "installing build requirements", "10 s", needed))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import gettempdir
 
 from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
-from hvdtrain.install.mpirun import has_remote_shell, identify_mpi
+from hvdtrain.install.mpirun import has_remote_shell, identify_by_compiler, identify_mpi, output
 from hvdtrain.install.versions import TorchBuild
-from hvdtrain.programs import run_program
 
 # Modules that Horovod imports at build time and run time, and their packages.
 REQUIREMENTS = {
@@ -31,6 +33,9 @@ REQUIREMENTS = {
 
 _CONSTANT = re.compile(r"""^(\w+)(?::[^=\n]*)? *= *['"]([^'"\n]+)['"]""", re.MULTILINE)
 """A constant text of a Python module, such as those in torch's version.py."""
+
+_OTHER_COMPILERS = re.compile(r"^(nvc\+\+|pgc\+\+|icpc|icpx|Intel\(R\)|Cray|IBM) ", re.MULTILINE)
+"""What ``--version`` of a compiler that cannot replace g++ begins with."""
 
 
 def probe(environ: Mapping[str, str]) -> Probe:
@@ -50,12 +55,14 @@ def probe(environ: Mapping[str, str]) -> Probe:
         cuda=cuda,
         nccl=find_nccl(environ, torch, python.site),
         machine=os.uname().machine,
+        glibc=" ".join(platform.libc_ver()),
         arch_flags=_arch_flags(),
         cores=len(os.sched_getaffinity(0)),
         cache=cache,
         free_bytes=shutil.disk_usage(existing).free,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
+        cache_problem="" if os.access(existing, os.W_OK | os.X_OK) else f"no permission to write to {existing}",
         environ=dict(environ),
     )
 
@@ -107,35 +114,68 @@ def find_torch(path: Iterable[Path] | None = None) -> FoundTorch | None:
         if (root / "version.py").is_file():
             values = dict(_CONSTANT.findall((root / "version.py").read_text()))
             if version := values.get("__version__"):
-                return FoundTorch(TorchBuild.from_strings(version, values.get("cuda")), root, rocm="hip" in values)
+                build = TorchBuild.from_strings(version, values.get("cuda"))
+                source = f"{values.get('git_version', '')} {_cxx11_abi(root)}".strip()
+                return FoundTorch(build, root, rocm="hip" in values, source=source)
     return None
 
 
-def find_mpi(environ: Mapping[str, str]) -> FoundMpi | None:
-    """Find an MPI: in this environment, on PATH, or where the base interpreter or torch is installed."""
+def _cxx11_abi(torch: Path) -> str:
+    """Return the C++ ABI in torch's settings for CMake; "" for a torch that names none, with that of the compiler."""
+    with suppress(OSError):
+        if found := re.search(
+            r"_GLIBCXX_USE_CXX11_ABI=\d", (torch / "share/cmake/Torch/TorchConfig.cmake").read_text()
+        ):
+            return found[0]
+    return ""
+
+
+def find_mpi(environ: Mapping[str, str], *, to_build: bool = True) -> FoundMpi | None:
+    """Find an MPI: in this environment, on PATH, or where the base interpreter or torch is installed.
+
+    `to_build`: whether it needs an mpicxx. Without mpirun it counts if there is an srun to start its ranks. Cray's
+    module names the folder of its mpicxx only in a variable: https://cpe.ext.hpe.com/docs/latest/mpt/mpich/intro_mpi.html.
+    """
     folders = [Path(sys.prefix) / "bin"]
     folders += [Path(part) for part in environ.get("PATH", os.defpath).split(os.pathsep) if part]
     folders.append(Path(sys.base_prefix) / "bin")
     torch = find_torch()
     if torch and len(torch.root.parents) > 3:
         folders.append(torch.root.parents[3] / "bin")  # PREFIX/lib/pythonX.Y/site-packages/torch
+    folders += [folder / "bin" for folder in _named(environ, "CRAY_MPICH_DIR", "MPICH_DIR")]
+    has_srun = _program("srun", [], environ) is not None
     for folder in folders:
         mpicxx, mpirun = folder / "mpicxx", folder / "mpirun"
-        if os.access(mpicxx, os.X_OK) and (build := identify_mpi(mpirun, environ)):
+        if to_build and not os.access(mpicxx, os.X_OK):
+            continue
+        if build := identify_mpi(mpirun, environ):
             return FoundMpi(build, mpicxx, mpirun)
+        if has_srun and not mpirun.exists() and (build := identify_by_compiler(mpicxx, environ)):
+            return FoundMpi(build, mpicxx, None)
     return None
 
 
 def find_compiler(environ: Mapping[str, str]) -> FoundCompiler | None:
-    """Find the C++ compiler: $CXX, g++ or c++."""
-    command = environ.get("CXX") or _program("g++", [], environ) or _program("c++", [], environ)
+    """Find the C++ compiler: $CXX, g++ or c++.
+
+    Modules set $CXX to compilers that differ from g++ in options and rules of arithmetic, such as NVIDIA's and Intel's.
+    They are replaced by g++.
+    """
+    chosen, own = environ.get("CXX"), _program("g++", [], environ) or _program("c++", [], environ)
+    if chosen and _OTHER_COMPILERS.search(output([*chosen.split(), "--version"], environ)):
+        return replace(found, instead_of=chosen) if own and (found := _ask_compiler(own, environ)) else None
+    return _ask_compiler(chosen or own, environ)
+
+
+def _ask_compiler(command: str | None, environ: Mapping[str, str]) -> FoundCompiler | None:
     if not command:
         return None
     says = output([*command.split(), "--version"], environ)
     number = output([*command.split(), "-dumpfullversion", "-dumpversion"], environ).strip()
     if not re.match(r"\d", number):
         return None
-    return FoundCompiler(command, "clang" if "clang" in says else "gcc", number.split()[0])
+    path = Path(_program(command.split()[0], [], environ) or command.split()[0]).resolve()
+    return FoundCompiler(command, "clang" if "clang" in says else "gcc", number.split()[0], str(path))
 
 
 def _find_cmake(python: FoundPython, environ: Mapping[str, str]) -> str | None:
@@ -145,15 +185,16 @@ def _find_cmake(python: FoundPython, environ: Mapping[str, str]) -> str | None:
 
 
 def find_cuda(environ: Mapping[str, str]) -> FoundCuda | None:
-    """Find a CUDA toolkit: named by a variable, else that of nvcc on PATH, else in /usr/local/cuda."""
-    homes = [Path(environ[name]) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    """Find a CUDA toolkit: named by a variable, else that of nvcc on PATH, else in conda or /usr/local/cuda."""
+    homes = _named(environ, "HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "EBROOTCUDA")
     on_path = _program("nvcc", [], environ)
     if on_path:
         homes.append(Path(on_path).resolve().parent.parent)
-    for home in [*homes, Path("/usr/local/cuda")]:
+    for home in [*homes, *_named(environ, "CONDA_PREFIX"), Path("/usr/local/cuda")]:
         nvcc = home / "bin" / "nvcc"
         # On PATH there may be only a script that calls an nvcc elsewhere. The headers show a real toolkit.
-        if os.access(nvcc, os.X_OK) and (home / "include" / "cuda.h").exists():
+        headers = [home / "include/cuda.h", *home.glob("targets/*/include/cuda.h")]  # conda's are in targets
+        if os.access(nvcc, os.X_OK) and any(header.exists() for header in headers):
             version = re.search(r"release (\d+\.\d+)", output([str(nvcc), "--version"], environ))
             numbers = re.findall(r"compute_(\d+)\s", output([str(nvcc), "--list-gpu-arch"], environ) + "\n")
             if version:
@@ -167,7 +208,7 @@ def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) 
     ``site`` is the folder of this environment's packages. torch is there, or in a folder that the environment shares.
     """
     homes = [torch.root.parent / "nvidia" / "nccl"] if torch else []
-    homes += [Path(environ[name]) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME") if environ.get(name)]
+    homes += _named(environ, "HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "NCCL_DIR", "EBROOTNCCL", "CONDA_PREFIX")
     homes += [Path("/usr"), Path("/usr/local")]
     for home in homes:
         header = home / "include" / "nccl.h"
@@ -179,6 +220,11 @@ def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) 
                     header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", home.is_relative_to(site)
                 )
     return None
+
+
+def _named(environ: Mapping[str, str], *variables: str) -> list[Path]:
+    """Return the folders that variables name."""
+    return [Path(environ[name]) for name in variables if environ.get(name)]
 
 
 def _arch_flags() -> tuple[str, ...]:
@@ -193,12 +239,3 @@ def _arch_flags() -> tuple[str, ...]:
 def _program(name: str, first: list[Path], environ: Mapping[str, str]) -> str | None:
     path = os.pathsep.join([*map(str, first), environ.get("PATH", os.defpath)])
     return shutil.which(name, path=path)
-
-
-def output(argv: list[str], environ: Mapping[str, str]) -> str:
-    """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
-    try:
-        done = run_program(argv, 60, environ)
-    except OSError:
-        return ""
-    return done.out + done.err

@@ -21,7 +21,7 @@ from hvdtrain.install.build import check_sdist, digest
 from hvdtrain.install.build_plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.bundle_folder import BundleFolder
 from hvdtrain.install.fetch import Pip, closure, pins
-from hvdtrain.install.prerequisites import NEEDED_BYTES
+from hvdtrain.install.prerequisites import NEEDED_BYTES, TOOLKIT
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target
 from hvdtrain.install.venv import OPEN_MPI
@@ -95,7 +95,10 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
 
     # torch first: the exact versions that it requires precede the pins
     roots = (f"torch=={target.torch}", *ROOTS, f"hvdtrain[{target.extras}]")
-    wheels = closure(roots, {**pinned, "torch": target.torch}, target.markers, fetch, target.installed)
+    pinned["torch"] = target.torch
+    wheels = closure(roots, pinned, target.markers, fetch, target.installed)
+    if "cuda-toolkit" in wheels:  # torch with CUDA: its Horovod is compiled with nvcc, which the target may lack
+        wheels |= closure((*roots, TOOLKIT), pinned, target.markers, fetch, target.installed)
     sdist = folder.packages / SDIST
     if digest(sdist) != SDIST_SHA256:
         say(f"fetching {SDIST}")

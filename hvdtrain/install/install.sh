@@ -80,13 +80,16 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 check_compiler() {
   fix='sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make; on a cluster: module load gcc)'
   compiler=${CXX:-$(command -v g++ || command -v c++ || true)}
+  case $(sh -c "${CXX:-:} --version" 2>/dev/null) in # modules set CXX to these; the build uses g++ instead
+    *nvc++* | pgc++* | icp* | 'Intel(R)'* | Cray*) compiler=$(command -v g++ || true) ;;
+  esac
   [ -n "$compiler" ] ||
     fail 'No C++ compiler was found, and building Horovod needs one.' "g++ on PATH, or another one in \$CXX" '' "$fix"
   version=$(sh -c "$compiler -dumpfullversion -dumpversion" 2>/dev/null) || version='of unknown version'
   major=${version%%.*}
   [ "$major" -ge 9 ] 2>/dev/null ||
     fail 'The C++ compiler is too old for torch.' 'gcc 9 or clang 9, or newer' "$compiler $version" \
-      'install a newer compiler and set CXX to it'
+      'module load gcc   (on a cluster); or install a newer compiler and set CXX to it'
   command -v make >/dev/null || fail 'make is not installed, and building Horovod needs it.' '' '' "$fix"
 }
 

@@ -38,6 +38,21 @@ def identify_mpi(mpirun: Path, environ: Mapping[str, str]) -> MpiBuild | None:
     return MpiBuild.from_version_text(version_text(mpirun, environ)) if os.access(mpirun, os.X_OK) else None
 
 
+def identify_by_compiler(mpicxx: Path, environ: Mapping[str, str]) -> MpiBuild | None:
+    """Return flavour and version of an MPI without an mpirun, by its other programs; None where it is not known."""
+    asked = ([str(mpicxx.with_name("mpichversion"))], [str(mpicxx), "-v"], [str(mpicxx), "--showme:version"])
+    return next((build for argv in asked if (build := MpiBuild.from_version_text(output(argv, environ)))), None)
+
+
+def output(argv: list[str], environ: Mapping[str, str]) -> str:
+    """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
+    try:
+        done = run_program(argv, 60, environ)
+    except OSError:
+        return ""
+    return done.out + done.err
+
+
 def own_mpirun(libmpi: Path | None) -> Path | None:
     """Return the mpirun that was installed with a libmpi; None where there is none."""
     mpirun = libmpi.parent.parent / "bin" / "mpirun" if libmpi else None

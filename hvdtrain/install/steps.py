@@ -18,11 +18,19 @@ from hvdtrain.errors import BuildError
 Say = Callable[[str], None]
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
-_MEANINGFUL = re.compile(r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.I)
+_MEANINGFUL = re.compile(
+    r"\w*error:|cmake error|fatal|no space left|disk quota|undefined (reference|symbol)|killed", re.I
+)
 _NOISE = re.compile(r"subprocess-exited-with-error|Failed building wheel|Failed to build|execute `setup.py`| as error:")
 OFFLINE = "the package registry cannot be reached: check the network, the proxy and pip's index-url"
+_FULL = "free some disk space (pip cache purge), or set XDG_CACHE_HOME and TMPDIR to folders on another disk"
 _FIXES = (
-    ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
+    ("No space left on device", _FULL),
+    ("Disk quota exceeded", f"your quota is used up: {_FULL}"),
+    (
+        "No matching distribution found for cuda-toolkit",
+        "nvcc cannot be fetched: module load cuda, or set CUDA_HOME; for CPU tensors only: --gpu none",
+    ),
     ("NewConnectionError", OFFLINE),
     ("connection broken by", OFFLINE),
     ("Temporary failure in name resolution", OFFLINE),

@@ -44,14 +44,31 @@ class BaseInterpreter:
 
 
 def base_interpreter(environ: Mapping[str, str], venv: Path) -> BaseInterpreter:
-    """Describe the running interpreter. An MPI inside the environment does not count as the machine's."""
+    """Describe the running interpreter. An MPI inside the environment does not count as the machine's.
+
+    Packages of modules count as the interpreter's, as `PYTHONPATH` and `EBPYTHONPREFIXES` (EasyBuild) add them to it.
+    """
     outside = [part for part in environ.get("PATH", "").split(":") if Path(part).resolve() != (venv / "bin").resolve()]
     has_mpi = find_mpi({**environ, "PATH": ":".join(outside)}) is not None
-    if find_torch() is None:
+    torch = find_torch()
+    if torch is None:
         return BaseInterpreter(sys.executable, sys.prefix, has_mpi=has_mpi)
-    folders = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+    own = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    folders = tuple(dict.fromkeys([str(torch.root.parent), *_module_folders(environ), *own]))
     names = {_normal(found.metadata["Name"]) for found in metadata.distributions(path=list(folders))}
     return BaseInterpreter(sys.executable, sys.prefix, folders, tuple(sorted(names)), has_mpi)
+
+
+def _module_folders(environ: Mapping[str, str]) -> list[str]:
+    """Return the folders of packages on Python's path that environment modules have added to it."""
+    named = environ.get("PYTHONPATH", "").split(":")
+    prefixes = [prefix for prefix in environ.get("EBPYTHONPREFIXES", "").split(":") if prefix]
+    return [
+        folder
+        for folder in sys.path
+        if Path(folder).name in ("site-packages", "dist-packages")
+        and (folder in named or any(Path(folder).is_relative_to(prefix) for prefix in prefixes))
+    ]
 
 
 def recorded_interpreter(venv: Path) -> str | None:
@@ -137,9 +154,9 @@ def check_requirements(project: Path, environ: Mapping[str, str]) -> None:
         )
     if find_compiler(environ) is None:
         raise BuildError(
-            "No C++ compiler was found, and building Horovod needs one.",
-            expected="g++ on PATH, or another one in $CXX",
-            next_step="sudo apt-get install g++   (Fedora, RHEL: sudo dnf install gcc-c++)",
+            "No suitable C++ compiler was found, and building Horovod needs one.",
+            expected="g++ on PATH, or g++ or clang++ in $CXX",
+            next_step="sudo apt-get install g++   (Fedora, RHEL: dnf install gcc-c++; on a cluster: module load gcc)",
         )
     free = shutil.disk_usage(project).free
     if free < NEEDED_BYTES:

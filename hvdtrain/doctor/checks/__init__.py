@@ -15,6 +15,7 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     installation.torch_files,
     installation.horovod,
     installation.stock_build,
+    installation.untested_build,
     installation.distutils,
     gpu.nccl,
     gpu.nccl_library,

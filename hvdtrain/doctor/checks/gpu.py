@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.finding import Finding, Level
 from hvdtrain.install.record import BUILD_COMMAND
+from hvdtrain.runtime.environment import TORCHRUN
 
 _BF16_SINCE = (8, 0)
 _DRIVER_OF_CUDA = {11: "450.80", 12: "525.60", 13: "580.65"}
@@ -57,13 +58,18 @@ def driver(facts: DoctorFacts) -> Finding | None:
 def nccl(facts: DoctorFacts) -> Finding | None:
     """Check that Horovod can exchange GPU tensors with NCCL."""
     installed = facts.installation
-    if not installed.torch.values.get("gpus") or installed.horovod.error:
+    gpus, values = installed.torch.values.get("gpus"), installed.horovod.values
+    if not installed.torch.values.get("cuda") or installed.horovod.error or not (gpus or values.get("cuda") is False):
         return None
-    if installed.horovod.values.get("nccl"):
+    if values.get("nccl"):
         version = installed.record.nccl if installed.record else None
         return Finding("nccl", "ok", f"built in ({version})" if version else "built in")
-    fix = f"{BUILD_COMMAND} --gpu nccl"
-    return Finding("nccl", "warning", "not built in", "GPU gradients are copied through CPU memory, which is slow", fix)
+    level: Level = "warning"
+    why = "GPU gradients are copied through CPU memory, which is slow"
+    if not values.get("cuda"):
+        level = "broken" if gpus and facts.info.launcher != TORCHRUN else "warning"  # its engines need no Horovod
+        why = "Horovod was built without CUDA: it cannot sum GPU tensors, and a job on GPUs fails"
+    return Finding("nccl", level, "not built in", why, f"{BUILD_COMMAND} --gpu nccl")
 
 
 def nccl_library(facts: DoctorFacts) -> Finding | None:

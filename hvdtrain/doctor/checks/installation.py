@@ -6,7 +6,7 @@ import re
 
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding, Level
-from hvdtrain.install.record import BUILD_COMMAND, BuildRecord
+from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord
 from hvdtrain.runtime.environment import TORCHRUN
 
 _NAMES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}
@@ -114,6 +114,15 @@ def stock_build(facts: DoctorFacts) -> Finding | None:
     }
     why = "; ".join(text for text, applies in lacks.items() if applies)
     return Finding("horovod_build", "warning", "not built by this version of hvdtrain", why, BUILD_COMMAND)
+
+
+def untested_build(facts: DoctorFacts) -> Finding | None:
+    """Report a Horovod that was not tested after it was installed."""
+    record = facts.installation.record
+    if record is None or record.tested:
+        return None
+    why = "two ranks have not summed a tensor with it yet"
+    return Finding("horovod_test", "warning", "not run", why, f"inside a job: {PROVE_NOW}")
 
 
 def distutils(facts: DoctorFacts) -> Finding | None:
