@@ -7,6 +7,7 @@
 # PYTHON  the interpreter to create it with, of version @PYTHON@; if it has torch, that torch is used
 #
 # If mpicxx is on PATH, its MPI is used, otherwise the Open MPI of the bundle. Horovod is compiled for that MPI and torch.
+# BUILD in the environment: options of hvdtrain build-horovod, for example BUILD='--prove later'.
 # Exit status: 0 installed; 1 failed, with an explanation (expected, found, next); 2 wrong usage.
 set -eu
 
@@ -171,7 +172,8 @@ main() {
   run 'installing torch and all other packages (minutes if torch includes CUDA)' \
     "$own" -m pip install --quiet setuptools wheel "hvdtrain[$extras]" "$mpi"
   printf 'building Horovod\n'
-  "$venv/bin/hvdtrain" build-horovod ||
+  # shellcheck disable=SC2086 # words
+  "$venv/bin/hvdtrain" build-horovod ${BUILD:-} ||
     fail 'Horovod could not be built.' '' '' "fix the error above, then run this script again; or only: $venv/bin/hvdtrain \
 build-horovod, with PIP_NO_INDEX=1 PIP_FIND_LINKS=$PIP_FIND_LINKS"
   PATH=$venv/bin:$PATH "$venv/bin/hvdtrain" doctor || [ $? = 1 ] || # 1: warnings

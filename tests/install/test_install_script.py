@@ -123,6 +123,7 @@ OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
         (says("getconf", "exit 1"), ["no glibc", "container"]),
         (without("g++"), ["No C++ compiler", "apt-get install g++ make"]),
         (says("g++", "echo 4.8.5"), ["too old for torch", "gcc 9", "4.8.5", "set CXX"]),
+        (says("g++", "echo 8.5.0"), ["too old for torch", "module load gcc"]),
         (without("make"), ["make is not installed", "apt-get install"]),
         (says("df", SMALL), ["not enough free disk space", "found: 2 MiB", "another disk"]),
         (thesis, ["was not created by this script", "move "]),
@@ -164,6 +165,12 @@ def test_a_missing_python_and_a_missing_folder_are_reported(machine: Machine) ->
     assert "usage: install.sh VENV [PYTHON]" in machine.install("a", "b").stderr
 
 
+def test_a_compiler_that_a_module_set_is_not_asked(machine: Machine) -> None:
+    machine.fake("g++", "echo 8.5.0")
+    machine.fake("nvc++", "echo; echo nvc++ 24.5-1 64-bit target on x86-64 Linux; echo 24.5")
+    assert "g++ 8.5.0" in machine.install(environ={"CXX": "nvc++"}).stderr
+
+
 def test_a_script_that_was_cut_off_does_nothing(machine: Machine) -> None:
     whole = (machine.bundle / "install.sh").read_text()
     for share in (0.3, 0.6, 0.9, 0.99):
@@ -180,12 +187,12 @@ def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
     machine.venv.mkdir()
     (machine.venv / "install.log").write_text("hvdtrain install.sh\n")
     (machine.venv / "half").touch()
-    done = machine.install(environ=mine)
+    done = machine.install(environ={**mine, "BUILD": "--prove later"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(f"hvdtrain is installed: . {machine.venv}/bin/activate\n")
     assert not (machine.venv / "half").exists(), "what was broken off is made anew"
     calls = [json.loads(line) for line in (machine.venv / "called.jsonl").read_text().splitlines()]
-    assert [words for words, _ in calls] == [["build-horovod"], ["doctor"]]
+    assert [words for words, _ in calls] == [["build-horovod", "--prove", "later"], ["doctor"]]
     links = (machine.bundle / "packages").resolve().as_uri()
     only = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": links, "PIP_CONFIG_FILE": "/dev/null"}
     assert all(told == {**only, "PIP_DISABLE_PIP_VERSION_CHECK": "1"} for _, told in calls)
