@@ -47,9 +47,11 @@ def main(argv: list[str]) -> int:
         spec = spec_of(options, choice, machine, environ())
         refuse_shape(spec, choice.target)
         own = argv[: len(argv) - len(options.arguments)]
-        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}")
-        if choice.target == OWN:
-            return _drive(plan_of(own, options, spec, environ()), options.dry_run)
+        plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
+        agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
+        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}")
+        if plan is not None:
+            return _drive(plan, options.dry_run)
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
             start = _found(start)

@@ -13,6 +13,7 @@ from hvdtrain.cli.parser import Parser
 from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.agent_starter import JOBS, SSH
 from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 
@@ -183,6 +184,9 @@ def _add_own(add: Callable[..., object]) -> None:
     add("--start-timeout", default=600.0, help=start, **seconds)
     unheard = "treat a rank as lost after S seconds without an answer (default: the larger of 10 and ranks / 8)"
     add("--gloo-timeout", type=_positive, metavar="S", help=unheard)
+    agents = f"program that starts agents on other hosts: {', '.join([AUTO, SSH, *JOBS])} (default: auto"
+    agents += ", the scheduler's inside an allocation, else ssh)"
+    add("--agents", choices=[AUTO, SSH, *JOBS], default=AUTO, metavar="PROGRAM", help=agents)
     add("--local", default="", metavar="NAMES", help="other names of this host, separated by commas")
     add("--events", type=Path, metavar="FILE", help="append the events of the job to FILE, as JSON lines")
     add("--tag", action="store_true", help="also mark the lines of rank 0 with its number")

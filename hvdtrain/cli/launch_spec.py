@@ -18,9 +18,10 @@ from pathlib import Path
 from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import has_remote_shell
+from hvdtrain.launch.agent_starter import allocation_slots, find_starter
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.commands import Limits
-from hvdtrain.launch.detect import Machine
+from hvdtrain.launch.detect import Machine, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slurm_slots
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
@@ -28,9 +29,7 @@ from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.variables import SHOW_VARIABLES, passed_variables, secret_variables
 from hvdtrain.launch.worker_plan import Plan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
-
-_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-"""Variables that name a file with one line per slot of an allocation."""
+from hvdtrain.runtime.interfaces import address_of, networks
 
 _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
 """Variables that tell ranks on other hosts where to find programs and libraries."""
@@ -80,7 +79,11 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
 
 
 def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> Plan:
-    """Build the plan of our own driver. `own`: the options as typed."""
+    """Build the plan of our own driver. `own`: the options as typed.
+
+    Errors:
+        LaunchError: agents cannot be started in the requested way.
+    """
     least, most = spec.elastic or (spec.ranks, spec.ranks)
     limits = Limits(
         start=spec.ranks,
@@ -96,6 +99,9 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     )
     if spec.is_program:
         limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
+    starter = find_starter(options.agents, environ, search_path(environ))
+    here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
+    interface = spec.interface or next(iter(networks().values()), "")
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return Plan(
         spec,
@@ -103,11 +109,13 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
         limits=limits,
         hosts=spec.hosts or {"localhost": most},
         slots=options.slots,
-        local=frozenset({*LOCAL_NAMES, platform.node(), *filter(None, options.local.split(","))}),
+        local=frozenset({*LOCAL_NAMES, *filter(None, here), *starter.names_of(here)}),
         environment=variables,
         pass_on=tuple(options.env),
         events=options.events,
         tag=options.tag,
+        starter=starter,
+        address=address_of(interface) if interface else "",
     )
 
 
@@ -143,8 +151,7 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
         return {}
     if "SLURM_JOB_NODELIST" in environ:
         return slurm_slots(environ, options.gpus_per_node or 0, options.np or 0)
-    file = next((environ[name] for name in _FILES if name in environ), None)
-    return dict(Counter(Path(file).read_text().split())) if file else {}
+    return dict(Counter(allocation_slots(environ)))
 
 
 def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, str], is_program: bool) -> Batch:

@@ -4,7 +4,7 @@ Its only open port is that of `Rendezvous`, on the loopback. It forwards the mes
 both directions. Its own messages:
 
 From the driver:
-    hello    {"host", "folder", "environment", "remote"}   the first
+    hello    {"host", "folder", "environment", "remote", "path", "driver"}   the first; driver: an address of it
     start    {"worker", "argv", "environment"}             variables on top of those of hello and of the host
     tell     {"worker", "what", "facts"}
     kill     {"worker", "after_s"}   signal  {"worker", "name"}
@@ -12,7 +12,8 @@ From the driver:
     keys     {"round", "keys"}   values from ranks of all hosts, as `rendezvous_store.packed` makes them
     beat     {}             heartbeat, each second
 To the driver:
-    ready    {"pid", "store", "address", "interface"}   the last two: where the driver came in, "" if unknown
+    ready    {"pid", "store", "address", "interface", "networks"}   address, interface: those towards the driver, ""
+             if unknown; networks: interfaces of this host by network, as of `interfaces.networks`
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
     put      {"round", "key", "value"}
     log      {"text"}
@@ -37,10 +38,11 @@ from hvdtrain.errors import CANNOT_START
 from hvdtrain.launch.cpu_use import BusyWorkers
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import packed, unpacked
+from hvdtrain.launch.variables import agent_environment
 from hvdtrain.launch.worker_process import WorkerProcess
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
-from hvdtrain.runtime.interfaces import interface_of
+from hvdtrain.runtime.interfaces import interface_of, networks, source_to
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
@@ -58,7 +60,8 @@ class Agent:
 
     def __init__(self, hello: Mapping[str, Any], writer: MessageWriter) -> None:
         self._folder = str(hello["folder"])
-        self._environment = {**environ(), **hello["environment"]}
+        self._environment = {**agent_environment(environ()), **hello["environment"]}
+        self._driver = str(hello["driver"])
         self._remote = bool(hello["remote"])
         self._writer = writer
         self._workers: dict[int, WorkerProcess] = {}
@@ -72,8 +75,8 @@ class Agent:
         """Execute the driver's messages until it closes the connection."""
         self.rendezvous.start()
         came_by = environ().get("SSH_CONNECTION", "").split()
-        address = came_by[2] if self._remote and len(came_by) == 4 else ""
-        place = {"address": address, "interface": interface_of(address)}
+        address = (came_by[2] if len(came_by) == 4 else source_to(self._driver)) if self._remote else ""
+        place = {"address": address, "interface": interface_of(address), "networks": networks()}
         self._writer.send("ready", pid=os.getpid(), store=self.rendezvous.address, **place)
         for run in (self._beat, self._watch_link):
             threading.Thread(target=run, daemon=True).start()

@@ -33,6 +33,7 @@ class AgentLink:
         self.store = ""
         self.address = ""
         self.interface = ""
+        self.networks: dict[str, str] = {}  # its interfaces by their network
         self._inbox = inbox
         self._process = subprocess.Popen(
             list(argv),

@@ -19,7 +19,7 @@ OWN = "hvdtrain"
 AUTO = "auto"
 OWN_OPTIONS = frozenset(
     {"elastic", "discover", "slots", "restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout"}
-    | {"gloo_timeout", "local", "events", "tag"}
+    | {"gloo_timeout", "agents", "local", "events", "tag"}
 )
 """Options of our own driver; few other targets take them."""
 

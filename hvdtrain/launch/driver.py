@@ -31,10 +31,9 @@ from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
-from hvdtrain.launch.variables import agent_environment
-from hvdtrain.launch.worker_plan import Plan, agent_command, hello_message, rank_environment
+from hvdtrain.launch.worker_plan import Plan, agent_command, hello_message, rank_environment, starting_environment
 from hvdtrain.runtime.channel import BEAT_S
-from hvdtrain.runtime.interfaces import interface_to
+from hvdtrain.runtime.interfaces import interface_to, shared_fabric
 from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
@@ -143,7 +142,8 @@ class Driver:
         elif kind == "log":
             self._say(f"{host}: {message['text']}")
         elif kind == "ready":
-            link.store, link.address, link.interface = message["store"], message["address"], message["interface"]
+            link.store, link.networks = message["store"], message["networks"]
+            link.address, link.interface = message["address"], message["interface"]
             self._execute(self._members.agent_ready(host, now))
         elif kind == "gone":
             self._execute(self._members.agent_lost(host, message["why"], now))
@@ -159,10 +159,11 @@ class Driver:
 
     def _execute(self, commands: Iterable[Command]) -> None:
         commands = list(commands)
-        chosen = [c.host for c in commands if isinstance(c, SendMessage) and c.kind == "round"]
+        chosen = list(dict.fromkeys(c.host for c in commands if isinstance(c, SendMessage) and c.kind == "round"))
+        fabric = shared_fabric([self._links[host].networks for host in chosen])
         for command in commands:
             if isinstance(command, SendMessage):
-                self._send_to_worker(command, chosen)
+                self._send_to_worker(command, chosen, fabric)
             elif isinstance(command, Event):
                 self._log.write(command.name, {**command.facts, **({"text": command.text} if command.text else {})})
                 if command.text:
@@ -181,22 +182,27 @@ class Driver:
                 assert isinstance(command, End)
                 self._code = command.code
 
-    def _send_to_worker(self, command: SendMessage, chosen: list[str]) -> None:
+    def _send_to_worker(self, command: SendMessage, chosen: list[str], fabric: str) -> None:
         facts = command.facts
         if command.kind == "round":
             self._ranks[command.worker] = facts["rank"]
             link = self._links[command.host]
             store = f"{link.store}/{facts['round']}"
-            facts = {**facts, "store": store, "interface": self._interface(link, chosen)}
+            facts = {**facts, "store": store, "interface": self._interface(link, chosen, fabric)}
         self._send(command.host, "tell", worker=command.worker, what=command.kind, facts=facts)
 
-    def _interface(self, link: AgentLink, chosen: list[str]) -> str:
-        """Return the interface by which ranks of this host reach those of the chosen hosts."""
+    def _interface(self, link: AgentLink, chosen: list[str], fabric: str) -> str:
+        """Return the interface by which ranks of this host reach those of the chosen hosts.
+
+        `fabric`: network of the fast interfaces of all of them, "" where there is none.
+        """
         away = [host for host in chosen if host not in self._plan.local]
         if not away:
             return "lo"
-        if self._plan.job.interface or link.host not in self._plan.local:
-            return self._plan.job.interface or link.interface
+        if self._plan.job.interface or fabric:
+            return self._plan.job.interface or link.networks[fabric]
+        if link.host not in self._plan.local:
+            return link.interface
         return interface_to(self._links[away[0]].address)
 
     def _start_worker(self, command: StartWorker) -> None:
@@ -205,7 +211,7 @@ class Driver:
         self._send(command.host, "start", worker=command.worker, argv=[*self._plan.program], environment=variables)
 
     def _start_agent(self, host: str) -> None:
-        argv, environment = agent_command(self._plan, host), agent_environment(self._plan.environment)
+        argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
         try:
             link = AgentLink(host, argv, environment, self._receive)
         except OSError as error:

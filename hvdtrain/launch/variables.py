@@ -44,6 +44,13 @@ def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith(_FOREIGN)}
 
 
+def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an srun that starts a step in this job, without options of other steps in variables."""
+    kept = {*_OF_SLURM, "SLURM_JOB_ID"}
+    own = agent_environment(environment)
+    return {k: v for k, v in own.items() if not k.startswith(("SLURM", "SRUN_")) or k in kept}
+
+
 def submit_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a scheduler's command, which passes it to the job and may show it to other users.
 

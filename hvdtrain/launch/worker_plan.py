@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.launch.agent_starter import SSH, Starter
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.hosts import LOCAL_NAMES
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets.base import network_variables
-from hvdtrain.launch.variables import passed_variables
+from hvdtrain.launch.variables import agent_environment, passed_variables, step_environment
 from hvdtrain.runtime.environment import horovod_numbers
 
 AGENT = "hvdtrain.launch.agent"
@@ -37,13 +38,23 @@ class Plan:
     pass_on: tuple[str, ...] = ()  # names of additional variables for ranks on other hosts
     events: Path | None = None  # a file for the event log
     tag: bool = False  # whether lines of rank 0 are tagged too
+    starter: Starter = field(default_factory=Starter)  # how agents on other hosts are started
+    address: str = ""  # an address of this host that other hosts reach, "" if none is known
 
 
 def agent_command(plan: Plan, host: str) -> list[str]:
     """Return the command that starts the agent of a host."""
     if host in plan.local:
         return [plan.job.python, "-m", AGENT]
+    if plan.starter.by_for(host) != SSH:
+        return plan.starter.command(host, plan.job.python, BOOT.format(module=AGENT), plan.job.interface)
     return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_port, plan.job.ssh_options)
+
+
+def starting_environment(plan: Plan, host: str) -> dict[str, str]:
+    """Return the environment of the command that starts the agent of a host."""
+    in_step = host not in plan.local and plan.starter.by_for(host) == "srun"
+    return (step_environment if in_step else agent_environment)(plan.environment)
 
 
 def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
@@ -58,8 +69,8 @@ def hello_message(plan: Plan, host: str) -> dict[str, object]:
     remote = host not in plan.local
     names = {*passed_variables(plan.environment), *plan.pass_on} if remote else set()
     variables = {k: v for k, v in plan.environment.items() if k in names}
-    path = list(python_path(plan.environment))
-    return {"host": host, "folder": plan.job.folder, "environment": variables, "remote": remote, "path": path}
+    given = {"host": host, "folder": plan.job.folder, "environment": variables, "remote": remote}
+    return {**given, "path": list(python_path(plan.environment)), "driver": plan.address}
 
 
 def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[str, str]:

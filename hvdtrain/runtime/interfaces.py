@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 _ANY_PORT = 9
+_VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")
+_FABRIC = re.compile("(?:ib|hsn)[a-z]*[0-9]")
+"""Names of interfaces of InfiniBand and Slingshot."""
+
+
+def is_virtual(name: str, root: Path = Path("/")) -> bool:
+    """Check whether an interface leads to containers and virtual machines of this host only."""
+    folder = root / "sys/class/net" / name
+    return any((folder / kind).exists() for kind in ("bridge", "tun_flags")) or name.startswith(_VIRTUAL)
+
+
+def networks() -> dict[str, str]:
+    """Return the interfaces that lead to other hosts, by their IPv4 network; those of a fast fabric first."""
+    import psutil  # takes 30 ms
+
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup and not is_virtual(name)]
+    found: dict[str, str] = {}
+    for name in sorted(up, key=lambda name: _FABRIC.match(name) is None):
+        for entry in psutil.net_if_addrs().get(name, ()):
+            if entry.family == socket.AF_INET:
+                network = ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)
+                if not network.is_loopback and not network.is_link_local:
+                    found.setdefault(str(network), name)
+    return found
+
+
+def shared_fabric(hosts: Sequence[Mapping[str, str]]) -> str:
+    """Return the first network to which all hosts have an interface of a fast fabric, "" without one.
+
+    `hosts`: the answer of `networks` on each.
+    """
+    first, *others = hosts or [{}]
+    fast = (network for network, name in first.items() if _FABRIC.match(name))
+    return next((network for network in fast if all(_FABRIC.match(o.get(network, "")) for o in others)), "")
 
 
 def interface_of(address: str) -> str:

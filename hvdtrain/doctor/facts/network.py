@@ -14,9 +14,9 @@ import psutil
 
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.programs import run_program
+from hvdtrain.runtime.interfaces import is_virtual
 
 _NAME_TIMEOUT_S = 5
-_VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def interfaces(root: Path = Path("/")) -> Iterator[Interface]:
             mbit=state.speed if (folder / "device").exists() else 0,  # virtual interfaces report a meaningless speed
             up=state.isup,
             loopback=ipaddress.ip_address(ipv4.address).is_loopback if ipv4 else name == "lo",
-            virtual=any((folder / kind).exists() for kind in ("bridge", "tun_flags")) or name.startswith(_VIRTUAL),
+            virtual=is_virtual(name, root),
         )
 
 
