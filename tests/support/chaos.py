@@ -18,6 +18,7 @@ from typing import Any
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.chaos_rank import BALLAST, COPIES, PHASES, SIGNALS
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
+from tests.support.slurm import Slurm
 from tests.support.two_hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -138,13 +139,14 @@ def undisturbed(folder: Path, *options: str) -> dict[int, float]:
     return {step: line["loss"] for step, line in read_steps(run / "journal.jsonl").items()}
 
 
-def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float]) -> Outcome:
+def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float], slurm: Slurm | None = None) -> Outcome:
     """Train while it happens.
 
     Args:
         cell: the fault. Two hosts and a disk of its own need root.
         folder: an empty one.
         expected: losses of the undisturbed run.
+        slurm: where to train, in an allocation of two nodes.
 
     Errors:
         UnavailableError: the hosts cannot be made.
@@ -152,26 +154,30 @@ def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float]) -> Outcome
     with ExitStack() as stack:
         disk = stack.enter_context(_small_disk(folder)) if cell.fault == "disk full" else folder
         hosts = stack.enter_context(two_hosts()) if cell.hosts == 2 else None
-        code = _run(cell, folder, disk, hosts)
+        code = _run(cell, folder, disk, hosts, slurm)
         return _outcome(cell, folder, disk / "run", expected, code)
 
 
-def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None) -> int:
+def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None, slurm: Slurm | None) -> int:
     order = folder / "order"
     facts = {"fault": cell.fault, "phase": cell.phase, "step": cell.step, "rank": cell.rank, "folder": str(disk)}
     order.write_text(json.dumps(facts))
     slots = f"a:{cell.size - cell.size // 2},b:{cell.size // 2}" if cell.hosts == 2 else f"localhost:{cell.size}"
-    options = ["-np", str(cell.size), "--elastic", f"1:{cell.size}", "-H", slots, "--events", str(folder / "events")]
+    options = ["-np", str(cell.size), "--elastic", f"1:{cell.size}", "--events", str(folder / "events")]
+    options += [] if slurm else ["-H", slots]
     if cell.fault == "link cut" and cell.phase == "start-up":
         options += ["--start-timeout", str(START_S)]
     train = [*TASK, *cell.options, f"--run_dir={disk / 'run'}"]
     rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *train])
     command = [sys.executable, "-c", LAUNCH, rank, *options]
+    process: subprocess.Popen[Any]
     with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
-        if hosts is None:
-            process: subprocess.Popen[Any] = subprocess.Popen(
-                command, cwd=folder, env=_environment(), stdout=said, stderr=said
-            )
+        if slurm is not None:
+            salloc = ["salloc", "--quiet", "--nodes=2", f"--ntasks={cell.size}", *command]
+            given = {**slurm.variables, **_found()}
+            process = slurm.first.popen(salloc, cwd=folder, environment=given, stdout=said, stderr=said)
+        elif hosts is None:
+            process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=said, stderr=said)
         else:
             process = hosts.a.popen(command, cwd=folder, environment=_found(), stdout=said, stderr=said)
         try:

@@ -1,0 +1,167 @@
+"""Agents on other hosts by the scheduler of an allocation, with fakes of the programs of PBS and LSF."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.agent_starter import Starter, find_starter, gpus_by_node
+from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.worker_plan import Plan, agent_command, starting_environment
+from tests.support.fake_launch import FakeJob
+from tests.support.launch import ROOT, TIMEOUT_S
+
+IN_PBS = {"PBS_JOBID": "7.server", "PBS_NODEFILE": "nodes"}
+IN_LSF = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"}
+NODES = {"a": "a.site", "b": "b.site"}
+PLAN = Plan(JobSpec((), 2, python="/venv/bin/python"), ("true",), Limits(2, 1, 2), {"a": 1, "b": 1})
+
+FAKE = """\
+#!/bin/sh
+# What the manuals of {name} say: {options} NODE COMMAND ARGUMENTS, without a shell{how}.
+{take}
+node=$1; shift
+[ "$node" = b.site ] && [ "$2" = -c ] && [ $# -ge 3 ] || {{ echo "{name}: wrong arguments: $*" >&2; exit 255; }}
+echo "$node" >> called
+{run}
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with programs that run commands here, and a file with the names of two nodes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    take = '[ "$1" = -no-shell ] || { echo "a shell reads the command" >&2; exit 255; }; shift'
+    texts = {
+        "blaunch": FAKE.format(name="blaunch", options="-no-shell", how="", take=take, run='exec "$@"'),
+        "pbs_tmrsh": FAKE.format(
+            name="pbs_tmrsh", options="", how=" and without stdin", take="", run='exec "$@" < /dev/null >> output 2>&1'
+        ),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("a.site\nb.site\nb.site\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize(("inside", "by"), [(IN_PBS, "pbs_tmrsh"), (IN_LSF, "blaunch")], ids=["pbs", "lsf"])
+def test_a_job_in_an_allocation_starts_agents_by_its_scheduler(
+    inside: dict[str, str], by: str, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that dies is replaced, and in the end nothing is left."""
+    for name, value in inside.items():
+        monkeypatch.setenv(name, value)
+    options = ["-H", "localhost:1,b.site:1", "-np", "2", "--elastic", "1:2", "--interface", "lo"]
+    with FakeJob(tmp_path, *options, "--", "1000000", "kill:1:5") as job:
+        job.until("round 1: 2 rank(s) on 2 host(s)")
+        job.until("round 3: 2 rank(s) on 2 host(s)")
+        job.signal(signal.SIGTERM)
+        code, _ = job.end()
+    assert code == 128 + signal.SIGTERM and (tmp_path / "called").read_text() == "b.site\n"
+    assert any(f"agents on other hosts by {by}" in line for line in job.said)
+    assert not list(tmp_path.glob(".hvdtrain-agent-*"))
+
+
+def test_a_lost_agent_of_pbs_is_started_again(fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in IN_PBS.items():
+        monkeypatch.setenv(name, value)
+    options = ["-H", "localhost:1,b.site:1", "-np", "2", "--elastic", "1:2", "--interface", "lo"]
+    with FakeJob(tmp_path, *options, "--", "1000000") as job:
+        job.until("round 1: 2 rank(s) on 2 host(s)")
+        (agent,) = (p for p in job.processes("create_connection") if "called_agent" not in " ".join(p.cmdline()))
+        agent.kill()
+        job.until("b.site is lost")
+        job.until("round 3: 2 rank(s) on 2 host(s)")
+
+
+def test_only_who_reads_the_file_is_connected(fakes: Path, tmp_path: Path) -> None:
+    """The connection is made with the secret of a file that only this user can read, and the agent checks it too."""
+    show = "import sys;print(sys.stdin.readline().strip(), flush=True)"
+    command = Starter("pbs_tmrsh", NODES).command("b", sys.executable, show, "lo")
+    (fakes / "pbs_tmrsh").write_text(f"#!{sys.executable}\n" + STRANGER_FIRST)
+    done = subprocess.run(
+        command, input="hello\n", env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.stdout == "hello\n", done.stderr
+    assert not list(tmp_path.glob(".hvdtrain-agent-*"))
+
+
+STRANGER_FIRST = """\
+import json, os, socket, sys
+at = json.load(open(sys.argv[-1]))
+assert os.stat(sys.argv[-1]).st_mode & 0o777 == 0o600
+with socket.create_connection(at["address"]) as stranger:
+    stranger.sendall(b"x" * len(at["first"]))
+    assert stranger.recv(1) == b""
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def test_an_agent_refuses_a_driver_without_the_secret(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        file = tmp_path / "file"
+        file.write_text(json.dumps({"address": impostor.getsockname(), "first": "abc", "second": "defg"}))
+        code = Starter("pbs_tmrsh").command("b", "", "print('connected')", "")[-1]
+        agent = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True)
+        link, _ = impostor.accept()
+        link.sendall(b"nnnn")
+        assert (agent.communicate(timeout=TIMEOUT_S)[0], agent.returncode) == ("", 1)
+        link.close()
+
+
+def test_a_step_has_all_of_its_node_and_no_options_of_other_steps() -> None:
+    plan = replace(PLAN, starter=Starter("srun", NODES, {"b.site": 3}))
+    command = agent_command(plan, "b.other.domain")
+    assert command[:6] == ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=b.site", "--gpus=3"]
+    assert {"--mem=0", "--cpu-bind=none", "--mpi=none"} < set(command) and "--exact" not in command
+    assert not any("--gpus" in word for word in agent_command(plan, "a")), "none in this job there"
+    around = {"SLURM_JOB_ID": "7", "SLURM_CONF": "f", "SLURM_GPUS_PER_TASK": "1", "SRUN_CPUS_PER_TASK": "2", "X": "y"}
+    around |= {"SLURM_LABELIO": "1"}
+    plan = replace(plan, environment=around)
+    assert starting_environment(plan, "b") == {"SLURM_JOB_ID": "7", "SLURM_CONF": "f", "X": "y"}
+    assert starting_environment(plan, "localhost") == around
+
+
+def test_hosts_outside_of_the_allocation_are_reached_by_ssh() -> None:
+    plan = replace(PLAN, starter=Starter("srun", NODES))
+    assert agent_command(plan, "c")[0] == agent_command(plan, "me@b")[0] == "ssh"
+    assert agent_command(replace(plan, starter=Starter("srun", NODES, forced=True)), "c")[0] == "srun"
+
+
+def test_the_scheduler_is_found_where_its_program_is(fakes: Path) -> None:
+    path = str(fakes)
+    found = find_starter("auto", IN_LSF, path)
+    assert (found.by, dict(found.nodes)) == ("blaunch", NODES) and list(found.names_of(["a", "c"])) == ["a.site"]
+    assert find_starter("auto", {"SLURM_JOB_ID": "7"}, path).by == "ssh", "no srun"
+    assert find_starter("ssh", IN_LSF, path).by_for("b") == "ssh"
+    for asked, inside in (("srun", {"SLURM_JOB_ID": "7"}), ("blaunch", IN_PBS)):
+        with pytest.raises(LaunchError, match="only inside an allocation of"):
+            find_starter(asked, inside, path)
+
+
+@pytest.mark.parametrize(
+    ("shown", "gpus"),
+    [
+        (" Nodes=a CPU_IDs=0 Mem=0 GRES=gpu:3(IDX:0-2)   Nodes=b CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)", {"a": 3, "b": 1}),
+        (" Nodes=n[1-2] CPU_IDs=0-7 Mem=9 GRES=gpu:a100:4(IDX:0-3),gpu:t4:1(IDX:4) Min", {"n1": 5, "n2": 5}),
+        (" Nodes=a CPU_IDs=0-2 Mem=0 GRES= MinCPUsNode=1", {"a": 0}),
+        ("slurm_load_jobs error", {}),
+    ],
+)  # fmt: skip
+def test_gpus_of_each_node_are_read(shown: str, gpus: dict[str, int]) -> None:
+    assert gpus_by_node(shown) == gpus
