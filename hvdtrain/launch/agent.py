@@ -42,7 +42,7 @@ from hvdtrain.launch.variables import agent_environment
 from hvdtrain.launch.worker_process import WorkerProcess
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
-from hvdtrain.runtime.interfaces import interface_of, networks, source_to
+from hvdtrain.runtime.interfaces import interface_of, nccl_interfaces, networks, source_to
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
@@ -62,6 +62,7 @@ class Agent:
         self._folder = str(hello["folder"])
         self._environment = {**agent_environment(environ()), **hello["environment"]}
         self._driver = str(hello["driver"])
+        self._nccl = {"NCCL_SOCKET_IFNAME": found} if (found := nccl_interfaces()) else {}
         self._remote = bool(hello["remote"])
         self._writer = writer
         self._workers: dict[int, WorkerProcess] = {}
@@ -133,7 +134,7 @@ class Agent:
                 worker.send_signal(message["name"])
 
     def _start(self, number: int, message: Mapping[str, Any]) -> None:
-        variables = {**self._environment, **message["environment"]}
+        variables = {**self._nccl, **self._environment, **message["environment"]}
         try:
             worker = WorkerProcess(message["argv"], variables, self._folder, partial(self._report, number))
         except OSError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets import srun
-from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill, network_variables
+from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
 from hvdtrain.launch.targets.in_hosts import insert_array_index
 
 
@@ -16,7 +16,7 @@ def render(spec: JobSpec) -> Script:
     batch = spec.batch
     line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     return Script(
-        fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock, variables=network_variables(spec)),
+        fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock, variables=srun.variables(spec)),
         ("sbatch",),
     )
 

@@ -12,7 +12,14 @@ from hvdtrain.launch.targets.base import Target, network_variables
 
 def render(spec: JobSpec) -> Command:
     """Return the start by srun."""
-    return Command(argv(spec), network_variables(spec))
+    return Command(argv(spec), variables(spec))
+
+
+def variables(spec: JobSpec) -> dict[str, str]:
+    """Return the variables for srun's environment. Open MPI has no option for its interface under srun."""
+    over_mpi = spec.slurm_mpi != "" and spec.mpi is not None and spec.mpi.flavour == "openmpi"
+    own = {"OMPI_MCA_btl_tcp_if_include": spec.interface} if over_mpi and spec.interface else {}
+    return {**network_variables(spec), **own}
 
 
 def argv(spec: JobSpec) -> tuple[str, ...]:
