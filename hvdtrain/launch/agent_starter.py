@@ -108,7 +108,8 @@ def find_starter(asked: str, environ: Mapping[str, str], path: str) -> Starter:
     if by == SSH:
         return Starter()
     in_slurm = by == "srun"
-    names = node_names(environ.get("SLURM_JOB_NODELIST", "")) if in_slurm else allocation_slots(environ)
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    names = (node_names(nodes) if nodes else []) if in_slurm else allocation_slots(environ)
     return Starter(by, _by_short_name(names), _gpus(environ) if in_slurm else {}, asked != AUTO)
 
 

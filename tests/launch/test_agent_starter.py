@@ -118,10 +118,9 @@ def test_an_agent_refuses_a_driver_without_the_secret(tmp_path: Path) -> None:
         file.write_text(json.dumps({"address": impostor.getsockname(), "first": "abc", "second": "defg"}))
         code = Starter("pbs_tmrsh").command("b", "", "print('connected')", "")[-1]
         agent = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True)
-        link, _ = impostor.accept()
-        link.sendall(b"nnnn")
-        assert (agent.communicate(timeout=TIMEOUT_S)[0], agent.returncode) == ("", 1)
-        link.close()
+        with impostor.accept()[0] as link:
+            link.sendall(b"nnnn")
+            assert (agent.communicate(timeout=TIMEOUT_S)[0], agent.returncode) == ("", 1)
 
 
 def test_a_step_has_all_of_its_node_and_no_options_of_other_steps() -> None:
@@ -148,6 +147,10 @@ def test_the_scheduler_is_found_where_its_program_is(fakes: Path) -> None:
     found = find_starter("auto", IN_LSF, path)
     assert (found.by, dict(found.nodes)) == ("blaunch", NODES) and list(found.names_of(["a", "c"])) == ["a.site"]
     assert find_starter("auto", {"SLURM_JOB_ID": "7"}, path).by == "ssh", "no srun"
+    (fakes / "srun").symlink_to("/bin/false")
+    found = find_starter("auto", {"SLURM_JOB_ID": "7"}, path)
+    assert (found.by, found.by_for("b")) == ("srun", "ssh"), "its nodes are unknown"
+    (fakes / "srun").unlink()
     assert find_starter("ssh", IN_LSF, path).by_for("b") == "ssh"
     for asked, inside in (("srun", {"SLURM_JOB_ID": "7"}), ("blaunch", IN_PBS)):
         with pytest.raises(LaunchError, match="only inside an allocation of"):
