@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.cli.launch_options import given, parse
-from hvdtrain.cli.launch_spec import plan_of, spec_of
+from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.install.mpirun import output
 from hvdtrain.launch.choose import OWN, choose, needs_machine, refuse_options, refuse_shape
@@ -49,7 +50,10 @@ def main(argv: list[str]) -> int:
         own = argv[: len(argv) - len(options.arguments)]
         plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
         agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
-        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}")
+        box = f"; containers by {spec.container.runtime}" if spec.container else ""
+        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}")
+        if note := idle_gpus(spec, choice.target, environ()):
+            say(note)
         if plan is not None:
             return _drive(plan, options.dry_run)
         start = TARGETS[choice.target].render(spec)
@@ -142,7 +146,8 @@ def _run(own: Sequence[str], start: Command, target: str) -> int:
 def _takes_arguments(spec: JobSpec) -> bool:
     """Check whether training accepts its arguments; print its error if not. The job would only fail after the queue."""
     index = re.split("[-,%]", spec.batch.array or "")[0]
-    words = [word.replace("{array}", index) if index else word for word in spec.program]
+    here = replace(spec, container=None)  # with this machine's hvdtrain
+    words = [word.replace("{array}", index) if index else word for word in here.program]
     done = run_program([*words, "--print_config"], None, folder=spec.folder)
     if done.code == USAGE:
         sys.stderr.write(done.err)

@@ -15,6 +15,7 @@ from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_starter import JOBS, SSH
 from hvdtrain.launch.choose import AUTO, OWN
+from hvdtrain.launch.spec import APPTAINER, PYXIS
 from hvdtrain.launch.targets import TARGETS
 
 _DESCRIPTION = """\
@@ -99,6 +100,11 @@ def _directive(text: str) -> str:
 _array = _word(
     r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*(%[1-9]\d{0,5})?", "is no list of indices; expected 0-3, 0,2,5 or 0-9%2"
 )
+_image = _word(r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash")
+_mount = _word(
+    "/[^:]*:/[^:]*(:ro)?",
+    "is not a mount; expected SRC:DST or SRC:DST:ro with absolute paths",
+)
 _chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
 
 
@@ -151,6 +157,7 @@ def parser() -> Parser:
     add("--dry-run", action="store_true", help="print what would run and exit")
     _add_own(made.add_argument_group("hvdtrain's own driver, over Gloo").add_argument)
     _add_scheduled(made.add_argument_group("schedulers").add_argument)
+    _add_container(made.add_argument_group("containers").add_argument)
     arguments = "options of hvdtrain train, or a program: python script.py"
     add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help=arguments)
     return made
@@ -218,6 +225,16 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--directive", action="append", type=_directive, default=[], metavar="D", help=directive)
     add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
     add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")
+
+
+def _add_container(add: Callable[..., object]) -> None:
+    image = "run each rank in this container image, with the image's Python (default: in no container)"
+    add("--container", type=_image, metavar="IMAGE", help=image)
+    mount = "mount a folder of the hosts in the container, besides the working folder; may be repeated"
+    add("--container-mount", action="append", type=_mount, default=[], metavar="SRC:DST[:ro]", help=mount)
+    runtimes = [AUTO, PYXIS, APPTAINER]
+    runtime = f"what starts containers: {', '.join(runtimes)} (default: auto, chosen by what is installed)"
+    add("--container-runtime", choices=runtimes, default=AUTO, metavar="NAME", help=runtime)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -19,12 +19,12 @@ from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.launch.agent_starter import allocation_slots, find_starter
-from hvdtrain.launch.choose import OWN, Choice
+from hvdtrain.launch.choose import AUTO, OWN, Choice
 from hvdtrain.launch.commands import Limits
-from hvdtrain.launch.detect import Machine, search_path
-from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slurm_slots
+from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
+from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots
 from hvdtrain.launch.software import setup_lines
-from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
+from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.variables import SHOW_VARIABLES, passed_variables, secret_variables
 from hvdtrain.launch.worker_plan import Plan
@@ -48,7 +48,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
     words = _arguments(options.arguments)
     is_program = _is_program(words)
     elsewhere = target is not None and target.elsewhere
-    if is_program and not elsewhere:
+    if is_program and not elsewhere and not options.container:
         _refuse_missing(words)
     return JobSpec(
         arguments=words,
@@ -75,7 +75,21 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
         batch=_batch(options, machine, environ, is_program),
+        container=_container(options, choice.target, environ),
     )
+
+
+def idle_gpus(spec: JobSpec, target: str, environ: Mapping[str, str]) -> str:
+    """Return a note about GPUs that the job would not use; "" if there are none."""
+    gpus, hosts = spec.gpus_per_node, spec.nodes
+    if not gpus and _starts_inside(target) and "SLURM_JOB_NODELIST" in environ:
+        gpus, hosts = allocated_gpus(environ), len(spec.hosts)
+    ranks = spec.elastic[1] if spec.elastic else spec.ranks
+    total = gpus * hosts
+    if ranks >= total:
+        return ""
+    each = ", unless the program uses several in each rank" if spec.is_program else ": each rank uses one"
+    return f"{ranks} ranks leave {total - ranks} of {total} GPUs idle{each}; for all: -np {total}"
 
 
 def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> Plan:
@@ -146,12 +160,34 @@ def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tu
 
 def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
     """Return the hosts of the Slurm, PBS or LSF allocation of this process, for targets that start ranks in it."""
-    inside = target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
-    if not inside or options.discover is not None:
+    if not _starts_inside(target) or options.discover is not None:
         return {}
     if "SLURM_JOB_NODELIST" in environ:
         return slurm_slots(environ, options.gpus_per_node or 0, options.np or 0)
     return dict(Counter(allocation_slots(environ)))
+
+
+def _starts_inside(target: str) -> bool:
+    """Check whether a target starts ranks in the allocation of this process."""
+    return target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
+
+
+def _container(options: argparse.Namespace, target: str, environ: Mapping[str, str]) -> Container | None:
+    """Return the container of the ranks. A target that starts them from here looks for GPUs here too."""
+    if not options.container:
+        option = "--container_mount" if options.container_mount else "--container_runtime"
+        if options.container_mount or options.container_runtime != AUTO:
+            raise LaunchError(f"{option} is given without an image", next_step="--container IMAGE")
+        return None
+    here = _starts_inside(target) and (allocated_gpus(environ) > 0 or Path("/proc/driver/nvidia/version").exists())
+    image = str(options.container)
+    return Container(
+        image=str(Path(image).resolve()) if image.startswith(("./", "../")) else image,
+        runtime=find_container_runtime(options.container_runtime, image, target, environ),
+        mounts=tuple(options.container_mount),
+        gpus=bool(options.gpus_per_node) or here,
+        override=tuple(options.env),
+    )
 
 
 def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, str], is_program: bool) -> Batch:

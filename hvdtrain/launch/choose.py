@@ -11,7 +11,7 @@ from hvdtrain.install.versions import MPI_NAMES
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.targets.base import BY_MPI
+from hvdtrain.launch.targets.base import BY_MPI, CONTAINER
 
 OWN = "hvdtrain"
 """The target that is our own driver: over Gloo, and elastic."""
@@ -26,7 +26,7 @@ OWN_OPTIONS = frozenset(
 COMMON = frozenset({"np", "to", "dry_run"})
 """Options that every target takes."""
 
-OWN_TAKES = (OWN_OPTIONS | BY_MPI) - {"launcher_arg"}
+OWN_TAKES = (OWN_OPTIONS | BY_MPI) - {"launcher_arg", *CONTAINER}
 _ELASTIC = "a dead rank ends an MPI job; elastic jobs use Gloo"
 
 
@@ -50,13 +50,16 @@ def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
     Errors:
         LaunchError: the requested target does not work on this machine.
     """
+    in_image = "container" in given
     if to == AUTO:
         return _auto(given, machine)
     if to == OWN:
         return Choice(OWN, None, "requested")
     flavours = TARGETS[to].mpi
     if flavours:
-        return Choice(to, _fitting(to, flavours, machine), "requested")
+        return Choice(to, _fitting(to, flavours, machine, in_image), "requested")
+    if to in ("pbs", "lsf") and in_image and (first := _mpi_for_image(machine)):
+        return Choice(to, first, f"requested; {_needs_in_image(first)}")
     if to in ("srun", "slurm"):
         return Choice(to, _srun_mpi(machine), f"requested{_gloo_note(machine)}")
     mpi = _own_mpi(machine)
@@ -71,6 +74,8 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
         return Choice(OWN, None, f"--{own[0].replace('_', '-')} is an option of our own driver")
     if machine.in_slurm and "srun" in machine.programs:
         return Choice("srun", _srun_mpi(machine), f"inside an allocation of Slurm{_gloo_note(machine)}")
+    if "container" in given and (first := _mpi_for_image(machine)):
+        return Choice(first.flavour, first, _needs_in_image(first))
     mpi = _own_mpi(machine)
     if mpi is not None:
         return Choice(mpi.flavour, mpi, f"Horovod uses {mpi}")
@@ -101,12 +106,21 @@ def _own_mpi(machine: Machine) -> Mpi | None:
     return next((mpi for mpi in machine.mpis if _family(mpi) == machine.family), None)
 
 
+def _mpi_for_image(machine: Machine) -> Mpi | None:
+    """Return the MPI for ranks in containers on a machine without Horovod; None if it has Horovod or no MPI."""
+    return next(iter(machine.mpis), None) if not machine.horovod else None
+
+
+def _needs_in_image(mpi: Mpi) -> str:
+    return f"there is no Horovod here, and that of the image must be built for {MPI_NAMES[mpi.flavour]}"
+
+
 def _family(mpi: Mpi) -> str:
     """Return the family of an MPI: MPICH and Intel MPI share one binary interface."""
     return "openmpi" if mpi.flavour == "openmpi" else "mpich"
 
 
-def _fitting(to: str, flavours: tuple[str, ...], machine: Machine) -> Mpi:
+def _fitting(to: str, flavours: tuple[str, ...], machine: Machine, in_image: bool) -> Mpi:
     names = " or ".join(MPI_NAMES[flavour] for flavour in flavours)
     found = next((mpi for mpi in machine.mpis if mpi.flavour in flavours), None)
     others = ", ".join(f"{mpi} ({mpi.mpirun})" for mpi in machine.mpis) or "no mpirun"
@@ -117,7 +131,7 @@ def _fitting(to: str, flavours: tuple[str, ...], machine: Machine) -> Mpi:
             found=others,
             next_step="load the module of that MPI, or omit --to: hvdtrain launch chooses what fits this machine",
         )
-    if machine.horovod and machine.family not in (_family(found), "unknown"):
+    if machine.horovod and not in_image and machine.family not in (_family(found), "unknown"):
         used = {None: "no MPI", "openmpi": "Open MPI"}.get(machine.family, "MPICH or Intel MPI")
         raise LaunchError(
             f"Horovod uses another MPI than {found}: ranks that it starts cannot find each other.",
@@ -158,6 +172,12 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         _refuse_in_queue(spec)
     if spec.gpus_per_node:
         _refuse_gpus(spec, to)
+    if spec.container and spec.mpi is None and (to == "pbs" or (to == "lsf" and not spec.batch.jsrun)):
+        raise LaunchError(
+            f"--to {to} needs an mpirun to start ranks in containers, and found none that Horovod uses",
+            expected="an MPI on PATH, of a version that fits the MPI in the image",
+            next_step="load the module of that MPI",
+        )
     if spec.elastic is not None:
         least, most = spec.elastic
         if not 1 <= least <= spec.ranks <= most:

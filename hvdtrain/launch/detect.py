@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.errors import LaunchError
 from hvdtrain.install import record
 from hvdtrain.install.mpirun import identify_mpi, output, own_mpirun, wheel_prefix
-from hvdtrain.launch.spec import Mpi
+from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
 PROGRAMS = ("srun", "jsrun")
@@ -88,3 +89,38 @@ def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     listed = output([srun, "--mpi=list"], environ)
     return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE))
+
+
+def find_container_runtime(asked: str, image: str, target: str, environ: Mapping[str, str]) -> str:
+    """Return what starts containers. Its name decides alone where it is asked for, as the job may run elsewhere.
+
+    Args:
+        asked: pyxis, apptainer or auto.
+        image: the image; pyxis cannot open a file of Apptainer.
+        target: what starts the ranks.
+        environ: variables of this process.
+
+    Errors:
+        LaunchError: auto found none; or pyxis cannot be used.
+    """
+    names = [name for name in (APPTAINER, SINGULARITY) if shutil.which(name, path=environ.get("PATH", os.defpath))]
+    by_srun, is_sif = target in ("srun", "slurm"), image.endswith(".sif")
+    if asked == PYXIS and (is_sif or not by_srun):
+        raise LaunchError(
+            "pyxis cannot start this container",
+            expected="--to srun or slurm, and an image of a registry or a file of squashfs",
+            found=f"--to {target} and {image}",
+            next_step="--container_runtime apptainer",
+        )
+    if asked == APPTAINER:
+        return SINGULARITY if names == [SINGULARITY] else APPTAINER
+    if asked == PYXIS or (by_srun and not is_sif and "--container-image" in output(["srun", "--help"], environ)):
+        return PYXIS
+    if names:
+        return names[0]
+    or_pyxis = ", or --container-image in srun --help (pyxis)" if by_srun else ""
+    raise LaunchError(
+        "nothing on this machine starts containers",
+        expected=f"apptainer or singularity on PATH{or_pyxis}",
+        next_step="load its module; or name what the hosts of the job have: --container_runtime apptainer",
+    )

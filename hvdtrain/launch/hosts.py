@@ -178,7 +178,7 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
         )
     nodes = environ["SLURM_JOB_NODELIST"]
     names = node_names(nodes)
-    gpus = gpus_per_node or _gpus_per_node(environ)
+    gpus = gpus_per_node or allocated_gpus(environ)
     if gpus and ranks <= gpus * len(names):
         return dict.fromkeys(names, gpus)
     in_step = "SLURM_STEP_ID" in environ  # then these are the step's tasks, such as the one of ``srun --pty bash``
@@ -193,8 +193,11 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
     return slots_by_node(nodes, environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
 
 
-def _gpus_per_node(environ: Mapping[str, str]) -> int:
-    """Return the GPUs of each node, by ``--gpus-per-node``, such as ``a100:4``, else those of this node; 0 if none."""
+def allocated_gpus(environ: Mapping[str, str]) -> int:
+    """Return the GPUs of each node of this process's allocation of Slurm; 0 if none.
+
+    By ``--gpus-per-node``, such as ``a100:4``, else those of this node.
+    """
     text = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE", "")
     count = text.rpartition(":")[2]
     return int(count) if re.fullmatch("[0-9]{1,3}", count) else 0

@@ -10,6 +10,8 @@ from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.hosts import LOCAL_NAMES
 
 PYTHON = ("python", "python3")
+PYXIS, APPTAINER, SINGULARITY = RUNTIMES = ("pyxis", "apptainer", "singularity")
+"""What starts containers: Slurm's plugin with enroot, or a program; singularity is the older name of apptainer."""
 
 
 class Shell(str):
@@ -51,6 +53,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Container:
+    """The container of each rank, with its own Python, hvdtrain, Horovod and MPI."""
+
+    image: str  # in the notation of its runtime
+    runtime: str  # one of `RUNTIMES`
+    mounts: tuple[str, ...] = ()  # SRC:DST or SRC:DST:ro; the working folder is mounted too
+    gpus: bool = False  # whether the ranks use GPUs of NVIDIA
+    override: tuple[str, ...] = ()  # names of variables with a value from here, even if the image sets another
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """A job."""
 
@@ -78,14 +91,20 @@ class JobSpec:
     is_root: bool = False  # whether the user is root, which Open MPI refuses by default
     remote_shell: bool = True  # whether mpirun finds ssh or rsh here
     batch: Batch = Batch()  # for schedulers
+    container: Container | None = None  # None: ranks use the software of the hosts
+
+    @property
+    def rank_python(self) -> str:
+        """The interpreter of the ranks: in a container that of the image."""
+        return self.python if self.container is None else "python"
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The command of each rank. A program named python is the interpreter with hvdtrain."""
+        """The command of each rank, inside its container. Without one, python is the interpreter with hvdtrain."""
         if not self.is_program:
-            return (self.python, "-m", "hvdtrain", *self.own_arguments)
+            return (self.rank_python, "-m", "hvdtrain", *self.own_arguments)
         first, *rest = self.arguments
-        return (self.python if first in PYTHON else first, *rest)
+        return (self.python if first in PYTHON and self.container is None else first, *rest)
 
     @property
     def own_arguments(self) -> tuple[str, ...]:

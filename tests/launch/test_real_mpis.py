@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.launch.spec import Command, JobSpec, Mpi
+from hvdtrain.launch.spec import Command, Container, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
+from tests.support.containers import make_image, make_runtime, starts
 from tests.support.echo_python import echo_python
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.mpis import NAMES, any_of
@@ -104,3 +105,23 @@ def test_a_notice_reaches_the_ranks(mpi: Mpi, tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR1)
         process.wait(timeout=TIMEOUT_S)
     assert process.returncode == 7
+
+
+def test_ranks_start_in_containers(mpi: Mpi, tmp_path: Path) -> None:
+    """By a stand-in of Apptainer: its words pass through the launcher as they are."""
+    image, show = make_image(tmp_path), "import json, sys; sys.stdout.write(json.dumps(sys.argv[1:]) + '\\n')"
+    words = ("python", "-c", show, *AWKWARD)
+    box = Container(str(image), str(make_runtime(tmp_path) / "apptainer"), ("/data:/data:ro",), gpus=True)
+    start = TARGETS[mpi.flavour].render(
+        replace(spec(mpi, tmp_path, 2), arguments=words, is_program=True, container=box)
+    )
+    assert isinstance(start, Command)
+    variables = {**environment(mpi, start), "PYTHONPATH": "/of-host"}
+    done = subprocess.run(
+        start.argv, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [list(AWKWARD)] * 2, done.stderr
+    assert [(flags, options["--bind"]) for flags, options, _ in starts(image)] == [
+        (["--nv"], [f"{tmp_path}:{tmp_path}", "/data:/data:ro"])
+    ] * 2
+    assert "/of-host" not in (image / "environment").read_text()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hvdtrain.launch.hosts import node_names
-from hvdtrain.launch.spec import JobSpec, Mpi
+from hvdtrain.launch.spec import Container, JobSpec, Mpi
 from hvdtrain.launch.targets import srun as target
 from hvdtrain.observe.past_journal import read_journal, read_steps
+from tests.support.containers import make_image, make_runtime
 from tests.support.host import Host, command_of
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
@@ -47,9 +51,9 @@ print(json.dumps([*own, os.environ["HOROVOD_GLOO_IFACE"], os.environ["SLURMD_NOD
 """
 
 
-def command(*arguments: str, slurm_mpi: str, ranks: int = 2) -> list[str]:
+def command(*arguments: str, slurm_mpi: str, ranks: int = 2, **more: object) -> list[str]:
     spec = JobSpec(arguments, ranks, python=sys.executable, mpi=Mpi("openmpi", "4.1.8"), slurm_mpi=slurm_mpi)
-    return list(target.render(spec).argv)
+    return list(target.render(replace(spec, **more)).argv)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,25 @@ def test_ranks_of_srun_train_as_one_process_does(
     assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
     assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
     assert done.stdout.count("finished at step 8 of 8") == 1
+
+
+@pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_ranks_train_in_containers(
+    runtime: str, slurm_mpi: str, slurm: Slurm, alone: list[float], tmp_path: Path
+) -> None:
+    """With stand-ins of both: Python packages of the host do not reach the image's Python."""
+    image = make_image(tmp_path)
+    programs = make_runtime(tmp_path, *(("srun", str(shutil.which("srun"))) if runtime == "pyxis" else ()))
+    more = {"container": Container(str(image), runtime), "folder": str(tmp_path)}
+    of_host = {"PYTHONPATH": f"{ROOT}:/of-host", "VIRTUAL_ENV": "/of-host"}
+    argv = ["salloc", "--ntasks=2", *command(*TOY, "--run_dir=run", slurm_mpi=slurm_mpi, **more)]
+    slurm.run(argv, cwd=tmp_path, environment={**of_host, "PATH": f"{programs}:{os.environ['PATH']}"})
+    journal = tmp_path / "run/journal.jsonl"
+    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
+    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+    of_python = (image / "environment").read_text()
+    assert "PYTHONNOUSERSITE=1\n" in of_python and "/of-host" not in of_python
 
 
 @pytest.mark.parametrize("to", ["srun", "hvdtrain"])

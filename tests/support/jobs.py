@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdtrain.launch.spec import Batch, JobSpec, Mpi
+from hvdtrain.launch.spec import Batch, Container, JobSpec, Mpi
 
 OPEN_MPI_4 = Mpi("openmpi", "4.1.8", "mpirun", "/venv")
 OPEN_MPI_5 = Mpi("openmpi", "5.0.11", "/opt/ompi5/bin/mpirun")
@@ -38,6 +38,10 @@ def queued(mpi: Mpi | None = None, batch: Batch | None = None, **more: object) -
 ARRAY = Batch(array="1-3%2", time_s=3600)
 IN_ARRAY = ("--seed", "{array}", "--run_dir", "runs/it's {array}")
 
+SIF = Container("/images/it's.sif", "apptainer", ("/data:/data:ro", "/my scratch:/scratch"))
+WITH_GPUS = replace(SIF, gpus=True)
+BY_PYXIS = Container("nvcr.io#lab/hvdtrain:1", "pyxis", ("/data:/data:ro", "/scratch:/tmp/s"), True, ("HF_HOME",))
+
 JOBS: dict[str, tuple[str, JobSpec]] = {
     "openmpi4": ("openmpi", one(OPEN_MPI_4, is_root=True)),
     "openmpi4-two-hosts": ("openmpi", two(OPEN_MPI_4)),
@@ -61,6 +65,17 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "lsf": ("lsf", queued(OPEN_MPI_4, interface="ib0", launcher_arguments=("--report-bindings",))),
     "lsf-array": ("lsf", queued(INTEL, ARRAY, arguments=IN_ARRAY)),
     "lsf-jsrun": ("lsf", queued(OPEN_MPI_4, Batch(time_s=7200, jsrun=True))),
+    "openmpi4-container": ("openmpi", two(OPEN_MPI_4, container=WITH_GPUS)),
+    "mpich-container": ("mpich", one(MPICH, container=SIF)),
+    "intelmpi-container": ("intelmpi", two(INTEL, container=replace(SIF, runtime="singularity"))),
+    "srun-container": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix", container=SIF)),
+    "srun-gloo-container": ("srun", one(container=replace(SIF, override=("PYTHONPATH",)))),
+    "srun-gloo-pyxis": ("srun", one(container=BY_PYXIS, folder="/home/me")),
+    "slurm-container": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", container=WITH_GPUS)),
+    "slurm-pyxis": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", container=BY_PYXIS, folder="/me", interface="ib0")),
+    "pbs-container": ("pbs", queued(OPEN_MPI_4, ARRAY, arguments=IN_ARRAY, container=WITH_GPUS)),
+    "lsf-container": ("lsf", queued(INTEL, container=WITH_GPUS, is_program=True, arguments=("python3", "a.py"))),
+    "lsf-jsrun-container": ("lsf", queued(None, Batch(jsrun=True), container=WITH_GPUS)),
     "mpijob": ("mpijob", queued(OPEN_MPI_4)),
     "mpijob-elastic": ("mpijob", queued(None, Batch(image="mine:1", namespace="lab", mem_mib=9), elastic=(8, 32))),
 }

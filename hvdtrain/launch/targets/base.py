@@ -12,11 +12,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Command, JobSpec, Script, join
 
-BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env", "launcher_arg"})
+CONTAINER = frozenset({"container", "container_mount", "container_runtime"})
+"""Options of targets that can start ranks in containers."""
+
+BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env", "launcher_arg"}) | CONTAINER
 """Options of targets that reach named hosts."""
 
 SCHEDULED = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "account", "name"})
-SCHEDULED |= {"directive", "env", "launcher_arg"}
+SCHEDULED |= {"directive", "env", "launcher_arg"} | CONTAINER
 """Options of targets of schedulers, which choose the hosts; of ``-H`` only the counts are used."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hvdtrain.launch.spec import Command, JobSpec
 from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
+from hvdtrain.launch.targets.container import rank_argv
 
 
 def render(spec: JobSpec) -> Command:
@@ -36,7 +37,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
         words += ["-iface", spec.interface] if spec.interface else []
         names = (*spec.pass_on, *network_variables(spec))
         words += ["-genvlist", ",".join(names)] if names else []
-    return (*words, *spec.launcher_arguments, *spec.program)
+    return (*words, *spec.launcher_arguments, *rank_argv(spec))
 
 
 def variables(spec: JobSpec) -> dict[str, str]:

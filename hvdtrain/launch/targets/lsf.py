@@ -10,6 +10,7 @@ import re
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets.base import SCHEDULED, Target, fill, network_variables
+from hvdtrain.launch.targets.container import rank_argv
 from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
 
 
@@ -30,7 +31,7 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     words = ["jsrun", "--nrs", str(spec.ranks), "--rs_per_host", str(spec.ranks_per_node), "--tasks_per_rs", "1"]
     words += ["--cpu_per_rs", str(spec.cpus_per_rank)] if spec.cpus_per_rank else []
     words += ["--gpu_per_rs", "1"] if spec.gpus_per_node else []
-    return (*words, "--bind", "none", *spec.launcher_arguments, *spec.program)
+    return (*words, "--bind", "none", *spec.launcher_arguments, *rank_argv(spec))
 
 
 TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice", "interface"}, even=True)

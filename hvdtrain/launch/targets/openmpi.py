@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from hvdtrain.install.mpirun import start_variables
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
+from hvdtrain.launch.targets.container import rank_argv
 
 
 def render(spec: JobSpec) -> Command:
@@ -26,7 +27,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
     if spec.remote:
         words += _between_hosts(spec, spec.mpi)
         words += [word for name in (*spec.pass_on, *network_variables(spec)) for word in ("-x", name)]
-    return (*words, *spec.launcher_arguments, *spec.program)
+    return (*words, *spec.launcher_arguments, *rank_argv(spec))
 
 
 def variables(spec: JobSpec) -> dict[str, str]:

@@ -7,7 +7,8 @@ they are repeated. A step inside a step, as in ``srun --pty bash``, waits for ev
 from __future__ import annotations
 
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import Target, network_variables
+from hvdtrain.launch.targets.base import CONTAINER, Target, network_variables
+from hvdtrain.launch.targets.container import rank_argv, srun_argv
 
 
 def render(spec: JobSpec) -> Command:
@@ -25,7 +26,7 @@ def variables(spec: JobSpec) -> dict[str, str]:
 def argv(spec: JobSpec) -> tuple[str, ...]:
     """Return the command line."""
     over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
-    words = ["srun", f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
+    words = [*srun_argv(spec), f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
     words += [f"--nodes={spec.nodes}"]
     if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
         words += [f"--ntasks-per-node={spec.ranks_per_node}"]
@@ -37,11 +38,11 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     words += ["--overlap"] if spec.in_step else []
     words += ["--kill-on-bad-exit=1", "--export=ALL", *spec.launcher_arguments]
     if over_mpi:
-        return (*words, *spec.program)
+        return (*words, *rank_argv(spec))
     by = ["--interface", spec.interface] if spec.interface else []
     own = (spec.python, "-m", "hvdtrain.launch.srun_job", *by)
-    return (*own, *words, spec.python, "-m", "hvdtrain.launch.slurm_task", *spec.program)
+    return (*own, *words, *rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg"})
-TARGET = Target("srun", render, takes=_TAKES)
+TARGET = Target("srun", render, takes=_TAKES | CONTAINER)
