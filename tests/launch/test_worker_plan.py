@@ -152,12 +152,14 @@ def test_variables_of_the_libraries_go_to_other_hosts() -> None:
     """Except those that a launcher set for this process, and names that no shell could set."""
     there = {"HF_HOME": "1", "NCCL_DEBUG": "2", "HOME": "3", "HF_%": "4", "HOROVOD_RANK": "5", "OMPI_X": "6"}
     there |= {"UCX_TLS": "7", "FI_PROVIDER": "8", "https_proxy": "9", "SSL_CERT_FILE": "10", "my_proxy": "11"}
-    expected = ["HF_HOME", "NCCL_DEBUG", "UCX_TLS", "FI_PROVIDER", "https_proxy", "SSL_CERT_FILE"]
+    there |= {"APPTAINERENV_X": "12"}
+    expected = ["HF_HOME", "NCCL_DEBUG", "UCX_TLS", "FI_PROVIDER", "https_proxy", "SSL_CERT_FILE", "APPTAINERENV_X"]
     assert passed_variables(there) == expected
 
 
 def test_a_command_of_a_scheduler_gets_no_secrets_and_nothing_of_the_job_around_it() -> None:
     secrets = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "https_proxy": "http://me:word@proxy", "Aws_Secret": "c"}
+    secrets |= {"APPTAINER_ENCRYPTION_PASSPHRASE": "d"}
     around = {"SLURM_MEM_PER_CPU": "1", "SLURMD_NODENAME": "n", "PMIX_RANK": "0"}
     kept = {"TOKENIZERS_PARALLELISM": "false", "http_proxy": "http://proxy", "SLURM_CONF": "f", "SBATCH_ACCOUNT": "me"}
     assert secret_variables({**secrets, **around, **kept}) == sorted(secrets)

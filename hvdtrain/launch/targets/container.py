@@ -24,6 +24,12 @@ _NO_HOME = "PYTHONNOUSERSITE=1"
 """The home folder is often mounted: packages of ``pip install --user`` would come before those of the image."""
 
 
+_NO_CMA = "OMPI_MCA_btl_vader_single_copy_mechanism"
+"""Without setuid, each container of Apptainer has its own user namespace. Between two of them Open MPI 4.1.8 may hang in
+the first collective, where it tries to copy directly between processes.
+"""
+
+
 def rank_argv(spec: JobSpec, *before: str) -> tuple[str, ...]:
     """Return the command with which a launcher starts each rank. `before`: words before the program.
 
@@ -33,7 +39,9 @@ def rank_argv(spec: JobSpec, *before: str) -> tuple[str, ...]:
     program, box = (*before, *spec.program), spec.container
     if box is None or box.runtime == PYXIS:
         return program
-    words = [*_without_hidden(box, HIDDEN), box.runtime, "exec"]
+    words = [*_without_hidden(box, HIDDEN)]
+    words += [f"{_NO_CMA}=none"] if spec.mpi and spec.mpi.flavour == "openmpi" and _NO_CMA not in box.override else []
+    words += [box.runtime, "exec"]
     words += ["--nv"] if box.gpus else []
     words += [word for mount in _mounts(spec, box, ',"\\\n') for word in ("--bind", mount)]
     return (*words, "--pwd", spec.folder, box.image, *program)
