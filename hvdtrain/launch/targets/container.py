@@ -25,8 +25,8 @@ _NO_HOME = "PYTHONNOUSERSITE=1"
 
 
 _NO_CMA = "OMPI_MCA_btl_vader_single_copy_mechanism"
-"""Without setuid, each container of Apptainer has its own user namespace. Between two of them Open MPI 4.1.8 may hang in
-the first collective, where it tries to copy directly between processes.
+"""Without setuid, each container of Apptainer has its own user namespace. Between two of them Open MPI 4.1.8 may hang
+in the first collective, where it tries to copy directly between processes.
 """
 
 
