@@ -41,8 +41,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the options in a YAML file.
+def read_yaml(path: Path, kind: str = "config file") -> dict[str, Any]:
+    """Return the content of a YAML file. `kind`: what errors call the file.
 
     Errors: ConfigError if it cannot be read, is not YAML or no mapping, has a duplicate key, or is nested too deeply.
     """
@@ -51,28 +51,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
         try:
             root = loader.get_single_node()
             if root is not None:
-                _check_nodes(root, path)
+                _check_nodes(root, path, kind)
             content = None if root is None else loader.construct_document(root)
         finally:
             loader.dispose()
     except OSError as error:
         raise ConfigError(
-            f"cannot read the config file {str(path)!r}: {error.strerror}",
+            f"cannot read the {kind} {str(path)!r}: {error.strerror}",
             found=f"working directory {Path.cwd()}",
-            next_step="correct the path; hvdtrain config init FILE writes a new file",
+            next_step="correct the path"
+            + ("; hvdtrain config init FILE writes a new file" if kind == "config file" else ""),
         ) from None
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError(f"the config file {str(path)!r} is nested too deeply", expected=_DEPTH) from None
+        raise ConfigError(f"the {kind} {str(path)!r} is nested too deeply", expected=_DEPTH) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"the config file {str(path)!r} is not YAML", found=_described(error)) from None
+        raise ConfigError(f"the {kind} {str(path)!r} is not YAML", found=_described(error)) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"the config file {str(path)!r} is not a mapping", expected="lines like `train: {steps: 100}`"
-        )
+        example = "train: {steps: 100}" if kind == "config file" else "worker: {spec: ...}"
+        raise ConfigError(f"the {kind} {str(path)!r} is not a mapping", expected=f"lines like `{example}`")
     return content
 
 
@@ -82,7 +82,7 @@ def _described(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _check_nodes(root: yaml.Node, path: Path) -> None:
+def _check_nodes(root: yaml.Node, path: Path, kind: str) -> None:
     """Reject duplicate keys, also dotted ones, and endless nesting. PyYAML would silently use the last duplicate."""
     pending = [(root, 0, "")]
     visited = 0
@@ -91,7 +91,7 @@ def _check_nodes(root: yaml.Node, path: Path) -> None:
         node, depth, prefix = pending.pop()
         visited += 1
         if depth > _DEEPEST or visited > 100_000:  # recursive aliases, or ones that expand exponentially
-            raise ConfigError(f"the config file {str(path)!r} is nested too deeply", expected=_DEPTH)
+            raise ConfigError(f"the {kind} {str(path)!r} is nested too deeply", expected=_DEPTH)
         if isinstance(node, yaml.SequenceNode):
             pending += [(value, depth + 1, f"{prefix}{place}.") for place, value in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
@@ -99,7 +99,7 @@ def _check_nodes(root: yaml.Node, path: Path) -> None:
                 name = prefix + (key.value if isinstance(key, yaml.ScalarNode) else f"[{place}]")
                 if name in keys and key.value != "<<":
                     raise ConfigError(
-                        f"the config file {str(path)!r} has the key {name} twice",
+                        f"the {kind} {str(path)!r} has the key {name} twice",
                         expected="each option once",
                         found=f"a second one in line {key.start_mark.line + 1}",
                     )

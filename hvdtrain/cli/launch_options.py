@@ -108,6 +108,16 @@ _mount = _word(
 _chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
 
 
+def _resource(text: str) -> tuple[str, int]:
+    """Return name and count of an extended resource of Kubernetes. Its name has a domain, which cpu and memory lack."""
+    found = re.fullmatch(r"([a-z0-9][a-z0-9.-]*/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)=([1-9]\d{0,5})", text)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is not a resource of Kubernetes; expected DOMAIN/NAME=COUNT, as rdma/ib=1")
+    if found[1] == "nvidia.com/gpu":
+        raise ArgumentTypeError(f"{text!r}: GPUs are requested by --gpus-per-node {found[2]}")
+    return found[1], int(found[2])
+
+
 def _mib(text: str) -> int:
     """Return the MiB of ``400G``, ``400gb`` or ``512M``."""
     found = re.fullmatch("([0-9]{1,7})([MGT])(?:I?B)?", text.upper())
@@ -224,6 +234,10 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     directive = "another directive for the scheduler, such as --qos=high"
     add("--directive", action="append", type=_directive, default=[], metavar="D", help=directive)
     add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
+    resource = "another resource of each worker pod of Kubernetes, such as rdma/ib=1; may be repeated"
+    add("--resource", action="append", type=_resource, default=[], metavar="NAME=COUNT", help=resource)
+    patch = "YAML file with changes of the pods of Kubernetes: launcher, worker, each with metadata or spec"
+    add("--pod-patch", type=Path, metavar="FILE", help=patch)
     add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")
 
 

@@ -23,6 +23,7 @@ from hvdtrain.launch.choose import AUTO, OWN, Choice
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots
+from hvdtrain.launch.pod_patch import read_pod_patch
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import TARGETS
@@ -204,9 +205,18 @@ def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, 
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,
+        resources=_resources(options.resource),
+        pod_patch=read_pod_patch(options.pod_patch) if options.pod_patch else {},
         setup=tuple(setup_lines(environ)),
         jsrun="jsrun" in machine.programs,
     )
+
+
+def _resources(pairs: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    name, times = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 0)
+    if times > 1:
+        raise LaunchError(f"--resource {name} is given {times} times", expected="each resource once")
+    return tuple(pairs)
 
 
 def _ranks(options: argparse.Namespace, slots: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.hosts import LOCAL_NAMES
@@ -48,6 +49,8 @@ class Batch:
     directives: tuple[str, ...] = ()  # further lines for the scheduler, from its manual: ``--constraint=a100``
     image: str | None = None
     namespace: str | None = None
+    resources: tuple[tuple[str, int], ...] = ()  # extended resources of each pod of Kubernetes: ``rdma/ib`` and 1
+    pod_patch: Mapping[str, Any] = field(default_factory=dict)  # changes of pods, of `pod_patch.read_pod_patch`
     setup: tuple[str, ...] = ()  # lines of shell before the ranks start: modules, conda
     jsrun: bool = False  # whether LSF allocates whole hosts, on which jsrun starts the ranks
 

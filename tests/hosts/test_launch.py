@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from hvdtrain.verify.data import verify_data
 from tests.support.two_hosts import LINK, TwoHosts
@@ -78,3 +79,30 @@ def test_a_cut_link_loses_the_host_and_mending_it_brings_it_back(hosts: TwoHosts
     assert len(everything) >= 4 and not left
     rounds = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("round 1")]
     assert all(f"if={LINK}" in line for line in rounds) and len(rounds) == 2
+
+
+@pytest.mark.slow
+def test_a_host_that_goes_saves_and_the_job_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
+    """As a worker of an MPIJob does: the ranks on one host are asked to end, and the launcher starts all again."""
+    variables = {"PYTHONPATH": str(ROOT), "OMPI_MCA_odls_base_sigkill_timeout": "1"}
+    options = [f"--task={SUPPORT / 'toy.py'}:toy", "--train.steps=1000000", "--observe.tensorboard=false"]
+    argv = hosts.mpirun_command([sys.executable, "-m", "hvdtrain", *options, "--run_dir=run"], environment=variables)
+    again = [sys.executable, "-m", "hvdtrain.launch.restarts", "1", *argv]
+    drain = [sys.executable, "-m", "hvdtrain.launch.drain", "1"]
+    with hosts.a.popen(
+        again, cwd=tmp_path, environment=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as job:
+        assert job.stdout is not None
+        said = iter(job.stdout.readline, "")
+        next(line for line in said if line.startswith("step "))
+        hosts.b.run(drain, environment=variables)
+        saved = next(line for line in said if "requested by SIGTERM" in line)
+        assert next(line for line in said if "restart" in line) == (
+            "hvdtrain launch: ended with exit code 143: restart 1 of 1 in 10 s\n"
+        )
+        resumed = next(line for line in said if line.startswith("resuming from step"))
+        assert saved.split()[3] == resumed.split()[3]
+        next(line for line in said if line.startswith("step "))
+        hosts.a.run(drain, environment=variables)
+        assert "requested by SIGTERM" in "".join(said)
+        assert job.wait() == 143

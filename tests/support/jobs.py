@@ -37,6 +37,25 @@ def queued(mpi: Mpi | None = None, batch: Batch | None = None, **more: object) -
 
 ARRAY = Batch(array="1-3%2", time_s=3600)
 IN_ARRAY = ("--seed", "{array}", "--run_dir", "runs/it's {array}")
+POD_PATCH = {
+    "launcher": {"metadata": {"annotations": {"sidecar.istio.io/inject": "false"}}},
+    "worker": {
+        "spec": {
+            "hostNetwork": True,
+            "nodeSelector": {"disk": "y"},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "terminationGracePeriodSeconds": None,
+            "containers": [
+                {"name": "worker", "volumeMounts": [{"mountPath": "/data", "name": "data"}], "readinessProbe": None},
+                {"name": "monitor", "image": "monitor:1"},
+            ],
+            "volumes": [
+                {"name": "data", "nfs": {"server": "1e3", "path": "/"}},
+                {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}},
+            ],
+        }
+    },
+}
 
 SIF = Container("/images/it's.sif", "apptainer", ("/data:/data:ro", "/my scratch:/scratch"))
 WITH_GPUS = replace(SIF, gpus=True)
@@ -77,6 +96,8 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "lsf-container": ("lsf", queued(INTEL, container=WITH_GPUS, is_program=True, arguments=("python3", "a.py"))),
     "lsf-jsrun-container": ("lsf", queued(None, Batch(jsrun=True), container=WITH_GPUS)),
     "mpijob": ("mpijob", queued(OPEN_MPI_4)),
+    "mpijob-rdma": ("mpijob", queued(OPEN_MPI_4, Batch(mem_mib=400 << 10, resources=(("rdma/ib", 1),)))),
+    "mpijob-cpu-patched": ("mpijob", queued(None, Batch(requeues=0, pod_patch=POD_PATCH), gpus_per_node=0)),
     "mpijob-elastic": ("mpijob", queued(None, Batch(image="mine:1", namespace="lab", mem_mib=9), elastic=(8, 32))),
 }
 """Target and job by the name of the golden file."""

@@ -2,14 +2,24 @@
 
 The operator's behaviour was read in kubeflow/mpi-operator at cbe4f8a (pkg/controller/mpi_job_controller.go,
 pkg/apis/kubeflow/v2beta1/types.go). Its script of hosts prints no slots, and its variables for Open MPI are those of
-version 4, so the command line names the file of hosts.
+version 4, so the command line names the file of hosts. The launcher's Job restarts after every exit code, so the launcher
+restarts its command itself (`hvdtrain.launch.restarts`).
+
+Workers with RDMA get no capability IPC_LOCK: for a user other than root it has no effect, as the kernel clears it at exec
+(https://github.com/kubernetes/kubernetes/issues/56374). The container runtime sets the limit of locked memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import yaml
 
 from hvdtrain.install.venv import OPEN_MPI
+from hvdtrain.launch.pod_patch import manifest_text, patch_pod
 from hvdtrain.launch.spec import JobSpec, Mpi, Script
 from hvdtrain.launch.targets import openmpi
 from hvdtrain.launch.targets.base import Target, fill
@@ -29,50 +39,107 @@ class Image:
     sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")  # the launcher reaches it
     port: int = 2222  # of sshd
     openmpi: str = OPEN_MPI.partition("==")[2]  # its version of Open MPI
+    drivers: str = "/usr/local/nvidia/lib64"  # libraries of the GPU driver on GKE; elsewhere the linker finds them
 
 
 IMAGE = Image()
 CLAIM = "hvdtrain-runs"
 """The volume shared by all pods, for checkpoints and logs."""
 
+_PYTHON = f"{IMAGE.prefix}/bin/python"
+_DRAIN = (_PYTHON, "-m", "hvdtrain.launch.drain")
+
+_KILL_S = 10
+"""Seconds between the signals by which mpirun ends the other ranks after one has ended: SIGCONT, SIGTERM, SIGKILL.
+
+After a rank has failed, mpirun needs two to four times as long to end.
+"""
+
+_LOST_PODS = 3
+"""Replacements of a lost launcher pod. The Job also replaces one that failed for good, so the number is small."""
+
 
 def render(spec: JobSpec) -> Script:
-    """Return the manifest of a job."""
+    """Return the manifest of a job.
+
+    Errors:
+        LaunchError: the patch of the pods does not fit.
+    """
     flavour = "cuda" if spec.gpus_per_node else "cpu"
     batch = replace(spec.batch, image=spec.batch.image or f"{IMAGE.name}{flavour}")
+    words = _elastic(spec) if spec.elastic else _by_mpi(spec)
+    if batch.requeues:
+        words = (_PYTHON, "-m", "hvdtrain.launch.restarts", str(batch.requeues), *words)
+    variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(_KILL_S)}
+    requests, limits = _resources(spec)
+    text = fill(
+        "mpijob.yaml.j2",
+        spec=spec,
+        batch=batch,
+        image=IMAGE,
+        claim=CLAIM,
+        words=[word.replace("$(", "$$(") for word in words],  # Kubernetes would expand variables
+        launcher_variables={**_NO_GPUS, **variables},
+        worker_variables={} if _has_gpus(spec) else _NO_GPUS,
+        requests=requests,
+        limits=limits,
+        lost_pods=min(batch.requeues, _LOST_PODS),
+        launcher_drain=() if spec.elastic else (*_DRAIN, "--hosts", HOSTS),  # our own driver passes SIGTERM on
+        worker_drain=(*_DRAIN, "1"),
+    )
+    return Script(_patched(text, batch.pod_patch) if batch.pod_patch else text, ("kubectl", "apply", "-f", "-"))
+
+
+_NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
+"""Variables of a container without GPUs: the image's are for ``docker run``, and would let it use all of the node."""
+
+
+def _has_gpus(spec: JobSpec) -> bool:
+    """Check whether workers get GPUs, whole or shared. The device plugin's variable yields to one in the manifest."""
+    return bool(spec.gpus_per_node) or any(
+        name.startswith(("nvidia.com/gpu", "nvidia.com/mig-")) for name, _ in spec.batch.resources
+    )
+
+
+def _resources(spec: JobSpec) -> tuple[dict[str, int | str], dict[str, int | str]]:
+    """Return requests and limits of a worker. Cores are only requested, since a limit throttles short peaks."""
+    requests: dict[str, int | str] = {}
     limits: dict[str, int | str] = {}
+    if spec.cpus_per_rank:
+        requests["cpu"] = spec.cpus_per_rank * spec.ranks_per_node
+    if spec.batch.mem_mib:
+        requests["memory"] = limits["memory"] = f"{spec.batch.mem_mib}Mi"
     if spec.gpus_per_node:
         limits["nvidia.com/gpu"] = spec.gpus_per_node
-    if spec.cpus_per_rank:
-        limits["cpu"] = spec.cpus_per_rank * spec.ranks_per_node
-    if batch.mem_mib:
-        limits["memory"] = f"{batch.mem_mib}Mi"
-    user = f"{{runAsUser: {IMAGE.uid}, runAsGroup: {IMAGE.uid}, fsGroup: {IMAGE.uid}, runAsNonRoot: true}}"
-    words = _elastic(spec) if spec.elastic else _by_mpi(spec)
-    values = {"spec": spec, "batch": batch, "image": IMAGE, "limits": limits}
-    escaped = [word.replace("$(", "$$(") for word in words]  # Kubernetes would expand variables
-    # Kubernetes ends a pod by SIGTERM; by default mpirun kills the ranks a second later.
-    variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(max(1, batch.notice_s - 5))}
-    text = fill("mpijob.yaml.j2", **values, words=escaped, variables=variables, security=user, claim=CLAIM)
-    return Script(text, ("kubectl", "apply", "-f", "-"))
+    return requests, {**limits, **dict(spec.batch.resources)}
+
+
+def _patched(text: str, patch: Mapping[str, Any]) -> str:
+    """Return a manifest with changed pods. Of its comments only those at the start are kept."""
+    manifest = yaml.safe_load(text)
+    replicas = manifest["spec"]["mpiReplicaSpecs"]
+    for name, change in patch.items():
+        replica = replicas[name.capitalize()]
+        replica["template"] = patch_pod(name, replica["template"], change)
+    head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    return head + manifest_text(manifest)
 
 
 def _by_mpi(spec: JobSpec) -> tuple[str, ...]:
     """Return the command line of the image's own MPI; variables are those of the launcher's container."""
     own = Mpi("openmpi", IMAGE.openmpi, f"{IMAGE.prefix}/bin/mpirun", IMAGE.prefix)
-    there = replace(spec, mpi=own, python=f"{IMAGE.prefix}/bin/python", interface="", ssh_port=None)
+    there = replace(spec, mpi=own, python=_PYTHON, interface="", ssh_port=None)
     return openmpi.argv(there, ("--hostfile", HOSTS))
 
 
 def _elastic(spec: JobSpec) -> tuple[str, ...]:
     assert spec.elastic is not None
     least, most = spec.elastic
-    python = f"{IMAGE.prefix}/bin/python"
     ranks = ("-np", str(spec.ranks), "--elastic", f"{least}:{most}", "--slots", str(spec.ranks_per_node))
     passed = [word for name in spec.pass_on for word in ("--env", name)]
-    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.own_arguments)
+    return (_PYTHON, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.own_arguments)
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
-_TAKES |= {"image", "namespace", "elastic", "env", "mem"}
+_TAKES |= {"image", "namespace", "elastic", "env", "mem", "resource", "pod_patch"}
 TARGET = Target("mpijob", render, takes=_TAKES, even=True, elsewhere=True)

@@ -1,0 +1,116 @@
+"""``--pod-patch FILE``: changes of the pods of a Kubernetes job.
+
+The file has the keys ``launcher`` and ``worker``, each a part of a pod template (``metadata``, ``spec``). It is merged as
+in RFC 7386: mappings are merged, null removes a field. Lists replace lists, except those of `_KEYS`, as in Kubernetes'
+strategic merge (https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/). kubectl
+does that merge only for types that it knows, and an MPIJob is none; jsonmerge, a library, needs a schema of each list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.yaml_file import read_yaml
+
+PODS = ("launcher", "worker")
+_PARTS = ("metadata", "spec")
+_KEYS = {"containers": "name", "initContainers": "name", "volumes": "name", "env": "name", "volumeMounts": "mountPath"}
+"""Lists with elements that are merged, and the key that identifies an element."""
+
+
+def read_pod_patch(path: Path) -> dict[str, Any]:
+    """Return the changes in a YAML or JSON file, by pod.
+
+    Errors:
+        LaunchError: keys other than those of a pod template. ConfigError: as of `read_yaml`.
+    """
+    patch = read_yaml(path, "pod patch")
+    for where, part, keys in [("", patch, PODS), *((name, patch[name], _PARTS) for name in PODS if name in patch)]:
+        if not isinstance(part, Mapping) or not part or set(part) - set(keys):
+            raise LaunchError(
+                f"--pod-patch {path}: {where or 'the file'} is no mapping with the right keys",
+                expected=" or ".join(keys),
+                found=", ".join(map(str, part)) if isinstance(part, Mapping) else repr(part),
+                next_step="an example: {worker: {spec: {nodeSelector: {disk: ssd}}}}",
+            )
+    return patch
+
+
+def patch_pod(name: str, template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pod template with changes. `name`: of the pod, and of its container.
+
+    Errors:
+        LaunchError: the job could not run with the changes.
+    """
+    changed = _merged(template, patch, name)
+    spec = changed.get("spec", {})
+    containers = spec.get("containers")
+    first = containers[0] if isinstance(containers, list) else {}
+    before = template["spec"]["containers"][0]
+    broken = [key for key in ("name", "command", "args") if first.get(key) != before.get(key)]
+    broken += [key for key in ("restartPolicy", "hostname", "subdomain") if key in spec]
+    if broken:
+        raise LaunchError(
+            f"--pod-patch changes the {broken[0]} of the {name}, on which the job depends",
+            next_step=f"remove {broken[0]} from the patch",
+        )
+    bare = next((one["name"] for one in containers or () if not one.get("image")), None)
+    if bare is not None:
+        raise LaunchError(
+            f"--pod-patch adds the container {bare!r} without an image",
+            next_step=f"add its image; the container of the job is named {name!r}",
+        )
+    return changed
+
+
+def _merged(old: Mapping[str, Any], patch: Mapping[str, Any], where: str) -> dict[str, Any]:
+    result = dict(old)
+    for key, value in patch.items():
+        inside = f"{where}.{key}"
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping):
+            before = result.get(key)
+            result[key] = _merged(before if isinstance(before, Mapping) else {}, value, inside)
+        elif key in _KEYS and isinstance(value, list):  # a label may be called env, too
+            result[key] = _merged_list(result.get(key, []), value, _KEYS[key], inside)
+        else:
+            result[key] = value
+    return result
+
+
+def _merged_list(old: Sequence[Mapping[str, Any]], patch: list[Any], key: str, where: str) -> list[dict[str, Any]]:
+    if not all(isinstance(one, Mapping) and one.get(key) for one in patch):
+        expected = f"mappings with the key {key}"
+        raise LaunchError(f"--pod-patch: an element of {where} has no {key}", expected=expected, found=repr(patch))
+    result = {one[key]: dict(one) for one in old}
+    for one in patch:
+        result[one[key]] = _merged(result.get(one[key], {}), one, f"{where}[{one[key]}]")
+    return list(result.values())
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quote all text but words: other readers take y, 0o7 or 1e3 for another type than PyYAML does."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write each value in full, also one that the patch shares by an alias."""
+        return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = None if re.fullmatch("[A-Za-z]{2,}", text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Return a manifest as YAML that all readers understand alike."""
+    return str(yaml.dump(dict(manifest), Dumper=_Dumper, sort_keys=False, width=float("inf")))

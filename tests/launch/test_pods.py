@@ -1,0 +1,215 @@
+"""What runs in the pods of a Kubernetes job, with real processes, and the changes of pods by a patch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvdtrain.errors import CANNOT_START, USAGE, ConfigError, LaunchError
+from hvdtrain.launch.drain import drain_hosts, find_ranks
+from hvdtrain.launch.pod_patch import manifest_text, patch_pod, read_pod_patch
+from hvdtrain.launch.restarts import Restarts
+from tests.support.launch import TIMEOUT_S
+
+RANK = """\
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def save(*_):
+    open(sys.argv[1], "w").write("loader alive" if child.poll() is None else "loader ended")
+    child.kill()
+    os._exit(143)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True: time.sleep(0.1)
+"""
+"""A rank with a process of its own, which saves when it is asked to end."""
+
+POD = """\
+import os, subprocess, sys
+plain = subprocess.Popen([sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)"])
+ranks = [
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2] + name], env={**os.environ, name: "0"})
+    for name in ("OMPI_COMM_WORLD_RANK", "HVDTRAIN_CHANNEL")
+]
+for rank in ranks: rank.wait()
+plain.wait()
+"""
+"""A parent of ranks and of another process, as sshd is in a pod."""
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[psutil.Process]:
+    argv = [sys.executable, "-c", POD, RANK, f"{tmp_path}/"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
+        root = psutil.Process(process.pid)
+        everything = [root, *root.children(recursive=True)]
+        yield root
+        for one in everything:
+            if one.is_running():
+                one.kill()
+
+
+def test_a_pod_ends_when_its_ranks_have_saved(pod: psutil.Process, tmp_path: Path) -> None:
+    assert len(find_ranks(pod)) == 2
+    argv = [sys.executable, "-m", "hvdtrain.launch.drain", str(pod.pid)]
+    subprocess.run(argv, check=True, timeout=TIMEOUT_S)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "OMPI_COMM_WORLD_RANK": "loader alive",
+        "HVDTRAIN_CHANNEL": "loader alive",
+    }
+    assert pod.children() and not find_ranks(pod)  # what is no rank stays
+    subprocess.run(argv, check=True, timeout=TIMEOUT_S)
+
+
+def test_each_host_of_the_file_is_drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a spy instead of ssh: process 1 of this machine has all its processes below it."""
+    spy = tmp_path / "ssh"
+    spy.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\nexit 255\n')
+    spy.chmod(0o755)
+    (tmp_path / "hosts").write_text("a.job.team.svc slots=8\n\nb.job.team.svc slots=8\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    drain_hosts(tmp_path / "hosts")
+    said = (tmp_path / "said").read_text().splitlines()
+    end = f"{sys.executable} -m hvdtrain.launch.drain 1"
+    assert sorted(said) == [f"-o ConnectTimeout=10 {name}.job.team.svc {end}" for name in "ab"]
+
+
+COUNT = """\
+import pathlib, sys
+runs = pathlib.Path(sys.argv[1])
+n = len(runs.read_text()) if runs.exists() else 0
+runs.write_text("x" * (n + 1))
+sys.exit(int(sys.argv[2:][min(n, len(sys.argv) - 3)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "most", "runs", "code"),
+    [
+        ((0,), 3, 1, 0),
+        ((1, 143, 0), 3, 3, 0),
+        ((1,), 2, 3, 1),
+        ((1, USAGE), 9, 2, USAGE),
+        ((1,), 0, 1, 1),
+    ],
+)
+def test_only_failures_that_may_not_recur_restart(
+    codes: tuple[int, ...], most: int, runs: int, code: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "runs"
+    argv = [sys.executable, "-c", COUNT, str(file), *map(str, codes)]
+    assert Restarts(argv, most, first_s=0).run() == code
+    assert len(file.read_text()) == runs
+
+
+def test_a_program_that_is_missing_does_not_restart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Restarts(["./missing"], 3, first_s=0).run() == CANNOT_START
+    assert "restart" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [None, 1])
+def test_sigterm_ends_the_restarts(code: int | None, tmp_path: Path) -> None:
+    """While the program runs, and in the wait before it is started again."""
+    body = "import time; print('up', flush=True); time.sleep(600)" if code is None else f"raise SystemExit({code})"
+    argv = [sys.executable, "-m", "hvdtrain.launch.restarts", "9", sys.executable, "-c", body]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        waits = "hvdtrain launch: ended with exit code 1: restart 1 of 9 in 10 s\n"
+        assert process.stdout.readline() == ("up\n" if code is None else waits)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == (143 if code is None else code)
+        assert process.stdout.read() == ""
+
+
+TEMPLATE: dict[str, Any] = {
+    "spec": {
+        "containers": [
+            {
+                "name": "worker",
+                "image": "i",
+                "command": ["sshd"],
+                "env": [{"name": "A", "value": "1"}],
+                "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
+            }
+        ],
+        "volumes": [{"name": "runs", "emptyDir": {}}],
+    }
+}
+
+
+def _patched(**spec: Any) -> dict[str, Any]:
+    changed = patch_pod("worker", TEMPLATE, {"spec": spec})["spec"]
+    assert isinstance(changed, dict)
+    return changed
+
+
+def test_named_elements_are_merged_and_other_lists_replaced() -> None:
+    before = repr(TEMPLATE)
+    container = {
+        "name": "worker",
+        "env": [{"name": "B", "value": "2"}, {"name": "A", "value": "3"}],
+        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+    }
+    spec = _patched(containers=[container], volumes=[{"name": "more", "emptyDir": {}}], tolerations=[{"key": "a"}])
+    (changed,) = spec["containers"]
+    assert changed["env"] == [{"name": "A", "value": "3"}, {"name": "B", "value": "2"}]
+    assert [mount["mountPath"] for mount in changed["volumeMounts"]] == ["/runs", "/more"]
+    assert [volume["name"] for volume in spec["volumes"]] == ["runs", "more"]
+    assert spec["tolerations"] == [{"key": "a"}]
+    assert _patched(volumes=[{"name": "runs", "emptyDir": None, "nfs": {"path": "/", "x": None}}])["volumes"] == [
+        {"name": "runs", "nfs": {"path": "/"}}
+    ]
+    assert patch_pod("worker", TEMPLATE, {"metadata": {"labels": {"env": "a"}}})["metadata"] == {"labels": {"env": "a"}}
+    assert repr(TEMPLATE) == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"containers": [{"name": "worker", "command": ["sleep"]}]}, "changes the command of the worker"),
+        ({"containers": [{"name": "worker", "args": ["-d"]}]}, "changes the args of the worker"),
+        ({"containers": None}, "changes the name of the worker"),
+        ({"restartPolicy": "Always"}, "changes the restartPolicy of the worker"),
+        ({"containers": [{"name": "wroker", "env": []}]}, "adds the container 'wroker' without an image"),
+        ({"volumes": [{"emptyDir": {}}]}, "an element of worker.spec.volumes has no name"),
+        ({"containers": "worker"}, "changes the name of the worker"),
+    ],
+)
+def test_a_patch_that_breaks_the_job_is_refused(spec: dict[str, Any], problem: str) -> None:
+    with pytest.raises(LaunchError, match=problem):
+        _patched(**spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot read the pod patch"),
+        ("a: [", "pod patch .* is not YAML"),
+        ("- a", "pod patch .* is not a mapping"),
+        ("", "the file is no mapping with the right keys\n  expected: launcher or worker"),
+        ("nodeSelector: {a: b}", "the file is no mapping with the right keys"),
+        ("worker: {nodeSelector: {a: b}}", "worker is no mapping with the right keys\n  expected: metadata or spec"),
+        ("launcher: text", "launcher is no mapping with the right keys"),
+    ],
+)
+def test_a_file_that_is_no_patch_is_refused(text: str | None, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "patch.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises((LaunchError, ConfigError), match=problem):
+        read_pod_patch(file)
+
+
+def test_text_stays_text_for_every_reader() -> None:
+    assert manifest_text({"y": "n", "a": ["1e3", "0o7", "word", 1, True]}) == (
+        '"y": "n"\n"a":\n- "1e3"\n- "0o7"\n- word\n- 1\n- true\n'
+    )
