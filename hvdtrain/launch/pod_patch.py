@@ -1,8 +1,8 @@
 """``--pod-patch FILE``: changes of the pods of a Kubernetes job.
 
-The file has the keys ``launcher`` and ``worker``, each a part of a pod template (``metadata``, ``spec``). It is merged as
-in RFC 7386: mappings are merged, null removes a field. Lists replace lists, except those of `_KEYS`, as in Kubernetes'
-strategic merge (https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/). kubectl
+The file has the keys ``launcher`` and ``worker``, each a part of a pod template (``metadata``, ``spec``). It is merged
+as in RFC 7386: mappings are merged, null removes a field. Lists replace lists, except those of `_KEYS`, as in the
+strategic merge of https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. kubectl
 does that merge only for types that it knows, and an MPIJob is none; jsonmerge, a library, needs a schema of each list.
 """
 

@@ -89,20 +89,21 @@ def test_a_host_that_goes_saves_and_the_job_resumes(hosts: TwoHosts, tmp_path: P
     argv = hosts.mpirun_command([sys.executable, "-m", "hvdtrain", *options, "--run_dir=run"], environment=variables)
     again = [sys.executable, "-m", "hvdtrain.launch.restarts", "1", *argv]
     drain = [sys.executable, "-m", "hvdtrain.launch.drain", "1"]
-    with hosts.a.popen(
-        again, cwd=tmp_path, environment=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as job:
+    others = hosts.a.processes()
+    job = hosts.a.popen(again, cwd=tmp_path, environment=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
         assert job.stdout is not None
         said = iter(job.stdout.readline, "")
         next(line for line in said if line.startswith("step "))
         hosts.b.run(drain, environment=variables)
         saved = next(line for line in said if "requested by SIGTERM" in line)
-        assert next(line for line in said if "restart" in line) == (
-            "hvdtrain launch: ended with exit code 143: restart 1 of 1 in 10 s\n"
-        )
+        assert "ended with exit code 143: restart 1 of 1" in next(line for line in said if "ended with exit" in line)
         resumed = next(line for line in said if line.startswith("resuming from step"))
         assert saved.split()[3] == resumed.split()[3]
         next(line for line in said if line.startswith("step "))
-        hosts.a.run(drain, environment=variables)
+        hosts.b.run(drain, environment=variables)
         assert "requested by SIGTERM" in "".join(said)
         assert job.wait() == 143
+    finally:
+        hosts.a.end(hosts.a.processes() - others)
+        job.communicate()

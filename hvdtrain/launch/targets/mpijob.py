@@ -2,11 +2,11 @@
 
 The operator's behaviour was read in kubeflow/mpi-operator at cbe4f8a (pkg/controller/mpi_job_controller.go,
 pkg/apis/kubeflow/v2beta1/types.go). Its script of hosts prints no slots, and its variables for Open MPI are those of
-version 4, so the command line names the file of hosts. The launcher's Job restarts after every exit code, so the launcher
-restarts its command itself (`hvdtrain.launch.restarts`).
+version 4, so the command line names the file of hosts. The launcher's Job restarts after every exit code, so the
+launcher restarts its command itself (`hvdtrain.launch.restarts`).
 
-Workers with RDMA get no capability IPC_LOCK: for a user other than root it has no effect, as the kernel clears it at exec
-(https://github.com/kubernetes/kubernetes/issues/56374). The container runtime sets the limit of locked memory.
+Workers with RDMA get no capability IPC_LOCK: for a user other than root it has no effect, as the kernel clears it at
+exec (https://github.com/kubernetes/kubernetes/issues/56374). The container runtime sets the limit of locked memory.
 """
 
 from __future__ import annotations
