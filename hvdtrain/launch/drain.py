@@ -3,8 +3,8 @@
     python -m hvdtrain.launch.drain PID             the ranks among the descendants of a process
     python -m hvdtrain.launch.drain --hosts FILE    the ranks below process 1 of each host of a host file, by ssh
 
-A worker's sshd would end at once on SIGTERM, and the ranks with it. mpirun of Open MPI 4 passes SIGTERM on too late: after
-``odls_base_sigkill_timeout`` seconds. Kubernetes ends the wait when ``terminationGracePeriodSeconds`` is over.
+A worker's sshd would end at once on SIGTERM, and the ranks with it. mpirun of Open MPI 4 passes SIGTERM on too late:
+after ``odls_base_sigkill_timeout`` seconds. Kubernetes ends the wait when ``terminationGracePeriodSeconds`` is over.
 """
 
 from __future__ import annotations
