@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("hvdtrain.cli.train", "train on all ranks of this job (default)"),
     "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, PBS, LSF, Kubernetes or hvdtrain's driver"),
     "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
+    "preflight": ("hvdtrain.cli.preflight", "measure the hosts of a job with its ranks; name bad ones"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
     "compare": ("hvdtrain.cli.compare", "compare the losses, options and costs of runs"),
     "tune": ("hvdtrain.cli.tune", "search for better values of options"),

@@ -30,6 +30,9 @@ USAGE = 2
 These errors would recur, so launchers do not restart the job.
 """
 
+BAD_HOSTS = 3
+"""Exit code of ``hvdtrain preflight`` if hosts are bad, or do not answer."""
+
 CANNOT_START = 127
 """Exit code if a program cannot be started, as in a shell."""
 

@@ -69,8 +69,7 @@ def main(argv: list[str]) -> int:
                 where = "it has no address, and is not in ssh's configuration"
                 say(f"unknown host {host}: {where}; if the start fails: {_doctor(spec)}")
             return _run(own, start, choice.target)
-        unknown = spec.is_program or TARGETS[choice.target].elsewhere
-        if not unknown and not _takes_arguments(spec):
+        if spec.trains and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
             return USAGE
         return _submit(start, choice.target)

@@ -229,6 +229,8 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
     requeues = "requeue the job up to N times (default: 20; 0 if a program follows --)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
+    check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"
+    add("--preflight", action="store_true", help=check)
     of_starter = "another argument of srun or mpirun, such as --cpu-bind=verbose; may be repeated"
     add("--launcher-arg", action="append", default=[], metavar="ARG", help=of_starter)
     directive = "another directive for the scheduler, such as --qos=high"

@@ -82,3 +82,11 @@ class TimelineComm(Protocol):
 
     def stop_timeline(self) -> None:
         """Write the recording and close the file. Affects only rank 0."""
+
+
+@runtime_checkable
+class GroupingComm(Protocol):
+    """A communicator that must know the ranks of each `subset` before."""
+
+    def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Prepare subsets of these ranks. Collective: yes, also for ranks that are in none of them."""

@@ -185,6 +185,15 @@ class HorovodComm:
         found.in_flight, found.through_host = self.in_flight, self.through_host
         return found
 
+    def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Make a process set for each group; keep those that exist. Collective: yes.
+
+        Horovod must have been initialised with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        """
+        for ranks in groups:
+            if tuple(ranks) not in _groups:
+                _groups[tuple(ranks)] = hvd.add_process_set(list(ranks))
+
     def start_timeline(self, path: Path) -> None:
         """Record Horovod's Timeline into `path`, truncating it; return when it is open. Affects only rank 0.
 

@@ -17,6 +17,7 @@ _VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+)")
 _CHANNEL = re.compile(r"\bvia (?:(P2P|SHM)\b|NET/([^/]+))")
 _INTERFACE = re.compile(r"(?:Bootstrap : Using |NET/Socket : Using |OOB )(.*)")
 _NAME = re.compile(r"(?:\[\d+\])?([A-Za-z][\w.-]*):[\d.a-fA-F:]+<")
+_CARD = re.compile(r"\[\d+\]([\w.-]+):\d+/(?:IB|RoCE|uverbs)")
 _SET = re.compile(r"(NCCL_\w+) set by environment to (.*?)\.?$")
 _SIZES = re.compile(r"nRanks (\d+) nNodes (\d+)|nranks (\d+)", re.IGNORECASE)
 _NO_IB = "NET/IB : No device found"
@@ -58,6 +59,7 @@ class NcclLog:
     channels: Mapping[str, int] = field(default_factory=dict)  # connections by kind: P2P, SHM, NET/IB, NET/Socket ...
     direct: int = 0  # number of network connections that access GPU memory directly
     interfaces: tuple[str, ...] = ()  # that NCCL uses for TCP
+    cards: tuple[str, ...] = ()  # that NCCL found for InfiniBand or RoCE
     no_ib: bool = False  # whether NCCL searched for InfiniBand and found none
     p2p_off: bool = False  # whether NCCL may not use an existing link between GPUs
     settings: Mapping[str, str] = field(default_factory=dict)  # variables of NCCL that were set
@@ -87,11 +89,21 @@ def read_nccl_log(lines: Iterable[str], name: str) -> NcclLog:
         channels=Counter(channel[1] or f"NET/{channel[2].strip()}" for channel, _ in channels),
         direct=sum("GDRDMA" in text for _, text in channels),
         interfaces=_unique(interface for part in addresses for interface in _NAME.findall(part)),
+        cards=_unique(card for text in texts if "NET/IB : Using" in text for card in _CARD.findall(text)),
         no_ib=any(_NO_IB in text for text in texts),
         p2p_off=any(_P2P_OFF in text for text in texts),
         settings={setting[1]: setting[2] for setting in map(_SET.search, texts) if setting},
         warnings=_unique(text for line, text in zip(found, texts, strict=True) if line["level"] != "INFO"),
     )
+
+
+def fabric(log: NcclLog, cards: Iterable[str] = ()) -> str:
+    """Describe what NCCL uses, such as ``NET/IB mlx5_0``; "" if the log does not show it. `cards`: of this host."""
+    kinds = [kind for kind in log.channels if kind.startswith("NET/")]
+    used = {"NET/IB": log.cards, "NET/Socket": log.interfaces}
+    text = ", ".join(" ".join([kind, *used.get(kind, ())]) for kind in kinds or log.channels)
+    unused = ", ".join(cards)
+    return f"{text} (although there are {unused})" if "NET/Socket" in kinds and unused else text
 
 
 def _unique(texts: Iterable[str]) -> tuple[str, ...]:

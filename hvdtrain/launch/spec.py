@@ -46,6 +46,7 @@ class Batch:
     chunk: tuple[str, ...] = ()  # further resources of each host of PBS: ``host_type=a``
     notice_s: int = 120
     requeues: int = 20
+    preflight: bool = False  # whether to check the hosts first, and requeue the job without bad ones
     directives: tuple[str, ...] = ()  # further lines for the scheduler, from its manual: ``--constraint=a100``
     image: str | None = None
     namespace: str | None = None
@@ -112,11 +113,18 @@ class JobSpec:
     @property
     def own_arguments(self) -> tuple[str, ...]:
         """The arguments of hvdtrain. Training in a job with GPUs must not fall back to CPUs."""
-        trains = not self.arguments or self.arguments[0].startswith("-")
-        has_device = any(word.partition("=")[0] == "--parallel.device" for word in self.arguments)
-        if not self.gpus_per_node or not trains or has_device:
-            return self.arguments
-        return (*self.arguments, "--parallel.device", "cuda")
+        names = {word.partition("=")[0] for word in self.arguments}
+        if self.gpus_per_node and self.trains and "--parallel.device" not in names:
+            return (*self.arguments, "--parallel.device", "cuda")
+        if self.gpus_per_node and self.arguments[:1] == ("preflight",) and "--gpus" not in names:
+            return (*self.arguments, "--gpus", str(self.gpus_per_node))
+        return self.arguments
+
+    @property
+    def trains(self) -> bool:
+        """Whether the arguments are those of training, not of another command or a program."""
+        first = self.arguments[0] if self.arguments else "train"
+        return not self.is_program and (first == "train" or first.startswith("-"))
 
     @property
     def ranks_per_node(self) -> int:

@@ -31,6 +31,8 @@ THROTTLES = {
 }
 """Bits of NVML's clocks event reasons that mean a lowered clock, without idling and clocks that users set."""
 
+_FAULTS = ("hardware slowdown", "thermal, software", "thermal, hardware", "power brake")
+
 
 @dataclass(frozen=True)
 class GpuIdentity:
@@ -161,6 +163,20 @@ def open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
             return nvml, look_up(name)
     log.debug("no figures of the GPU: NVML has neither %s nor %s", gpu.uuid, gpu.pci_bus_id)
     return None, None
+
+
+def gpu_remarks(gpu: GpuIdentity) -> list[str]:
+    """Return faults of a GPU that NVML reports now: memory errors, and a clock lowered by heat or by its supply."""
+    nvml, handle = open_nvml(gpu)
+    found = [
+        f"clock lowered: {reason}" for reason in Monitor(gpu).device().get("gpu_throttle", []) if reason in _FAULTS
+    ]
+    if handle is not None:
+        with suppress(nvml.NVMLError):  # without ECC
+            kind, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since_boot):
+                found.append(f"{errors} uncorrected memory errors (ECC) since the driver was loaded")
+    return [f"GPU {gpu.pci_bus_id}: {text}" for text in found]
 
 
 def _throttles(reasons: int) -> list[str]:

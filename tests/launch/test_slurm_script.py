@@ -31,11 +31,16 @@ name, here = pathlib.Path(sys.argv[0]).name, pathlib.Path(sys.argv[0]).parent
 with (here / "calls").open("a") as calls:
     calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
 if name == "srun":
+    script = os.getppid()
+    if pathlib.Path(f"/proc/{{script}}/comm").read_text() == "timeout\\n":
+        script = int(pathlib.Path(f"/proc/{{script}}/stat").read_text().rpartition(")")[2].split()[1])
     for number, answer in (("USR1", "scancel"), ("TERM", "scontrol")):
         if number in os.environ["SIGNALS"]:
-            os.kill(os.getppid(), getattr(signal, "SIG" + number))
+            os.kill(script, getattr(signal, "SIG" + number))
             while answer not in (here / "calls").read_text():
                 pass
+    if "preflight" in sys.argv:
+        pathlib.Path(sys.argv[sys.argv.index("--write") + 1]).write_text(os.environ.get("BAD", ""))
     sys.exit(int(os.environ["CODE"]))
 if name == "scontrol" and sys.argv[1] == "--oneliner":
     print("JobId=7 JobName=hvdtrain " + os.environ["FACTS"] + " Command=(null)")
@@ -120,6 +125,41 @@ def test_a_job_of_an_array_names_itself_alone(tmp_path: Path) -> None:
     assert calls[0][-2:] == ["--run_dir", "it's 2"]
 
 
+CHECKED = replace(SPEC, batch=replace(SPEC.batch, preflight=True))
+
+
+def test_training_starts_after_a_preflight_without_bad_hosts(tmp_path: Path) -> None:
+    ended, calls, _ = run(tmp_path, CHECKED)
+    assert ended == 0
+    assert [("preflight" in words, "--seed" in words) for words in calls] == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "facts", "excluded"),
+    [
+        ("n1\nn2\n", RUNNING, "n1,n2"),
+        ("n1\n", f"{RUNNING} ReqNodeList=(null) ExcNodeList=(null)", "n1"),
+        ("n1\n", f"{RUNNING} ExcNodeList=n[5-6],x", "n[5-6],x,n1"),
+        ("", RUNNING, None),  # it failed, or the ranks were not connected in time
+    ],
+)
+def test_a_job_with_bad_hosts_is_requeued_without_them(
+    bad: str, facts: str, excluded: str | None, tmp_path: Path
+) -> None:
+    ended, calls, said = run(tmp_path, CHECKED, code=3, facts=facts, BAD=bad)
+    changes = [words for words in calls if words[:2] in (["scontrol", "requeue"], ["scontrol", "update"])]
+    back = [["scontrol", "requeue", "7"], ["scontrol", "update", "JobId=7", f"ExcNodeList={excluded}"]]
+    assert changes == (back if excluded else [])
+    assert ended == 3 and not any("--seed" in words for words in calls)
+    assert ("without them" if excluded else "names no host") in said
+
+
+def test_a_notice_during_the_preflight_excludes_nothing(tmp_path: Path) -> None:
+    _, calls, said = run(tmp_path, CHECKED, code=143, signals="USR1")
+    assert ["scontrol", "requeue", "7"] in calls and "stopped by the notice: requeue 1 of 3" in said
+    assert not any("update" in words for words in calls)
+
+
 WORDS = ["a b", "it's", 'say "yes"', "$HOME `id` $(id)", "two\nlines", "", "*", "--", "\\", "é"]
 
 
@@ -141,7 +181,7 @@ def test_a_missing_folder_starts_nothing(tmp_path: Path) -> None:
 ARRAY = replace(SPEC, slurm_mpi="", arguments=("it's {array}",), batch=Batch(array="0-1"))
 
 
-@pytest.mark.parametrize("spec", [SPEC, ARRAY], ids=["pmix", "array-gloo"])
+@pytest.mark.parametrize("spec", [SPEC, ARRAY, CHECKED], ids=["pmix", "array-gloo", "preflight"])
 def test_shellcheck_has_nothing_to_say(spec: JobSpec) -> None:
     if shutil.which("shellcheck") is None:
         if "CI" in os.environ:

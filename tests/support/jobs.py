@@ -78,6 +78,7 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "slurm": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", interface="ib0", launcher_arguments=("--label",))),
     "slurm-whole-hosts": ("slurm", queued(MPICH, Batch(mem_mib=400 << 10), cpus_per_rank=0, is_program=True)),
     "slurm-array": ("slurm", queued(MPICH, replace(ARRAY, array="0,2-5%4"), arguments=IN_ARRAY)),
+    "slurm-preflight": ("slurm", queued(OPEN_MPI_4, Batch(preflight=True), slurm_mpi="pmix")),
     "pbs": ("pbs", queued(OPEN_MPI_4)),
     "pbs-gloo": ("pbs", queued(None, Batch(mem_mib=400 << 10, chunk=("host_type=a100",)))),
     "pbs-array": ("pbs", queued(MPICH, ARRAY, arguments=IN_ARRAY)),

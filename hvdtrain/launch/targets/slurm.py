@@ -5,7 +5,9 @@ Directives from sbatch(1) of Slurm 22.05.
 
 from __future__ import annotations
 
-from hvdtrain.launch.spec import JobSpec, Script, join
+from dataclasses import replace
+
+from hvdtrain.launch.spec import JobSpec, Script, Shell, join
 from hvdtrain.launch.targets import srun
 from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
 from hvdtrain.launch.targets.in_hosts import insert_array_index
@@ -15,11 +17,20 @@ def render(spec: JobSpec) -> Script:
     """Return the script of a job."""
     batch = spec.batch
     line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
-    return Script(
-        fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock, variables=srun.variables(spec)),
-        ("sbatch",),
-    )
+    values = {"spec": spec, "batch": batch, "line": line, "variables": srun.variables(spec)}
+    preflight = join(srun.argv(_preflight(spec))) if batch.preflight else ""
+    text = fill("slurm.sh.j2", **values, clock=clock, preflight=preflight, preflight_s=_PREFLIGHT_S)
+    return Script(text, ("sbatch",))
 
 
-_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem"}
+def _preflight(spec: JobSpec) -> JobSpec:
+    """Return the job that checks the hosts of `spec` before."""
+    words = ("preflight", "--write", Shell('"$bad"'))
+    return replace(spec, arguments=words, is_program=False)
+
+
+_PREFLIGHT_S = 180
+"""Time for the preflight and the start of its ranks: its own limit is 120 s."""
+
+_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight"}
 TARGET = Target("slurm", render, takes=_TAKES, even=True)

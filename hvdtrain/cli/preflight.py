@@ -1,0 +1,243 @@
+"""``hvdtrain preflight``: the ranks of a job measure its hosts before training; rank 0 names bad ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
+from hvdtrain.errors import BAD_HOSTS
+from hvdtrain.files import read_text_or_empty, write_text
+from hvdtrain.runtime.environment import TORCHRUN, RankInfo, by_gloo, change_variables
+
+if TYPE_CHECKING:
+    import torch
+
+    from hvdtrain.comm.base import Comm
+    from hvdtrain.doctor.deadline import Deadline
+
+_DESCRIPTION = """\
+Check the hosts of a job with its own ranks, in some 20 s: GPUs, free memory,
+what NCCL uses between hosts, and the bandwidth of allreduces within each host,
+between neighbouring hosts and over all ranks. Rank 0 prints a table."""
+_EPILOG = """\
+examples:
+  hvdtrain launch -H a:4,b:4 -- preflight
+  hvdtrain launch --to slurm --nodes 4 --gpus_per_node 8 -- preflight
+  hvdtrain launch --to slurm --nodes 4 --gpus_per_node 8 --preflight -- [OPTIONS]
+
+exit code: 0 if no host is bad; 3 if some are, or do not answer; 124 if the
+ranks did not finish in time for an unknown reason; 1 on another error
+"""
+_HUNG = 124
+"""As of timeout(1)."""
+
+
+def parser() -> Parser:
+    """Declare the options."""
+    made = Parser(prog="hvdtrain preflight", description=_DESCRIPTION, epilog=_EPILOG)
+    add = made.add_argument
+    add("--seconds", type=_above_0, default=20.0, metavar="S", help="time for measuring (default: 20)")
+    late = "end after S seconds, and name the hosts that did not answer (default: 120)"
+    add("--timeout", type=_above_0, default=120.0, metavar="S", help=late)
+    least = "a host is bad below this part of the median bandwidth (default: 0.5)"
+    add("--least", type=_above_0, default=0.5, metavar="PART", help=least)
+    gpus = "GPUs that each host must have (default: those of hvdtrain launch --gpus_per_node)"
+    add("--gpus", type=positive, default=0, metavar="N", help=gpus)
+    add("--write", type=Path, metavar="FILE", help="write the names of the bad hosts, one per line")
+    add("--json", action="store_true", help="print JSON")
+    return made
+
+
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print on rank 0, and return the exit code: that of rank 0 counts, other ranks return 0."""
+    from hvdtrain.cli.ending import end, show
+    from hvdtrain.observe.output import FailureOutput, make_output_unfailing
+
+    make_output_unfailing()
+    options = parser().parse_args(argv)
+    info: RankInfo | None = None
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-preflight-") as folder:
+        log = Path(folder, "nccl.log")
+        try:
+            _set_variables(log)
+            from hvdtrain.runtime.tuning import prepare
+
+            info, _ = prepare()
+            found = _examine(options, info, log)
+        except (Exception, KeyboardInterrupt) as error:
+            return end(error, info, FailureOutput(show))
+    return BAD_HOSTS if found.bad and info.rank == 0 else 0
+
+
+def _set_variables(log: Path) -> None:
+    """Have Horovod make process sets later, and NCCL log its connections."""
+    nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+    change_variables({"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **nccl})
+
+
+def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Preflight:
+    """Measure and report. Collective: yes."""
+    from hvdtrain.comm.objects import allgather_json, on_rank_0
+    from hvdtrain.comm.rounds import STARTED
+    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.doctor.deadline import Deadline
+
+    hosts: list[str] = []
+    deadline = Deadline(options.timeout, info.rank, lambda alive: _give_up(options, info, hosts, alive))
+    rounds = start_rounds(info, None, horovod=True)
+    comm = rounds.enter(STARTED)
+    facts = allgather_json(comm, _rank_facts(info), name="preflight/facts")
+    hosts += [fact["host"] for fact in facts]
+    found = _measure(comm, options, info, facts, log, deadline)
+    deadline.close()
+    on_rank_0(comm, lambda: _show(options, found), name="preflight/shown")
+    if info.rank or not found.bad:
+        rounds.report_leaving("finished")
+    return found
+
+
+def _rank_facts(info: RankInfo) -> dict[str, Any]:
+    """Return what this rank sees of its host."""
+    import psutil
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = [torch.cuda.get_device_properties(index) for index in range(count)]
+    names = [info.variables.get(name, "") for name in ("SLURMD_NODENAME", "HOROVOD_HOSTNAME")]
+    return {
+        "host": next(filter(None, names), socket.gethostname()),  # as the scheduler or the launcher names it
+        "gpus": {str(gpu.uuid): gpu.name for gpu in seen},
+        "free_bytes": psutil.virtual_memory().available,
+    }
+
+
+def _measure(
+    comm: Comm,
+    options: argparse.Namespace,
+    info: RankInfo,
+    facts: Sequence[Mapping[str, Any]],
+    log: Path,
+    deadline: Deadline,
+) -> Preflight:
+    """Measure, and judge the hosts. Collective: yes."""
+    from hvdtrain.comm.host_probe import HostSpeeds, measure_hosts
+    from hvdtrain.comm.objects import allgather_json
+    from hvdtrain.comm.torch_store import store_over
+    from hvdtrain.training.start.device import pick_device
+
+    if comm.size > 1:
+        deadline.connect(store_over(comm), comm.size, comm.in_flight)
+    names = [str(fact["host"]) for fact in facts]
+    hosts = _hosts(names, facts)
+    enough = [host.gpus >= host.ranks for host in hosts]
+    speeds, notes, by = HostSpeeds({}, {}, None), [], "nothing"
+    if all(enough) or not any(host.gpus for host in hosts):
+        device = pick_device("cuda" if all(enough) else "cpu", comm.local_rank, comm.local_size, comm)
+        speeds = measure_hosts(comm, device, names, options.seconds, options.least)
+        later = allgather_json(comm, _later_facts(comm, device, log), name="preflight/later")
+        hosts = [_completed(host, names, later, speeds) for host in hosts]
+        by = _carrier(device, info, any(fact["fabric"] for fact in later))
+    else:
+        notes.append("not measured: some hosts have fewer GPUs than ranks")
+    if 0 < len(speeds.between) < 3:
+        notes.append("two hosts share one link: if it is slow, this does not tell which of them is")
+    bad = bad_hosts(hosts, options.gpus, options.least)
+    return Preflight(tuple(hosts), bad, by, speeds.everyone, tuple(notes))
+
+
+def _hosts(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[HostCheck]:
+    found = []
+    for host in dict.fromkeys(names):
+        mine = [fact for fact in facts if fact["host"] == host]
+        gpus = {uuid: model for fact in mine for uuid, model in fact["gpus"].items()}
+        free_bytes = min(fact["free_bytes"] for fact in mine)
+        found.append(HostCheck(host, len(mine), len(gpus), tuple(gpus.values()), free_bytes))
+    return found
+
+
+def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
+    """Return what this rank knows after the measurement. Collective: yes."""
+    import torch
+
+    from hvdtrain.doctor.nccl_log import fabric, read_nccl_log
+    from hvdtrain.observe.monitor import gpu_identity, gpu_remarks
+
+    comm.allreduce(torch.zeros(1), name="preflight/together").wait()
+    clock_s = time.time()
+    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    gpu = gpu_identity(device)
+    return {
+        "clock_s": clock_s,
+        "fabric": fabric(read_nccl_log(read_text_or_empty(log).splitlines(), str(log)), cards),
+        "remarks": gpu_remarks(gpu) if gpu is not None else [],
+        "gpu_free_bytes": torch.cuda.mem_get_info(device)[0] if gpu is not None else None,
+    }
+
+
+def _completed(host: HostCheck, names: Sequence[str], later: Sequence[Mapping[str, Any]], speeds: Any) -> HostCheck:
+    mine = [fact for name, fact in zip(names, later, strict=True) if name == host.host]
+    free = [fact["gpu_free_bytes"] for fact in mine if fact["gpu_free_bytes"] is not None]
+    fabrics = dict.fromkeys(fact["fabric"] for fact in mine if fact["fabric"])
+    return replace(
+        host,
+        gpu_free_bytes=min(free, default=None),
+        skew_s=median(fact["clock_s"] for fact in mine) - median(fact["clock_s"] for fact in later),
+        inside=speeds.inside.get(host.host),
+        between=speeds.between.get(host.host),
+        fabric="; ".join(fabrics),
+        remarks=tuple(dict.fromkeys(remark for fact in mine for remark in fact["remarks"])),
+    )
+
+
+def _carrier(device: torch.device, info: RankInfo, nccl: bool) -> str:
+    if nccl:
+        return "NCCL"
+    library = "Gloo" if info.launcher == TORCHRUN or by_gloo(info.variables) else "MPI"
+    return f"{library}, of tensors on {'GPUs: Horovod has no NCCL' if device.type == 'cuda' else 'CPUs'}"
+
+
+def _show(options: argparse.Namespace, found: Preflight) -> None:
+    if options.write is not None:
+        write_text(options.write, "".join(f"{host}\n" for host in found.bad))
+    print(json.dumps(found.as_data()) if options.json else "\n".join(lines(found)), flush=True)
+
+
+def _give_up(
+    options: argparse.Namespace, info: RankInfo, hosts: Sequence[str], alive: Mapping[int, bool] | None
+) -> None:
+    """End this process at the deadline; on rank 0, name the hosts that did not answer."""
+    missing = unanswered(alive, hosts) if alive is not None else []
+    if info.rank == 0:
+        if missing:
+            text = f"did not answer within {options.timeout:g} s: {', '.join(missing)}"
+        elif alive is not None:
+            text = f"the ranks did not finish within {options.timeout:g} s, and none is behind the others"
+        else:
+            text = f"the ranks were not connected within {options.timeout:g} s"
+        if options.write is not None:
+            write_text(options.write, "".join(f"{host}\n" for host in missing))
+        sys.stderr.write(f"hvdtrain preflight: {text}\n")
+        sys.stderr.flush()
+    os._exit(BAD_HOSTS if missing else _HUNG)

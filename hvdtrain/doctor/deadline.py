@@ -1,0 +1,84 @@
+"""A deadline for the ranks of a job: when it comes, rank 0 learns which ranks still report."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from hvdtrain.comm.link_probe import MEASURED
+
+_EVERY_S = 0.5
+_LISTEN_S = 3.0
+"""At the deadline, rank 0 waits this long for further reports."""
+_OTHERS_S = 10.0
+"""The other ranks end this much later, so that a launcher does not end rank 0 before it has reported."""
+
+
+class Store(Protocol):
+    """The part of torch's store that is used: it works when collectives hang."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value that exists."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Check whether all of these exist."""
+
+
+class Deadline:
+    """Calls `on_end` in a thread, unless closed in time.
+
+    Args:
+        seconds: from now.
+        rank: of this process.
+        on_end: gets the ranks that still report, and whether each waits in a measurement. On ranks other than 0, and
+            before `connect`, it gets None.
+    """
+
+    def __init__(self, seconds: float, rank: int, on_end: Callable[[dict[int, bool] | None], None]) -> None:
+        self._until_s = time.monotonic() + seconds + (_OTHERS_S if rank else 0.0)
+        self._rank, self._on_end = rank, on_end
+        self._link: tuple[Store, int, Mapping[str, float]] | None = None
+        self._ended = threading.Event()
+        self._count = 0
+        threading.Thread(target=self._run, name="preflight deadline", daemon=True).start()
+
+    def connect(self, store: Store, size: int, in_flight: Mapping[str, float]) -> None:
+        """Begin to report to `store`. `in_flight`: names of this rank's running collectives."""
+        self._link = store, size, in_flight
+
+    def close(self) -> None:
+        """Cancel the deadline."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            if self._link is not None:
+                self._report(*self._link)
+            if time.monotonic() > self._until_s:
+                alive = self._listen(*self._link) if self._link is not None and self._rank == 0 else None
+                if not self._ended.is_set():
+                    self._on_end(alive)
+                return
+
+    def _report(self, store: Store, size: int, in_flight: Mapping[str, float]) -> None:
+        self._count += 1
+        waits = any(name.startswith(MEASURED) for name in list(in_flight))
+        store.set(f"preflight/{self._rank}", json.dumps([self._count, waits]))
+
+    def _listen(self, store: Store, size: int, in_flight: Mapping[str, float]) -> dict[int, bool]:
+        before = _reports(store, size)
+        self._ended.wait(_LISTEN_S)
+        self._report(store, size, in_flight)
+        now = _reports(store, size)
+        return {rank: bool(report[1]) for rank, report in now.items() if report != before.get(rank)}
+
+
+def _reports(store: Store, size: int) -> dict[int, list[int]]:
+    keys = {rank: f"preflight/{rank}" for rank in range(size)}
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}

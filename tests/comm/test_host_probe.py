@@ -1,0 +1,45 @@
+"""Which ranks are measured together, and what is found, by ranks that are threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.comm import host_probe
+from tests.support.thread_comm import on_ranks
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(2, 30))
+def test_every_host_meets_both_neighbours_and_never_two_at_once(count: int) -> None:
+    rounds = host_probe.neighbour_rounds(count)
+    for pairs in rounds:
+        hosts = [host for pair in pairs for host in pair]
+        assert len(hosts) == len(set(hosts))
+    met = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert met == {frozenset((host, (host + 1) % count)) for host in range(count)}
+    assert len(rounds) <= 3
+
+
+def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    assert host_probe.bus_bandwidth(8_000_000, 0.5, 2) == 16e6
+    assert host_probe.bus_bandwidth(8_000_000, 0.5, 4) == 24e6
+
+
+def test_a_host_between_two_slow_ones_gets_another_chance() -> None:
+    speeds = dict(zip("abcdefg", (9.0, 9.0, 1.0, 1.5, 2.0, 9.0, 8.0), strict=True))
+    assert host_probe.retried_pairs(speeds, 0.5) == [("c", "a"), ("d", "b"), ("e", "f")]
+    assert host_probe.retried_pairs(dict.fromkeys("abc", 1.0), 0.5) == []
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab", "abc", "abcde", "aaa", "a"])
+def test_all_ranks_find_the_same_speeds(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_probe, "SIZES", (1 << 10, 1 << 12, 1 << 14))
+    found = on_ranks(len(hosts), lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1e9, 0.5))
+    assert all(speeds == found[0] for speeds in found)
+    assert set(found[0].inside) == {host for host in hosts if hosts.count(host) > 1}
+    assert set(found[0].between) == (set(hosts) if len(set(hosts)) > 1 else set())
+    assert (found[0].everyone is None) == (len(hosts) == 1)

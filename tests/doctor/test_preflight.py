@@ -1,0 +1,170 @@
+"""Which hosts `hvdtrain preflight` calls bad, and its table; real runs of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.doctor import deadline
+from hvdtrain.doctor.nccl_log import fabric
+from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
+from tests.doctor.test_nccl_log import HEAD, INFINIBAND, SOCKET, read
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
+
+GOOD = HostCheck("a", 4, 4, ("H100",) * 4, 400 << 30, inside=200e9, between=40e9)
+
+
+def hosts(*between: float) -> list[HostCheck]:
+    return [replace(GOOD, host=f"h{index}", between=speed) for index, speed in enumerate(between)]
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=3, max_size=40), st.data())
+def test_one_slow_host_is_named(speeds: list[float], data: st.DataObject) -> None:
+    assert bad_hosts(hosts(*speeds), 0, 0.5) == {}
+    slow = data.draw(st.integers(0, len(speeds) - 1))
+    speeds[slow] *= data.draw(st.floats(0.01, 0.4))
+    assert list(bad_hosts(hosts(*speeds), 0, 0.5)) == [f"h{slow}"]
+
+
+def test_a_host_is_bad_by_its_own_links_too() -> None:
+    three = [replace(host, inside=speed) for host, speed in zip(hosts(1e9, 1e9, 1e9), (9e9, 4e9, 9e9), strict=True)]
+    assert bad_hosts(three, 0, 0.5) == {"h1": ("4 GB/s within the host; the median is 9",)}
+    assert bad_hosts(three, 0, 0.4) == {}
+
+
+def test_of_two_hosts_none_is_slow_but_gpus_may_be_missing() -> None:
+    two = [replace(GOOD, host="a", gpus=3, between=1e9), replace(GOOD, host="b")]
+    assert bad_hosts(two, 4, 0.5) == {"a": ("3 of 4 GPUs",)}
+    assert bad_hosts(two, 0, 0.5) == {}
+
+
+@pytest.mark.parametrize(
+    ("alive", "missing"),
+    [
+        ({0: False, 1: False, 2: True}, ["b"]),  # rank 3 is silent, and rank 2 waits for it
+        ({0: False, 1: False, 2: True, 3: True}, ["b"]),
+        ({0: True, 1: True, 2: True, 3: True}, []),
+        ({0: False, 1: False, 2: False, 3: False}, []),
+    ],
+)
+def test_hosts_that_do_not_answer(alive: dict[int, bool], missing: list[str]) -> None:
+    assert unanswered(alive, ["a", "a", "b", "b"]) == missing
+
+
+class MemoryStore(dict[str, str]):
+    """The part of torch's store that the deadline uses."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_at_the_deadline_rank_0_hears_who_still_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_EVERY_S", "_LISTEN_S"):
+        monkeypatch.setattr(deadline, name, 0.05)
+    store, ended, heard = MemoryStore(), Event(), []
+
+    def end(alive: dict[int, bool] | None) -> None:
+        heard.append(alive)
+        ended.set()
+
+    store.set("preflight/2", json.dumps([7, True]))  # it reported once
+    others = deadline.Deadline(60, 1, lambda alive: None)
+    others.connect(store, 4, {"link/bytes/65536": 0.0})
+    deadline.Deadline(0.5, 0, end).connect(store, 4, {"link/together": 0.0})
+    assert ended.wait(TIMEOUT_S)
+    others.close()
+    assert heard == [{0: False, 1: True}]
+
+
+def test_a_deadline_that_is_closed_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "_EVERY_S", 0.01)
+    heard: list[object] = []
+    made = deadline.Deadline(0.0, 0, heard.append)
+    made.close()
+    assert heard in ([], [None])  # it may have been over before
+
+
+def test_the_fabric_of_nccl() -> None:
+    assert fabric(read(HEAD + INFINIBAND)) == "NET/IB mlx5_0 mlx5_1"
+    assert fabric(read(HEAD + INFINIBAND), ["mlx5_0"]) == "NET/IB mlx5_0 mlx5_1"
+    assert fabric(read(SOCKET)) == "NET/Socket eth0 docker0"
+    assert fabric(read(SOCKET), ["mlx5_0"]) == "NET/Socket eth0 docker0 (although there are mlx5_0)"
+    assert fabric(read("a:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read")) == "P2P"
+    assert fabric(read(HEAD)) == ""
+
+
+def test_the_table_is_80_columns_wide() -> None:
+    many = [replace(host, fabric="NET/IB mlx5_0") for host in hosts(*[40e9] * 40)]
+    many[7] = replace(many[7], host="a-host-with-a-name-longer-than-its-column.example.org", between=1e9, skew_s=2.0)
+    text = lines(Preflight(tuple(many), bad_hosts(many, 8, 0.5), "NCCL", 35e9))
+    assert max(map(len, text)) <= 80
+    assert "  and 8 faster hosts" in text and "NCCL uses NET/IB mlx5_0: 40 of 40 hosts" in text
+    assert "its clock differs by +2.0 s from the others" in " ".join(line.strip() for line in text)
+    assert text[-1] == "40 of 40 hosts are bad"
+
+
+def _launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "hvdtrain", "launch", *words]
+    return subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("target", ["openmpi", "hvdtrain"])
+def test_ranks_measure_their_host(target: str, tmp_path: Path) -> None:
+    if target == "openmpi":
+        program("mpirun")
+    done = _launch(
+        tmp_path, "-np", "2", "--to", target, "--", "preflight", "--seconds", "1", "--write", "bad", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [host["ranks"] for host in found["hosts"]] == [2]
+    assert found["everyone"] > 0 and found["hosts"][0]["inside"] > 0
+    assert found["by"] == ("MPI" if target == "openmpi" else "Gloo") + ", of tensors on CPUs"
+    assert (tmp_path / "bad").read_text() == ""
+
+
+@pytest.mark.slow
+def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
+    """Ranks on one machine that Slurm's variable gives a node of its own each."""
+    program("mpirun")
+    rank = 'SLURMD_NODENAME=h$OMPI_COMM_WORLD_RANK exec "$@"'
+    own = [sys.executable, "-m", "hvdtrain", "preflight", "--seconds", "1", "--write", "bad", "--gpus", "1"]
+    done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "sh", "-c", rank, "sh", *own)
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "bad").read_text() == "h0\nh1\nh2\n"
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith(" BAD")]
+    assert [row[0] for row in rows] == ["h0", "h1", "h2"] and all(float(row[5]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
+    """Its rank stops as soon as it is connected."""
+    program("mpirun")
+    code = (
+        "import os, signal, sys\n"
+        "from hvdtrain.comm import host_probe\n"
+        "from hvdtrain.__main__ import main\n"
+        "measure = host_probe.measure_hosts\n"
+        "def stop(*words):\n"
+        "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    return measure(*words)\n"
+        "host_probe.measure_hosts = stop\n"
+        "os.environ['SLURMD_NODENAME'] = 'h' + os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "sys.exit(main(['preflight', '--timeout', '25', '--write', 'bad']))\n"
+    )
+    done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "python", "-c", code)
+    assert done.returncode == 3, done.stderr
+    assert "did not answer within 25 s: h1" in done.stderr
+    assert (tmp_path / "bad").read_text() == "h1\n"
