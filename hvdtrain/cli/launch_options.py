@@ -227,7 +227,7 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--array", type=_array, metavar="0-9%2", help=indices)
     notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
     add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
-    requeues = "requeue the job up to N times (default: 20; 0 if a program follows --)"
+    requeues = "requeue the job up to N times (default: 20; 0 for PBS and LSF, or if a program follows --)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
     check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"
     add("--preflight", action="store_true", help=check)

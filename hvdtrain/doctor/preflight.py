@@ -66,7 +66,7 @@ def bad_hosts(hosts: Sequence[HostCheck], gpus: int, least: float) -> dict[str, 
     for host in hosts:
         if host.gpus < gpus:
             found.setdefault(host.host, []).append(f"{host.gpus} of {gpus} GPUs")
-    for name, what in (("inside", "within the host"), ("between", "with other hosts")):
+    for name, what in (("inside", "within the host"), ("between", "between hosts")):
         speeds = {host.host: speed for host in hosts if (speed := getattr(host, name)) is not None}
         if len(speeds) < 3:
             continue
@@ -87,7 +87,7 @@ def remarks_of(host: HostCheck) -> list[str]:
 
 
 def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
-    """Return the hosts that did not answer by the deadline; none where that cannot be told.
+    """Return the hosts that did not answer by the deadline; none where that is unknown.
 
     These are the hosts of silent ranks; without any, those of ranks that wait in a measurement which others finished.
 

@@ -46,6 +46,7 @@ class Batch:
     chunk: tuple[str, ...] = ()  # further resources of each host of PBS: ``host_type=a``
     notice_s: int = 120
     requeues: int = 20
+    resubmissions: int = 0  # how often a job of PBS or LSF submits itself again
     preflight: bool = False  # whether to check the hosts first, and requeue the job without bad ones
     directives: tuple[str, ...] = ()  # further lines for the scheduler, from its manual: ``--constraint=a100``
     image: str | None = None

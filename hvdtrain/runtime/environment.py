@@ -37,6 +37,9 @@ LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
 JOB = "HVDTRAIN_JOB"
 """The variable with the unique id of a job of `hvdtrain launch`, for its ranks; a restart keeps it."""
 
+STOP_ON_USR1 = "HVDTRAIN_STOP_ON_USR1"
+"""Set to 1: SIGUSR1 makes training save and stop, as SIGTERM does, instead of save and continue."""
+
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
 TORCHRUN = "torchrun"

@@ -85,6 +85,8 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "lsf": ("lsf", queued(OPEN_MPI_4, interface="ib0", launcher_arguments=("--report-bindings",))),
     "lsf-array": ("lsf", queued(INTEL, ARRAY, arguments=IN_ARRAY)),
     "lsf-jsrun": ("lsf", queued(OPEN_MPI_4, Batch(time_s=7200, jsrun=True))),
+    "pbs-requeues": ("pbs", queued(OPEN_MPI_4, Batch(time_s=7200, resubmissions=3, setup=("module load cuda",)))),
+    "lsf-requeues": ("lsf", queued(MPICH, Batch(time_s=7200, resubmissions=3))),
     "openmpi4-container": ("openmpi", two(OPEN_MPI_4, container=WITH_GPUS)),
     "mpich-container": ("mpich", one(MPICH, container=SIF)),
     "intelmpi-container": ("intelmpi", two(INTEL, container=replace(SIF, runtime="singularity"))),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Shell, join
 from hvdtrain.launch.targets import hydra, openmpi
+from hvdtrain.runtime.environment import STOP_ON_USR1
 
 COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma, host, slots[host]; comma = "," } }'"""
 """A program of awk: from lines that name a host per slot to ``a:4,b:4``."""
@@ -17,7 +19,10 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     """Return the values for the templates.
 
     `file`: the shell variable that names the file with a line per slot; `index`: that with the index in an array.
+    Errors: LaunchError.
     """
+    stops = stop_variables(spec)
+    names, spec = ",".join(spec.pass_on), replace(spec, pass_on=(*spec.pass_on, *stops))
     named = Shell(f'"${file}"')
     if spec.mpi is None:
         if spec.launcher_arguments:
@@ -36,11 +41,32 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     return {
         "spec": spec,
         "batch": batch,
-        "names": ",".join(spec.pass_on),
-        "variables": variables,
+        "names": names,
+        "variables": {**variables, **stops},
+        "signal": "USR1" if stops else "TERM",
         "line": join(insert_array_index(word, index) for word in words),
         "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and not spec.is_program else None,
     }
+
+
+def stop_variables(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which SIGUSR1 makes ranks of MPI save and stop, in a job that submits itself again.
+
+    mpirun forwards SIGUSR1, but kills the ranks soon after a SIGTERM. Our own driver stops them at SIGTERM.
+
+    Errors: LaunchError if the job cannot submit itself again.
+    """
+    if not spec.batch.resubmissions:
+        return {}
+    wrong = "a program follows --" if spec.is_program else "--array" if spec.batch.array else ""
+    if wrong or not spec.batch.time_s:
+        raise LaunchError(
+            "a job of PBS or LSF submits itself again only after a notice before its time limit, to train on",
+            expected="--requeues with --time, for training and without --array",
+            found=wrong or "no --time",
+            next_step="omit --requeues, and submit it again to resume",
+        )
+    return {STOP_ON_USR1: "1"} if spec.mpi is not None or spec.batch.jsrun else {}
 
 
 def insert_array_index(word: str, index: str) -> str:

@@ -6,12 +6,13 @@ Directives from bsub(1) of LSF 10.1. ``$LSB_DJOB_HOSTFILE`` has a line per slot 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets.base import SCHEDULED, Target, fill, network_variables
 from hvdtrain.launch.targets.container import rank_argv
-from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
+from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values, stop_variables
 
 
 def render(spec: JobSpec) -> Script:
@@ -22,8 +23,8 @@ def render(spec: JobSpec) -> Script:
     values = dict(start_values(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
     if spec.batch.jsrun:
         values["line"] = join(insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
-        values["variables"] = network_variables(spec)
-    return Script(fill("lsf.sh.j2", **values, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
+        values["variables"] = {**network_variables(spec), **stop_variables(spec)}
+    return Script(fill("lsf.sh.j2", **values, **_AGAIN, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
 
 
 def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
@@ -34,4 +35,7 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     return (*words, "--bind", "none", *spec.launcher_arguments, *rank_argv(spec))
 
 
-TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice", "interface"}, even=True)
+_AGAIN: dict[str, Any] = {"id": "LSB_JOBID", "submit": 'bsub -w "ended($LSB_JOBID)"'}
+"""How a job submits itself again, to start once it has ended: bsub(1), ``-w``."""
+
+TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice", "interface", "requeues"}, even=True)

@@ -5,6 +5,8 @@ Directives from qsub(1B) of OpenPBS 23. ``$PBS_NODEFILE`` has a line per ``mpipr
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script
 from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
@@ -17,7 +19,11 @@ def render(spec: JobSpec) -> Script:
         raise LaunchError("an array of PBS is one range", expected="--array 0-3", found=f"--array {spec.batch.array}")
     cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
     values = start_values(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
-    return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
+    return Script(fill("pbs.sh.j2", **values, **_AGAIN, cores=cores, clock=clock), ("qsub",))
 
 
-TARGET = Target("pbs", render, takes=SCHEDULED | {"array", "notice", "interface", "mem", "chunk"}, even=True)
+_AGAIN: dict[str, Any] = {"id": "PBS_JOBID", "submit": 'qsub -W "depend=afterany:$PBS_JOBID"'}
+"""How a job submits itself again, to start once it has ended: qsub(1B), ``-W depend``."""
+
+_TAKES = SCHEDULED | {"array", "notice", "interface", "mem", "chunk", "requeues"}
+TARGET = Target("pbs", render, takes=_TAKES, even=True)

@@ -23,7 +23,7 @@ from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.binding import Binding
-from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import NO_LAUNCHER, STOP_ON_USR1, RankInfo
 from hvdtrain.state.exchange_state import ExchangeState
 from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.snapshot import Commits
@@ -209,6 +209,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
         commits=Commits(run.config.elastic.loss_s),
         compiled=compiled,
         warnings=warnings,
+        signals=PendingSignals(stop_on_usr1=info.variables.get(STOP_ON_USR1) == "1"),
     )
 
 

@@ -25,9 +25,13 @@ class PendingSignals:
     died, and this rank must still report why. `handlers_as_before` restores the handlers then.
 
     Nested use changes nothing.
+
+    Args:
+        stop_on_usr1: SIGUSR1 means save and stop, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stop_on_usr1: bool = False) -> None:
+        self._requests = {**_SIGNALS, signal.SIGUSR1: TERMINATE if stop_on_usr1 else SAVE}
         self._pending = [0] * COUNT
         self._previous: dict[signal.Signals, Any] = {}
         self._depth = 0
@@ -50,7 +54,7 @@ class PendingSignals:
         return counts
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        request = _SIGNALS[signal.Signals(number)]
+        request = self._requests[signal.Signals(number)]
         if request == INTERRUPT and self._pending[INTERRUPT]:
             raise KeyboardInterrupt
         self._pending[request] += 1
