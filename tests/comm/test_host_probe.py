@@ -43,3 +43,15 @@ def test_all_ranks_find_the_same_speeds(hosts: str, monkeypatch: pytest.MonkeyPa
     assert set(found[0].inside) == {host for host in hosts if hosts.count(host) > 1}
     assert set(found[0].between) == (set(hosts) if len(set(hosts)) > 1 else set())
     assert (found[0].everyone is None) == (len(hosts) == 1)
+
+
+@pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefg"])
+def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(
+        comm: object, device: object, groups: list[list[int]], budget_s: float
+    ) -> list[tuple[list[int], float]]:
+        return [(group, 1.0 if 1 in group else 9.0) for group in groups]
+
+    monkeypatch.setattr(host_probe, "_measure", measure)
+    (found,) = on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
+    assert found.between == {host: 1.0 if host == "b" else 9.0 for host in hosts}

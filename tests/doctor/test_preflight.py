@@ -49,7 +49,7 @@ def test_of_two_hosts_none_is_slow_but_gpus_may_be_missing() -> None:
 @pytest.mark.parametrize(
     ("alive", "missing"),
     [
-        ({0: False, 1: False, 2: True}, ["b"]),  # rank 3 is silent, and rank 2 waits for it
+        ({0: False, 1: True, 2: False}, ["b"]),  # rank 3 is silent, and rank 1 waits for it
         ({0: False, 1: False, 2: True, 3: True}, ["b"]),
         ({0: True, 1: True, 2: True, 3: True}, []),
         ({0: False, 1: False, 2: False, 3: False}, []),

@@ -42,3 +42,10 @@ def test_a_rank_that_tells_of_an_error_is_not_ended_by_the_launcher_meanwhile() 
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
     assert _handlers() == before
+
+
+def test_in_a_job_that_submits_itself_again_the_notice_stops_it() -> None:
+    with PendingSignals(stop_on_usr1=True) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        taken = signals.pop()
+    assert (taken[SAVE], taken[TERMINATE]) == (0, 1)
