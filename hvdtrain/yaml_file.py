@@ -41,20 +41,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_yaml(path: Path, kind: str = "config file") -> dict[str, Any]:
-    """Return the content of a YAML file. `kind`: what errors call the file.
+class TextLoader(yaml.SafeLoader):
+    """Read every scalar without a tag as text: an account 0123 and a time 1:30:00 are no numbers."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (as PyYAML declares it)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the options in a YAML file.
 
     Errors: ConfigError if it cannot be read, is not YAML or no mapping, has a duplicate key, or is nested too deeply.
     """
     try:
-        loader = yaml.SafeLoader(read_regular(path).decode("utf-8"))
-        try:
-            root = loader.get_single_node()
-            if root is not None:
-                _check_nodes(root, path, kind)
-            content = None if root is None else loader.construct_document(root)
-        finally:
-            loader.dispose()
+        text = read_regular(path)
     except OSError as error:
         raise ConfigError(
             f"cannot read the {kind} {str(path)!r}: {error.strerror}",
@@ -62,17 +61,35 @@ def read_yaml(path: Path, kind: str = "config file") -> dict[str, Any]:
             next_step="correct the path"
             + ("; hvdtrain config init FILE writes a new file" if kind == "config file" else ""),
         ) from None
+    return parse_yaml(text, f"the config file {str(path)!r}", "lines like `train: {steps: 100}`")
+
+
+def parse_yaml(
+    text: bytes, what: str, expected: str, loader_type: type[yaml.SafeLoader] = yaml.SafeLoader
+) -> dict[str, Any]:
+    """Return the mapping in the text of a file. `what` names the file in errors, `expected` its lines.
+
+    Errors: ConfigError if it is not YAML or no mapping, has a duplicate key, or is nested too deeply.
+    """
+    try:
+        loader = loader_type(text.decode("utf-8"))
+        try:
+            root = loader.get_single_node()
+            if root is not None:
+                _check_nodes(root, what)
+            content = None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError(f"the {kind} {str(path)!r} is nested too deeply", expected=_DEPTH) from None
+        raise ConfigError(f"{what} is nested too deeply", expected=_DEPTH) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"the {kind} {str(path)!r} is not YAML", found=_described(error)) from None
+        raise ConfigError(f"{what} is not YAML", found=_described(error)) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        example = "train: {steps: 100}" if kind == "config file" else "worker: {spec: ...}"
-        raise ConfigError(f"the {kind} {str(path)!r} is not a mapping", expected=f"lines like `{example}`")
+        raise ConfigError(f"{what} is not a mapping", expected=expected)
     return content
 
 
@@ -82,7 +99,7 @@ def _described(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _check_nodes(root: yaml.Node, path: Path, kind: str) -> None:
+def _check_nodes(root: yaml.Node, what: str) -> None:
     """Reject duplicate keys, also dotted ones, and endless nesting. PyYAML would silently use the last duplicate."""
     pending = [(root, 0, "")]
     visited = 0
@@ -91,7 +108,7 @@ def _check_nodes(root: yaml.Node, path: Path, kind: str) -> None:
         node, depth, prefix = pending.pop()
         visited += 1
         if depth > _DEEPEST or visited > 100_000:  # recursive aliases, or ones that expand exponentially
-            raise ConfigError(f"the {kind} {str(path)!r} is nested too deeply", expected=_DEPTH)
+            raise ConfigError(f"{what} is nested too deeply", expected=_DEPTH)
         if isinstance(node, yaml.SequenceNode):
             pending += [(value, depth + 1, f"{prefix}{place}.") for place, value in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
@@ -99,7 +116,7 @@ def _check_nodes(root: yaml.Node, path: Path, kind: str) -> None:
                 name = prefix + (key.value if isinstance(key, yaml.ScalarNode) else f"[{place}]")
                 if name in keys and key.value != "<<":
                     raise ConfigError(
-                        f"the {kind} {str(path)!r} has the key {name} twice",
+                        f"{what} has the key {name} twice",
                         expected="each option once",
                         found=f"a second one in line {key.start_mark.line + 1}",
                     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import platform
 import re
 import shutil
 import signal
@@ -13,14 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.cli.launch_options import given, parse
+from hvdtrain.cli.launch_site import merge
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.install.mpirun import output
-from hvdtrain.launch.choose import OWN, choose, needs_machine, refuse_options, refuse_shape
+from hvdtrain.launch.choose import OWN, Choice, choose, needs_machine, options_of, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import find_unknown_host, run_script
 from hvdtrain.launch.job_output import SAID
+from hvdtrain.launch.site import NO_SITE, Site, find_site
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.variables import SHOW_VARIABLES, secret_variables, submit_environment
@@ -28,7 +32,7 @@ from hvdtrain.launch.worker_plan import Plan, describe_plan
 from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import run_program
-from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
+from hvdtrain.runtime.environment import LAUNCH_OPTIONS, change_variables, environ, launch_options_text
 
 _SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGTERM", "SIGUSR1": "SIGUSR1"}
 """Signals that our own driver handles, and as which."""
@@ -41,24 +45,17 @@ def main(argv: list[str]) -> int:
     1: the job could not be started.
     """
     try:
-        options = parse(argv)
-        machine = detect_machine(environ()) if needs_machine(options.to, given(options)) else Machine()
-        choice = choose(options.to, given(options), machine)
-        refuse_options(choice.target, given(options))
-        spec = spec_of(options, choice, machine, environ())
-        refuse_shape(spec, choice.target)
+        options, choice, spec, site = _job(argv)
         own = argv[: len(argv) - len(options.arguments)]
         plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
-        agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
-        box = f"; containers by {spec.container.runtime}" if spec.container else ""
-        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}")
+        _say_choice(choice, spec, plan, site)
         if note := idle_gpus(spec, choice.target, environ()):
             say(note)
         if plan is not None:
             return _drive(plan, options.dry_run)
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
-            start = _found(start)
+            start = _found(Command(start.argv, {**spec.site_variables, **start.variables}))
         if options.dry_run:
             print(start)
             return 0
@@ -76,6 +73,33 @@ def main(argv: list[str]) -> int:
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
+
+
+def _job(argv: list[str]) -> tuple[argparse.Namespace, Choice, JobSpec, Site]:
+    """Return the options, the target, the job and the site. Set the variables of the site's profile in this process."""
+    typed = parse(argv)
+    asked = given(typed)  # options of a profile neither choose our own driver nor are refused
+    site = find_site(typed.site, platform.node(), environ())
+    change_variables({name: value for name, value in site.environment.items() if name not in environ()})
+    options = merge(site, argv, typed)
+    machine = detect_machine(environ()) if needs_machine(options.to, asked) else Machine()
+    machine = replace(machine, pmi=options.pmi or "")
+    choice = choose(options.to, asked, machine)
+    refuse_options(choice.target, asked)
+    options = merge(site, argv, typed, choice.target)
+    spec = spec_of(options, choice, machine, environ(), site)
+    refuse_shape(spec, choice.target)
+    return options, choice, spec, site
+
+
+def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site) -> None:
+    agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
+    box = f"; containers by {spec.container.runtime}" if spec.container else ""
+    by_site = f"; {site}" if site is not NO_SITE else ""
+    say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}{by_site}")
+    missing = site.missing_modules(environ())
+    if missing and not {"directive", "image"} & options_of(choice.target):  # only scripts load them
+        say(f"modules of the site that are not loaded here: {' '.join(missing)}")
 
 
 def say(text: str) -> None:

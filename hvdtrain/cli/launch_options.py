@@ -76,6 +76,7 @@ def _word(pattern: str, problem: str) -> Callable[[str], str]:
 
 _interface = _word("[A-Za-z0-9_.@:-]{0,15}", "is not a network interface; expected a name such as eth0")
 _plain = _word("[!-~]+", "is not one word; expected no spaces")
+_name_of_pmi = _word("[a-z][a-z0-9_]*", "is not a kind of srun --mpi=list; expected a name such as pmix or pmi2")
 _name = _word(
     "[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?",  # pods' names begin with it: RFC 1035
     "is not a valid name; expected at most 40 of a-z, 0-9 and -, starting with a letter",
@@ -142,15 +143,17 @@ def _duration_s(text: str) -> int:
     return seconds
 
 
-def parser() -> Parser:
+def parser(kind: type[Parser] = Parser) -> Parser:
     """Return the parser of the options."""
     raw = argparse.RawDescriptionHelpFormatter
     usage = "hvdtrain launch [OPTIONS] [-- ARGS]"
-    made = Parser(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
+    made = kind(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
     add = made.add_argument
     targets = [AUTO, OWN, *TARGETS]
     launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, chosen by what is installed)"
     add("--to", choices=targets, default=AUTO, metavar="TARGET", help=launcher)
+    site = "profile of the site: a name, a file, or none (default: the one whose host names match this host, if any)"
+    add("--site", metavar="NAME", help=site)
     ranks = (
         "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
         " slot of -H, or one per GPU of --gpus-per-node)"
@@ -231,6 +234,8 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--requeues", type=_whole, metavar="N", help=requeues)
     check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"
     add("--preflight", action="store_true", help=check)
+    pmi = "how srun connects the ranks of an MPI, such as pmix_v4; none for Gloo (default: what srun --mpi=list offers)"
+    add("--pmi", type=_name_of_pmi, metavar="KIND", help=pmi)
     of_starter = "another argument of srun or mpirun, such as --cpu-bind=verbose; may be repeated"
     add("--launcher-arg", action="append", default=[], metavar="ARG", help=of_starter)
     directive = "another directive for the scheduler, such as --qos=high"

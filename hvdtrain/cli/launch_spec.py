@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -24,20 +25,20 @@ from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots
 from hvdtrain.launch.pod_patch import read_pod_patch
+from hvdtrain.launch.site import NO_SITE, Site
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.variables import SHOW_VARIABLES, passed_variables, secret_variables
+from hvdtrain.launch.variables import FOUND_BY, SHOW_VARIABLES, passed_variables, secret_variables
 from hvdtrain.launch.worker_plan import Plan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 from hvdtrain.runtime.interfaces import address_of, networks
 
-_FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
-"""Variables that tell ranks on other hosts where to find programs and libraries."""
 
-
-def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, environ: Mapping[str, str]) -> JobSpec:
-    """Build the job.
+def spec_of(
+    options: argparse.Namespace, choice: Choice, machine: Machine, environ: Mapping[str, str], site: Site = NO_SITE
+) -> JobSpec:
+    """Build the job. `environ` has the variables of the site.
 
     Errors:
         LaunchError: the number of ranks is missing, or an option has no meaning.
@@ -49,6 +50,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
     words = _arguments(options.arguments)
     is_program = _is_program(words)
     elsewhere = target is not None and target.elsewhere
+    own = {name: value for name, value in site.environment.items() if elsewhere or environ[name] == value}
     if is_program and not elsewhere and not options.container:
         _refuse_missing(words)
     return JobSpec(
@@ -65,6 +67,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         folder=str(Path.cwd()),
         name=options.name,
         pass_on=tuple(options.env) if elsewhere else _passed(options.env, choice.target, environ),
+        site_variables=own,
         interface=options.interface,
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
@@ -75,7 +78,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         is_program=is_program,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
-        batch=_batch(options, machine, environ, is_program),
+        batch=_batch(options, machine, _setup(site, own, environ), is_program),
         container=_container(options, choice.target, environ),
     )
 
@@ -155,7 +158,7 @@ def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tu
             next_step="write it to a file that only you can read, and have the job read that: such as ~/.netrc, or"
             " ~/.cache/huggingface/token",
         )
-    names = dict.fromkeys([*_FOUND_BY, *passed_variables(environ), *asked])
+    names = dict.fromkeys([*FOUND_BY, *passed_variables(environ), *asked])
     return tuple(name for name in names if name in environ and name not in hidden)
 
 
@@ -191,7 +194,7 @@ def _container(options: argparse.Namespace, target: str, environ: Mapping[str, s
     )
 
 
-def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, str], is_program: bool) -> Batch:
+def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...], is_program: bool) -> Batch:
     """Return the requests. A program may not be able to resume, so it is requeued only on request."""
     return Batch(
         time_s=options.time,
@@ -209,7 +212,7 @@ def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, 
         namespace=options.namespace,
         resources=_resources(options.resource),
         pod_patch=read_pod_patch(options.pod_patch) if options.pod_patch else {},
-        setup=tuple(setup_lines(environ)),
+        setup=setup,
         jsrun="jsrun" in machine.programs,
     )
 
@@ -219,6 +222,14 @@ def _resources(pairs: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     if times > 1:
         raise LaunchError(f"--resource {name} is given {times} times", expected="each resource once")
     return tuple(pairs)
+
+
+def _setup(site: Site, variables: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the lines of shell of a script: the site's first, as they may be those that define the command module."""
+    loaded = environ.get("LOADEDMODULES", "").split(":")
+    modules = ":".join(filter(None, [*site.missing_modules(environ), *loaded]))
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return (*site.setup, *setup_lines({**environ, "LOADEDMODULES": modules}), *exports)
 
 
 def _ranks(options: argparse.Namespace, slots: int) -> int:

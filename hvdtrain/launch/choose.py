@@ -23,7 +23,7 @@ OWN_OPTIONS = frozenset(
 )
 """Options of our own driver; few other targets take them."""
 
-COMMON = frozenset({"np", "to", "dry_run"})
+COMMON = frozenset({"np", "to", "site", "dry_run"})
 """Options that every target takes."""
 
 OWN_TAKES = (OWN_OPTIONS | BY_MPI) - {"launcher_arg", *CONTAINER}
@@ -90,6 +90,8 @@ def _gloo_note(machine: Machine) -> str:
     mpi = _srun_mpi(machine)
     if mpi is None or machine.slurm_mpi_for(mpi):
         return ""
+    if machine.pmi:
+        return f"; over Gloo, by --pmi {machine.pmi}"
     if mpi.flavour == "intelmpi" and not machine.intel_pmi:
         return f"; over Gloo, as {mpi} needs Slurm's PMI library (export I_MPI_PMI_LIBRARY=/path/to/libpmi2.so)"
     kinds = ", ".join(machine.slurm_mpi) or "none"
@@ -142,10 +144,14 @@ def _fitting(to: str, flavours: tuple[str, ...], machine: Machine, in_image: boo
     return found
 
 
+def options_of(to: str) -> frozenset[str]:
+    """Return the names of the options that a target takes."""
+    return COMMON | (OWN_TAKES if to == OWN else TARGETS[to].takes)
+
+
 def refuse_options(to: str, given: Collection[str]) -> None:
     """Raise LaunchError for an option that the target does not use, instead of ignoring it."""
-    takes = COMMON | (OWN_TAKES if to == OWN else TARGETS[to].takes)
-    wrong = next((option for option in given if option not in takes), None)
+    wrong = next((option for option in given if option not in options_of(to)), None)
     if wrong is None:
         return
     able = [OWN] if wrong in OWN_TAKES else []

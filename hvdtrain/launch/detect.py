@@ -17,6 +17,7 @@ from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
 PROGRAMS = ("srun", "jsrun")
+NO_PMI = "none"
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ class Machine:
     srun_mpi: Mpi | None = None  # the MPI that Horovod was built with, which may have no mpirun, only srun
     cray: bool = False  # whether Horovod uses Cray's MPICH
     intel_pmi: bool = False  # whether I_MPI_PMI_LIBRARY names Slurm's PMI library, with a path that differs by site
+    pmi: str = ""  # the kind that the user requested; "" for the one that fits
 
     def slurm_mpi_for(self, mpi: Mpi | None) -> str:
         """Return the ``--mpi`` with which srun connects the ranks of an MPI; "" where it cannot.
 
         By https://slurm.schedmd.com/mpi_guide.html. Cray's MPICH uses Cray's PMI where srun has it.
         """
+        if self.pmi and mpi is not None:
+            return "" if self.pmi == NO_PMI else self.pmi
         wanted = {"openmpi": "pmix", "mpich": "pmi2", "intelmpi": "pmi2" if self.intel_pmi else ""}
         first = ("cray",) if self.cray and mpi is not None and mpi.flavour == "mpich" else ()
         names = (*first, wanted.get(mpi.flavour, "") if mpi is not None else "")

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.yaml_file import read_yaml
+from hvdtrain.files import read_regular
+from hvdtrain.yaml_file import parse_yaml
 
 PODS = ("launcher", "worker")
 _PARTS = ("metadata", "spec")
@@ -28,9 +29,13 @@ def read_pod_patch(path: Path) -> dict[str, Any]:
     """Return the changes in a YAML or JSON file, by pod.
 
     Errors:
-        LaunchError: keys other than those of a pod template. ConfigError: as of `read_yaml`.
+        LaunchError: it cannot be read, or has keys other than those of a pod template. ConfigError: as of `parse_yaml`.
     """
-    patch = read_yaml(path, "pod patch")
+    try:
+        text = read_regular(path)
+    except OSError as error:
+        raise LaunchError(f"cannot read the pod patch {str(path)!r}: {error.strerror}", next_step="correct the path") from None
+    patch = parse_yaml(text, f"the pod patch {str(path)!r}", "lines like `worker: {spec: ...}`")
     for where, part, keys in [("", patch, PODS), *((name, patch[name], _PARTS) for name in PODS if name in patch)]:
         if not isinstance(part, Mapping) or not part or set(part) - set(keys):
             raise LaunchError(

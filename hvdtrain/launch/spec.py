@@ -85,6 +85,7 @@ class JobSpec:
     folder: str = "."  # working folder of the ranks, on all hosts
     name: str = "hvdtrain"  # of the job
     pass_on: tuple[str, ...] = ()  # names, never values, of variables that ranks on other hosts get from here
+    site_variables: Mapping[str, str] = field(default_factory=dict)  # from the site's profile; no secrets
     interface: str = ""  # network interface between hosts; "" for the launcher's choice
     ssh_port: int | None = None  # of ssh to other hosts
     ssh_options: tuple[str, ...] = ()  # of ssh to other hosts, whole arguments

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_", "TRITON_", "GLOO_", "NCCL_", "UCX_",
            "FI_", "I_MPI_", "PYTHON", "HF_", "TOKENIZERS_", "APPTAINER", "SINGULARITY")  # fmt: skip
+FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
+"""Variables that tell ranks on other hosts where to find programs and libraries."""
 _PASSED_NAMES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"})
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})
 """In capitals and in small letters."""

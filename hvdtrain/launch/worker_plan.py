@@ -99,7 +99,8 @@ def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
     variables = rank_environment(plan, host, {**place, "cross_rank": 0, "cross_size": len(hosts)})
     lines.append(f"each rank, in {shlex.quote(plan.job.folder)}, the first with:")
     lines.append(f"  {shlex.join(plan.program)}")
-    lines += [f"  {name}={shlex.quote(text)}" for name, text in variables.items()]
+    shown = {**plan.job.site_variables, **variables}
+    lines += [f"  {name}={shlex.quote(text)}" for name, text in shown.items()]
     return "\n".join(lines)
 
 

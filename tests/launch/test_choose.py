@@ -101,6 +101,16 @@ def test_intel_mpi_uses_slurms_pmi_where_it_is_named() -> None:
     assert (named.slurm_mpi_for(INTEL), "Gloo" in choose(AUTO, [], named).why) == ("pmi2", False)
 
 
+@pytest.mark.parametrize(
+    ("mpi", "pmi", "kind"),
+    [(OPEN_MPI_4, "pmix_v4", "pmix_v4"), (INTEL, "pmi2", "pmi2"), (OPEN_MPI_4, "none", ""), (None, "pmix", "")],
+)
+def test_the_requested_pmi_replaces_the_fitting_one(mpi: Mpi | None, pmi: str, kind: str) -> None:
+    assert Machine(slurm_mpi=("pmix",), pmi=pmi).slurm_mpi_for(mpi) == kind
+    why = choose("slurm", [], replace(IN_SLURM, slurm_mpi=("pmix",), pmi=pmi)).why
+    assert why == ("requested; over Gloo, by --pmi none" if pmi == "none" else "requested")
+
+
 def test_our_own_driver_waits_for_no_program_of_mpi() -> None:
     assert not needs_machine(OWN, ["np"]) and not needs_machine(AUTO, ["np", "elastic"])
     assert needs_machine(AUTO, ["np"]) and needs_machine("horovodrun", ["np", "elastic"])

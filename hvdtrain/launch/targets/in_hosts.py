@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Shell, join
 from hvdtrain.launch.targets import hydra, openmpi
+from hvdtrain.launch.variables import FOUND_BY, passed_variables
 from hvdtrain.runtime.environment import STOP_ON_USR1
 
 COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma, host, slots[host]; comma = "," } }'"""
@@ -22,7 +23,8 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     Errors: LaunchError.
     """
     stops = stop_variables(spec)
-    names, spec = ",".join(spec.pass_on), replace(spec, pass_on=(*spec.pass_on, *stops))
+    names = ",".join(name for name in spec.pass_on if name not in spec.site_variables)
+    spec = replace(spec, pass_on=(*spec.pass_on, *stops))
     named = Shell(f'"${file}"')
     if spec.mpi is None:
         if spec.launcher_arguments:
@@ -30,9 +32,12 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
                 "--launcher-arg is for srun and mpirun, and without an MPI our own driver starts the ranks"
             )
         hosts = Shell(f'"$(awk {COUNTS} "${file}")"')
-        argv = (spec.python, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", str(spec.ranks), "-H", hosts)
+        # This script already follows the site's profile.
+        argv = (spec.python, "-m", "hvdtrain", "launch", "--site", "none", "--to", "hvdtrain", "-np", str(spec.ranks))
         by = ("--interface", spec.interface) if spec.interface else ()
-        words, variables = (*argv, *by, "--", *spec.own_arguments), dict[str, str]()
+        asked = [name for name in spec.pass_on if name not in FOUND_BY and not passed_variables({name: ""})]
+        env = [word for name in asked for word in ("--env", name)]
+        words, variables = (*argv, "-H", hosts, *by, *env, "--", *spec.own_arguments), dict[str, str]()
     elif spec.mpi.flavour == "openmpi":
         words, variables = openmpi.argv(spec, ("--hostfile", named)), openmpi.variables(spec)
     else:

@@ -71,6 +71,7 @@ def render(spec: JobSpec) -> Script:
     if batch.requeues:
         words = (_PYTHON, "-m", "hvdtrain.launch.restarts", str(batch.requeues), *words)
     variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(_KILL_S)}
+    variables |= {name: value.replace("$(", "$$(") for name, value in spec.site_variables.items()}
     requests, limits = _resources(spec)
     text = fill(
         "mpijob.yaml.j2",

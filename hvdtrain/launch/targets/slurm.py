@@ -32,5 +32,5 @@ def _preflight(spec: JobSpec) -> JobSpec:
 _PREFLIGHT_S = 180
 """Time for the preflight and the start of its ranks: its own limit is 120 s."""
 
-_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight"}
+_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight", "pmi"}
 TARGET = Target("slurm", render, takes=_TAKES, even=True)

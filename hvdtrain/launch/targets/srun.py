@@ -44,5 +44,5 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     return (*own, *words, *rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
 
 
-_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg"})
+_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"})
 TARGET = Target("srun", render, takes=_TAKES | CONTAINER)
