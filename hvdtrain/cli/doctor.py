@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import platform
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,12 +17,16 @@ from hvdtrain.cli.parser import Parser
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
+from hvdtrain.doctor.facts.network import network
+from hvdtrain.doctor.facts.scheduler import scheduler
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
+from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
-from hvdtrain.files import open_regular
+from hvdtrain.files import create_text, open_regular
+from hvdtrain.launch.detect import detect_machine
 from hvdtrain.runtime.environment import RankInfo, environ
-from hvdtrain.runtime.tuning import Choice, prepare
+from hvdtrain.runtime.tuning import Choice, prepare, without_our_variables
 
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
 
@@ -38,6 +43,8 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     add("--nccl_log", metavar="FILE", type=Path, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
+    site = "propose a profile of this site for hvdtrain launch --site, in a new file NAME.yaml, and check nothing"
+    add("--write-site", metavar="FILE", type=Path, help=site)
     doctor_hosts.add_options(made)
     return made
 
@@ -47,10 +54,14 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     try:
         doctor_hosts.check_options(options)
+        if options.write_site and (options.hosts or options.probe):
+            raise ConfigError("--write-site describes this host", next_step="omit --hosts and --probe")
         if options.hosts:
             return doctor_hosts.show(doctor_hosts.check_hosts(options), as_json=options.json)
         log = _read(options.nccl_log) if options.nccl_log else None
         info, choices, refusal = _prepare(options)
+        if options.write_site:
+            return _write_site(options.write_site) if info.rank == 0 else 0
         if options.probe:
             probed = doctor_hosts.probe_ranks(options, info)
             return doctor_hosts.show(probed, as_json=options.json) if info.rank == 0 else 0
@@ -84,6 +95,25 @@ def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], L
         if options.probe:
             raise
         return RankInfo(host=platform.node()), (), error
+
+
+def _write_site(path: Path) -> int:
+    """Write the proposed profile.
+
+    Errors:
+        ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
+    """
+    if path.suffix != ".yaml":
+        raise ConfigError(f"--write-site {path} is not the name of a profile", expected="NAME.yaml")
+    now = without_our_variables(environ())
+    text = propose_site(SiteFacts(now, scheduler(now), detect_machine(now), network()))
+    try:
+        create_text(path, text)
+    except OSError as error:
+        next_step = "name a new file" if isinstance(error, FileExistsError) else None
+        raise ConfigError(f"--write-site {path}: {error.strerror}", next_step=next_step) from error
+    print(f"wrote {path}: check it, then: hvdtrain launch --site {shlex.quote(str(path))} --dry-run ...")
+    return 0
 
 
 def _read(path: Path) -> NcclLog:

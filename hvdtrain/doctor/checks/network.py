@@ -104,7 +104,7 @@ def ucx(facts: DoctorFacts) -> Finding | None:
 
 
 def _real(facts: DoctorFacts) -> list[Interface]:
-    return [one for one in facts.network.interfaces if one.up and one.address and not (one.loopback or one.virtual)]
+    return facts.network.outward
 
 
 def _own(facts: DoctorFacts) -> str:

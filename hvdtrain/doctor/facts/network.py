@@ -54,6 +54,11 @@ class Network:
     rdma: tuple[RdmaPort, ...] = ()  # ports of InfiniBand and RoCE cards
     verbs: bool = True  # whether programs can use these cards
 
+    @property
+    def outward(self) -> list[Interface]:
+        """The interfaces that lead to other hosts."""
+        return [one for one in self.interfaces if one.up and one.address and not (one.loopback or one.virtual)]
+
 
 def network(root: Path = Path("/")) -> Network:
     """Gather the facts, of the system below `root`. Packets are sent only to resolve this host's name."""

@@ -1,0 +1,137 @@
+"""Propose a profile of this site, from facts: ``hvdtrain doctor --write-site``. Pure.
+
+Each line has its source in a comment. A line for a fact that is unknown is a comment too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hvdtrain.doctor.facts.network import Network
+from hvdtrain.doctor.facts.scheduler import Nodes, Scheduler
+from hvdtrain.launch.choose import choose
+from hvdtrain.launch.detect import Machine
+from hvdtrain.launch.variables import secret_variables
+from hvdtrain.yaml_file import yaml_text
+
+_HEAD = """\
+# A profile of this site for hvdtrain launch, proposed by hvdtrain doctor on {host}. Check each line.
+# Use it: hvdtrain launch --site FILE. In ~/.config/hvdtrain/sites, or in /etc/hvdtrain/sites for all users, it is
+# found by host name.
+"""
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """The facts from which a profile is proposed."""
+
+    environ: Mapping[str, str]  # of this shell, without the variables that hvdtrain set
+    scheduler: Scheduler
+    machine: Machine
+    network: Network
+
+
+def propose_site(facts: SiteFacts) -> str:
+    """Return the text of the profile."""
+    lines = [_HEAD.format(host=facts.network.name), *_hosts(facts)]
+    lines += ["", "options:", *(f"  {line}" for line in _options(facts))]
+    lines += ["", "environment:", *(f"  {line}" for line in _variables(facts))]
+    modules = [name for name in facts.environ.get("LOADEDMODULES", "").split(":") if name]
+    lines.append("")
+    lines += _known("modules", modules, "the modules that are loaded in this shell")
+    if not modules:
+        lines += _unknown("modules: [openmpi, cuda]", "no modules are loaded in this shell")
+    lines += ["", *_unknown("setup: [ulimit -l unlimited]", "lines of shell for batch scripts, before the modules")]
+    return "\n".join(lines) + "\n"
+
+
+def _hosts(facts: SiteFacts) -> Iterator[str]:
+    nodes = [name for kind in facts.scheduler.nodes for name in kind.names]
+    names = [facts.network.name.partition(".")[0], *nodes]
+    patterns = list(dict.fromkeys(re.sub("[0-9]+", "*", name) for name in names))
+    source = f" and the nodes that {facts.scheduler.source} lists" if nodes else ""
+    yield from _known("hosts", patterns, f"this host{source}, with * for numbers")
+
+
+def _options(facts: SiteFacts) -> Iterator[str]:
+    found = facts.scheduler
+    source = f"by {found.source}"
+    if found.target:
+        yield from _unknown(
+            f"to: {found.target}", "only if all jobs, also those started in an allocation, are submitted"
+        )
+    if found.queue:
+        yield from _known("queue", found.queue, f"the default partition or queue, {source}")
+    else:
+        yield from _unknown("queue: NAME", "no default partition or queue was found")
+    yield from _unknown("account: NAME", "the account to charge, if the site needs one")
+    nodes = [kind for kind in found.nodes if kind.queue in ("", found.queue)]
+    yield from _hardware(nodes, source)
+    with_gpus = sorted({kind.queue for kind in found.nodes if kind.gpus and kind.queue not in ("", found.queue)})
+    if with_gpus:
+        yield f"# other partitions with GPUs: {', '.join(with_gpus)}"
+    yield from _interface(facts.network)
+    if found.target == "slurm":
+        yield from _pmi(facts.machine)
+
+
+def _hardware(nodes: list[Nodes], source: str) -> Iterator[str]:
+    gib = min((kind.memory_mib >> 10 for kind in nodes), default=0)
+    if gib:
+        yield from _known("mem", f"{gib}G", f"the whole memory of a node, {source}; --mem asks for less")
+    else:
+        yield from _unknown("mem: 400G", "the memory of a node was not found")
+    gpus = [kind for kind in nodes if kind.gpus and kind.cpus >= kind.gpus]
+    if gpus:
+        least = min(gpus, key=lambda kind: kind.cpus // kind.gpus)
+        why = f"a node has {least.cpus} CPUs and {least.gpus} GPUs, {source}"
+        yield from _known("cpus_per_rank", least.cpus // least.gpus, why)
+    else:
+        yield from _unknown("cpus_per_rank: 8", "the CPUs of a node divided by its GPUs; no GPUs were found")
+
+
+def _interface(network: Network) -> Iterator[str]:
+    found = network.outward
+    if found:
+        best = max(found, key=lambda one: (one.mbit, one.name == network.route))
+        names = ", ".join(f"{one.name} {one.address}" for one in found)
+        yield from _known("interface", best.name, f"the fastest of this host: {names}; compute nodes may have others")
+    else:
+        yield from _unknown("interface: eth0", "this host has no network except the loopback")
+
+
+def _pmi(machine: Machine) -> Iterator[str]:
+    mpi = choose("srun", (), machine).mpi
+    kinds = ", ".join(machine.slurm_mpi) or "nothing"
+    if kind := machine.slurm_mpi_for(mpi):
+        yield from _known("pmi", kind, f"srun --mpi=list has {kinds}, and Horovod uses {mpi}")
+    else:
+        yield from _unknown("pmi: pmix", f"srun --mpi=list has {kinds}, and Horovod uses {mpi or 'no MPI'}")
+
+
+def _variables(facts: SiteFacts) -> Iterator[str]:
+    ports = [port for port in facts.network.rdma if port.active]
+    ports = [port for port in ports if port.layer == "InfiniBand"] or ports
+    environ, hidden = facts.environ, secret_variables(facts.environ)
+    own = [name for name in environ if name.startswith(("NCCL_", "UCX_")) and name not in hidden]
+    if ports and "NCCL_IB_HCA" not in own:
+        value = "=" + ",".join(f"{port.device}:{port.port}" for port in ports)
+        yield from _known("NCCL_IB_HCA", value, "the active ports of this host's cards, by /sys/class/infiniband")
+    elif not ports:
+        yield from _unknown("NCCL_IB_HCA: mlx5", "no active port of a card was found in /sys/class/infiniband")
+    for name in sorted(own):
+        yield from _known(name, environ[name], "set in this shell")
+
+
+def _known(name: str, value: object, source: str) -> Iterator[str]:
+    if value:
+        yield f"# {source}"
+        style = None if isinstance(value, list) else False
+        yield yaml_text({name: value}, default_flow_style=style, width=1 << 20).rstrip("\n")
+
+
+def _unknown(line: str, why: str) -> Iterator[str]:
+    yield f"# {why}"
+    yield f"# {line}"

@@ -1,0 +1,43 @@
+"""The profile that doctor proposes on a real Slurm starts a job there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.site import parse_site
+from tests.support.launch import ROOT
+from tests.support.slurm import GPUS, SLOTS, Slurm
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_proposed_profile_starts_a_job_on_two_nodes(two_nodes: Slurm, tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": str(ROOT), "UCX_OF_SITE": "1"}
+    hvdtrain = [sys.executable, "-m", "hvdtrain"]
+    two_nodes.run([*hvdtrain, "doctor", "--write-site", "sites/tests.yaml"], cwd=_made(tmp_path), environment=variables)
+    file = tmp_path / "sites/tests.yaml"
+    site = parse_site(file.read_bytes(), file)
+    assert site.options.pop("pmi").startswith("pmix")
+    assert site.options == {"queue": "low", "cpus_per_rank": str(SLOTS // GPUS), "interface": "link0"}
+    assert site.hosts == ("a", "b") and site.environment == {"UCX_OF_SITE": "1"}
+    program = f"{tmp_path}/tell.sh"
+    Path(program).write_text(
+        '#!/bin/sh\necho "$SLURM_JOB_PARTITION $SLURM_CPUS_PER_TASK $UCX_OF_SITE" > "$SLURM_PROCID"\n'
+    )
+    Path(program).chmod(0o755)
+    asked = ["--to", "slurm", "-np", "2", "--nodes", "2", "--time", "5m"]
+    paths = {"PYTHONPATH": str(ROOT), "HVDTRAIN_SITES": str(tmp_path / "sites")}
+    done = two_nodes.run([*hvdtrain, "launch", *asked, "--", program], cwd=tmp_path, environment=paths)
+    assert f"; site tests ({file})" in done.stderr
+    job = done.stdout.split()[-1]
+    two_nodes.until(lambda: two_nodes.state(job) in ("COMPLETED", "FAILED"), "the job to end")
+    log = "".join(path.read_text() for path in tmp_path.glob("hvdtrain-*.log"))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"low {SLOTS // GPUS} 1\n"] * 2, log
+
+
+def _made(folder: Path) -> Path:
+    (folder / "sites").mkdir()
+    return folder
