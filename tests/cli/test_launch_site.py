@@ -96,6 +96,8 @@ def test_options_that_the_target_does_not_take_are_left_out(launch: Launch) -> N
     assert "HOROVOD_SIZE=2" in out and "UCX_TLS=rc" in out
     out, _ = launch("-np", "2", "--to", "mpijob", profile=PROFILE.replace("it's", "$(A)"))
     assert '- {name: OWN, value: "$$(A) $HOME"}' in out and 'queue-name: "gpu"' in out and "- launch" not in out
+    out, _ = launch("-H", "a:2,b:2", profile="options: {gpus_per_node: 8, elastic: 1:2}\nhosts: ['*']")
+    assert out.startswith("mpirun -np 4 ")
     _, err = launch("-np", "2", "--to", "openmpi", "--queue", "x", code=2)
     assert "--to openmpi does not support --queue" in err
 
@@ -122,6 +124,13 @@ def test_site_none_uses_none(launch: Launch) -> None:
 def test_hosts_of_the_command_line_replace_a_script_of_the_profile(launch: Launch) -> None:
     out, _ = launch("-H", "a:1", "--to", "hvdtrain", profile="options: {discover: ./hosts.sh}\nhosts: ['*']")
     assert out.startswith("a: up to 1 rank(s)")
+
+
+def test_the_documented_profile_is_accepted(launch: Launch) -> None:
+    page = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+    (profile,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    out, err = launch("--to", "slurm", "--nodes", "2", "--gpus_per_node", "4", profile=profile)
+    assert "#SBATCH --constraint=a100\n" in out and "; site alex" in err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.site import NO_SITE, find_site, parse_site
 
 WHOLE = b"""
-hosts: ["alex*", "login?.alex.example"]
+hosts: ["alex*", "login?.alex.example", gpu1]
 options:
   account: 0123
   time: 1:30:00
@@ -44,6 +44,8 @@ def test_a_profile_may_have_empty_parts(text: bytes) -> None:
         ("alex1", True),
         ("ALEX1.example", True),
         ("login1.alex.example", True),
+        ("LOGIN1.alex.example", True),
+        ("gpu1.alex.example", True),
         ("login12.alex.example", False),
         ("login1", False),
         ("my-alex", False),

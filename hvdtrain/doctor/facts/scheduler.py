@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.build_probe import output
+from hvdtrain.install.mpirun import output
 from hvdtrain.launch.detect import search_path
 from hvdtrain.launch.hosts import node_names
 
