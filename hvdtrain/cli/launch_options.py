@@ -152,7 +152,7 @@ def parser(kind: type[Parser] = Parser) -> Parser:
     targets = [AUTO, OWN, *TARGETS]
     launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, chosen by what is installed)"
     add("--to", choices=targets, default=AUTO, metavar="TARGET", help=launcher)
-    site = "profile of the site: a name, a file, or none (default: the one whose host names match this host, if any)"
+    site = "profile of the site: a name, a file, or none (default: the first that matches this host name, if any)"
     add("--site", metavar="NAME", help=site)
     ranks = (
         "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
