@@ -56,10 +56,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = read_regular(path)
     except OSError as error:
         raise ConfigError(
-            f"cannot read the {kind} {str(path)!r}: {error.strerror}",
+            f"cannot read the config file {str(path)!r}: {error.strerror}",
             found=f"working directory {Path.cwd()}",
-            next_step="correct the path"
-            + ("; hvdtrain config init FILE writes a new file" if kind == "config file" else ""),
+            next_step="correct the path; hvdtrain config init FILE writes a new file",
         ) from None
     return parse_yaml(text, f"the config file {str(path)!r}", "lines like `train: {steps: 100}`")
 

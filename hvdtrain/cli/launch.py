@@ -84,7 +84,7 @@ def _job(argv: list[str]) -> tuple[argparse.Namespace, Choice, JobSpec, Site]:
     options = merge(site, argv, typed)
     machine = detect_machine(environ()) if needs_machine(options.to, asked) else Machine()
     machine = replace(machine, pmi=options.pmi or "")
-    choice = choose(options.to, asked, machine)
+    choice = choose(options.to, {*asked, *(["container"] if options.container else [])}, machine)
     refuse_options(choice.target, asked)
     options = merge(site, argv, typed, choice.target)
     spec = spec_of(options, choice, machine, environ(), site)

@@ -34,7 +34,9 @@ def read_pod_patch(path: Path) -> dict[str, Any]:
     try:
         text = read_regular(path)
     except OSError as error:
-        raise LaunchError(f"cannot read the pod patch {str(path)!r}: {error.strerror}", next_step="correct the path") from None
+        raise LaunchError(
+            f"cannot read the pod patch {str(path)!r}: {error.strerror}", next_step="correct the path"
+        ) from None
     patch = parse_yaml(text, f"the pod patch {str(path)!r}", "lines like `worker: {spec: ...}`")
     for where, part, keys in [("", patch, PODS), *((name, patch[name], _PARTS) for name in PODS if name in patch)]:
         if not isinstance(part, Mapping) or not part or set(part) - set(keys):
