@@ -77,7 +77,7 @@ def test_the_line_that_is_shown_is_the_one_that_runs(spied: dict[str, str], tmp_
     assert "not to be told" not in shown + run.stderr and " -x SECRET " in shown
     hand, own = received(by_hand.stdout), received(run.stdout)
     assert hand[:2] == own[:2] and own[0][-len(WORDS) :] == list(WORDS)
-    ours = {"HVDTRAIN_LAUNCH_OPTIONS", "_", "SHLVL", "PWD", "OLDPWD"}
+    ours = {"HVDTRAIN_LAUNCH_OPTIONS", "_", "SHLVL", "PWD", "OLDPWD", "PS1"}
     assert {k: v for k, v in hand[2].items() if k not in ours} == {k: v for k, v in own[2].items() if k not in ours}
     assert f"+ {shown.strip()}" in run.stderr
 
