@@ -60,7 +60,7 @@ def run(
     for name in ("srun", "scontrol", "scancel"):
         (programs / name).write_text(PROGRAM.format(python=sys.executable))
         (programs / name).chmod(0o755)
-    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3"}
     fakes = {"CODE": str(code), "FACTS": facts, "SIGNALS": signals}
     done = subprocess.run(
         ["bash", "-s"],
@@ -135,23 +135,24 @@ def test_training_starts_after_a_preflight_without_bad_hosts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("bad", "facts", "excluded"),
+    ("bad", "facts", "excluded", "expected"),
     [
-        ("n1\nn2\n", RUNNING, "n1,n2"),
-        ("n1\n", f"{RUNNING} ReqNodeList=(null) ExcNodeList=(null)", "n1"),
-        ("n1\n", f"{RUNNING} ExcNodeList=n[5-6],x", "n[5-6],x,n1"),
-        ("", RUNNING, None),  # it failed, or the ranks were not connected in time
+        ("n1\nn2\n", RUNNING, "n1,n2", "bad hosts: n1,n2: requeue 1 of 3 without them"),
+        ("n1\n", f"{RUNNING} ReqNodeList=(null) ExcNodeList=(null)", "n1", "without them"),
+        ("n1\n", f"{RUNNING} ExcNodeList=n[5-6],x", "n[5-6],x,n1", "without them"),
+        ("", RUNNING, None, "names no host"),  # it failed, or the ranks were not connected in time
+        ("n1\nn2\nn3\n", RUNNING, None, "all hosts are bad: n1,n2,n3"),  # as where a wrong --gpus_per_node is asked for
     ],
 )
 def test_a_job_with_bad_hosts_is_requeued_without_them(
-    bad: str, facts: str, excluded: str | None, tmp_path: Path
+    bad: str, facts: str, excluded: str | None, expected: str, tmp_path: Path
 ) -> None:
     ended, calls, said = run(tmp_path, CHECKED, code=3, facts=facts, BAD=bad)
     changes = [words for words in calls if words[:2] in (["scontrol", "requeue"], ["scontrol", "update"])]
     back = [["scontrol", "requeue", "7"], ["scontrol", "update", "JobId=7", f"ExcNodeList={excluded}"]]
     assert changes == (back if excluded else [])
     assert ended == 3 and not any("--seed" in words for words in calls)
-    assert ("without them" if excluded else "names no host") in said
+    assert expected in said
 
 
 def test_a_notice_during_the_preflight_excludes_nothing(tmp_path: Path) -> None:
