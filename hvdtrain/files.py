@@ -6,11 +6,27 @@ FIFOs and devices can block a reader. A written file reaches the disk before it 
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import pwd
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Check whether only root and this user can change a file. A group with the user's name counts as the user."""
+    writers = stat.S_IWOTH | (0 if _is_own_group(found.st_gid) else stat.S_IWGRP)
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & writers
+
+
+def _is_own_group(gid: int) -> bool:
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
 
 
 def open_regular(path: Path) -> BinaryIO:

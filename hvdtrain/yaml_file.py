@@ -83,7 +83,7 @@ def parse_yaml(
         raise
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply", expected=_DEPTH) from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:  # explicit tags cause others
         raise ConfigError(f"{what} is not YAML", found=_described(error)) from None
     if content is None:
         return {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain import files
-from hvdtrain.files import write_text
+from hvdtrain.files import is_private, write_text
 
 
 def test_a_file_is_written_and_written_over(tmp_path: Path) -> None:
@@ -40,3 +41,18 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
     )
     write_text(tmp_path / "file", "x")
     assert synced == [str(tmp_path / ".file.writing"), str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "private"),
+    [(0o644, "me", True), (0o664, "me", True), (0o664, "users", False), (0o666, "me", False), (0o644, "users", True)],
+)
+def test_only_root_and_this_user_may_write(
+    mode: int, group: str, private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group counts as this user if it has the user's name and no other member."""
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=["me"]))
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="me"))
+    (tmp_path / "a").touch()
+    (tmp_path / "a").chmod(mode)
+    assert is_private((tmp_path / "a").stat()) is private

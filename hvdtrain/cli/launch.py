@@ -19,7 +19,16 @@ from hvdtrain.cli.launch_site import merge
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.install.mpirun import output
-from hvdtrain.launch.choose import OWN, Choice, choose, needs_machine, options_of, refuse_options, refuse_shape
+from hvdtrain.launch.choose import (
+    OWN,
+    Choice,
+    choose,
+    needs_machine,
+    options_of,
+    refuse_container,
+    refuse_options,
+    refuse_shape,
+)
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import find_unknown_host, run_script
@@ -44,8 +53,11 @@ def main(argv: list[str]) -> int:
     hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it. 2: a wrong option.
     1: the job could not be started.
     """
+    site = NO_SITE
     try:
-        options, choice, spec, site = _job(argv)
+        typed = parse(argv)
+        site = find_site(typed.site, platform.node(), environ())
+        options, choice, spec = _job(argv, typed, site)
         own = argv[: len(argv) - len(options.arguments)]
         plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
         _say_choice(choice, spec, plan, site)
@@ -56,6 +68,8 @@ def main(argv: list[str]) -> int:
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
             start = _found(Command(start.argv, {**spec.site_variables, **start.variables}))
+        if options.dry_run or isinstance(start, Script):
+            _refuse_undecoded(str(start))
         if options.dry_run:
             print(start)
             return 0
@@ -72,24 +86,26 @@ def main(argv: list[str]) -> int:
         return _submit(start, choice.target)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
+        if site is not NO_SITE:
+            say(f"options of the {site} apply, too; --site none leaves them out")
         return 2 if isinstance(error, HvdtrainError) else 1
 
 
-def _job(argv: list[str]) -> tuple[argparse.Namespace, Choice, JobSpec, Site]:
-    """Return the options, the target, the job and the site. Set the variables of the site's profile in this process."""
-    typed = parse(argv)
-    asked = given(typed)  # options of a profile neither choose our own driver nor are refused
-    site = find_site(typed.site, platform.node(), environ())
+def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argparse.Namespace, Choice, JobSpec]:
+    """Return the options, the target and the job. Set the variables of the site's profile in this process."""
+    # Options of a profile neither choose our own driver nor are refused.
+    asked = [name for name in given(typed) if name != "container" or typed.container]
     change_variables({name: value for name, value in site.environment.items() if name not in environ()})
     options = merge(site, argv, typed)
     machine = detect_machine(environ()) if needs_machine(options.to, asked) else Machine()
     machine = replace(machine, pmi=options.pmi or "")
     choice = choose(options.to, {*asked, *(["container"] if options.container else [])}, machine)
     refuse_options(choice.target, asked)
+    refuse_container(choice.target, asked, options.container)
     options = merge(site, argv, typed, choice.target)
     spec = spec_of(options, choice, machine, environ(), site)
     refuse_shape(spec, choice.target)
-    return options, choice, spec, site
+    return options, choice, spec
 
 
 def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site) -> None:
@@ -100,6 +116,12 @@ def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site) ->
     missing = site.missing_modules(environ())
     if missing and not {"directive", "image"} & options_of(choice.target):  # only scripts load them
         say(f"modules of the site that are not loaded here: {' '.join(missing)}")
+
+
+def _refuse_undecoded(text: str) -> None:
+    """Raise LaunchError for bytes of an argument or a folder that are not UTF-8: scripts and manifests are."""
+    if found := re.search("[\ud800-\udfff]+", text):
+        raise LaunchError("an argument or the folder is not UTF-8", found=repr(text[: found.end()][-40:]))
 
 
 def say(text: str) -> None:

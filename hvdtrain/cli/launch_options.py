@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -99,9 +99,18 @@ def _directive(text: str) -> str:
 
 
 _array = _word(
-    r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*(%[1-9]\d{0,5})?", "is no list of indices; expected 0-3, 0,2,5 or 0-9%2"
+    r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*(%[1-9][0-9]{0,5})?",
+    "is no list of indices; expected 0-3, 0,2,5 or 0-9%2",
 )
-_image = _word(r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash")
+_word_of_image = _word(
+    r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash"
+)
+
+
+def _image(text: str) -> str:
+    return "" if text == "none" else _word_of_image(text)
+
+
 _mount = _word(
     "/[^:]*:/[^:]*(:ro)?",
     "is not a mount; expected SRC:DST or SRC:DST:ro with absolute paths",
@@ -230,10 +239,10 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--array", type=_array, metavar="0-9%2", help=indices)
     notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
     add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
-    requeues = "requeue the job up to N times (default: 20; 0 for PBS and LSF, or if a program follows --)"
+    requeues = "requeue the job up to N times (default: 20 for training by Slurm and Kubernetes, else 0)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
     check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"
-    add("--preflight", action="store_true", help=check)
+    add("--preflight", action=BooleanOptionalAction, default=False, help=check)
     pmi = "how srun connects the ranks of an MPI, such as pmix_v4; none for Gloo (default: what srun --mpi=list offers)"
     add("--pmi", type=_name_of_pmi, metavar="KIND", help=pmi)
     of_starter = "another argument of srun or mpirun, such as --cpu-bind=verbose; may be repeated"
@@ -249,7 +258,7 @@ def _add_scheduled(add: Callable[..., object]) -> None:
 
 
 def _add_container(add: Callable[..., object]) -> None:
-    image = "run each rank in this container image, with the image's Python (default: in no container)"
+    image = "run each rank in this container image, with the image's Python; none for no container (default: none)"
     add("--container", type=_image, metavar="IMAGE", help=image)
     mount = "mount a folder of the hosts in the container, besides the working folder; may be repeated"
     add("--container-mount", action="append", type=_mount, default=[], metavar="SRC:DST[:ro]", help=mount)

@@ -55,6 +55,8 @@ def _words(site: Site) -> dict[str, list[str]]:
             next_step = f"did you mean {near.replace('-', '_')}?" if near else "see hvdtrain launch --help"
             what = f"there is no option {name!r}"
             raise wrong(site.path, what, expected="a long name of an option, such as queue", next_step=next_step)
+        if action.dest in words:
+            raise wrong(site.path, f"options: {name} is given twice", expected="one spelling of each option")
         many = not isinstance(value, str)
         if many and not isinstance(action.default, list):
             raise wrong(site.path, f"options: {name} has several values", expected="one", found=", ".join(value))

@@ -53,7 +53,7 @@ def spec_of(
     own = {name: value for name, value in site.environment.items() if elsewhere or environ[name] == value}
     if is_program and not elsewhere and not options.container:
         _refuse_missing(words)
-    return JobSpec(
+    spec = JobSpec(
         arguments=words,
         ranks=ranks,
         nodes=options.nodes or min(len(hosts), ranks) or 1,
@@ -78,9 +78,10 @@ def spec_of(
         is_program=is_program,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
-        batch=_batch(options, machine, _setup(site, own, environ), is_program),
         container=_container(options, choice.target, environ),
+        agents=options.agents,
     )
+    return replace(spec, batch=_batch(options, machine, _setup(site, own, environ), spec))
 
 
 def idle_gpus(spec: JobSpec, target: str, environ: Mapping[str, str]) -> str:
@@ -117,7 +118,8 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     )
     if spec.is_program:
         limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
-    starter = find_starter(options.agents, environ, search_path(environ))
+    agents = spec.agents if spec.remote or spec.discover else AUTO
+    starter = find_starter(agents, environ, search_path(environ))
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
     interface = spec.interface or next(iter(networks().values()), "")
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
@@ -179,9 +181,6 @@ def _starts_inside(target: str) -> bool:
 def _container(options: argparse.Namespace, target: str, environ: Mapping[str, str]) -> Container | None:
     """Return the container of the ranks. A target that starts them from here looks for GPUs here too."""
     if not options.container:
-        option = "--container_mount" if options.container_mount else "--container_runtime"
-        if options.container_mount or options.container_runtime != AUTO:
-            raise LaunchError(f"{option} is given without an image", next_step="--container IMAGE")
         return None
     here = _starts_inside(target) and (allocated_gpus(environ) > 0 or Path("/proc/driver/nvidia/version").exists())
     image = str(options.container)
@@ -194,8 +193,8 @@ def _container(options: argparse.Namespace, target: str, environ: Mapping[str, s
     )
 
 
-def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...], is_program: bool) -> Batch:
-    """Return the requests. A program may not be able to resume, so it is requeued only on request."""
+def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...], spec: JobSpec) -> Batch:
+    """Return the requests. What is not training may not be able to resume, so it is requeued only on request."""
     return Batch(
         time_s=options.time,
         queue=options.queue,
@@ -204,9 +203,9 @@ def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...]
         mem_mib=options.mem or 0,
         chunk=tuple(options.chunk),
         notice_s=options.notice,
-        requeues=options.requeues if options.requeues is not None else 0 if is_program else Batch.requeues,
+        requeues=options.requeues if options.requeues is not None else Batch.requeues if spec.trains else 0,
         resubmissions=options.requeues or 0,
-        preflight=options.preflight,
+        preflight=options.preflight and spec.arguments[:1] != ("preflight",),
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,

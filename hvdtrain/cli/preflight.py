@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, positive
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
-from hvdtrain.errors import BAD_HOSTS
+from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
 from hvdtrain.runtime.environment import TORCHRUN, RankInfo, by_gloo, change_variables
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hvdtrain.comm.base import Comm
+    from hvdtrain.comm.host_probe import HostSpeeds
     from hvdtrain.doctor.deadline import Deadline
 
 _DESCRIPTION = """\
@@ -51,8 +54,8 @@ def parser() -> Parser:
     add("--seconds", type=_above_0, default=20.0, metavar="S", help="time for measuring (default: 20)")
     late = "end after S seconds, and name the hosts that did not answer (default: 120)"
     add("--timeout", type=_above_0, default=120.0, metavar="S", help=late)
-    least = "a host is bad below this part of the median bandwidth (default: 0.5)"
-    add("--least", type=_above_0, default=0.5, metavar="PART", help=least)
+    least = "a host is bad below F times the median bandwidth (default: 0.5)"
+    add("--least", type=_above_0, default=0.5, metavar="F", help=least)
     gpus = "GPUs that each host must have (default: those of hvdtrain launch --gpus_per_node)"
     add("--gpus", type=positive, default=0, metavar="N", help=gpus)
     add("--write", type=Path, metavar="FILE", help="write the names of the bad hosts, one per line")
@@ -104,8 +107,10 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     from hvdtrain.comm.start import start_rounds
     from hvdtrain.doctor.deadline import Deadline
 
+    if info.rank == 0:
+        _write(options.write, ())  # an error after the measurement would be too late
     hosts: list[str] = []
-    deadline = Deadline(options.timeout, info.rank, lambda alive: _give_up(options, info, hosts, alive))
+    deadline = Deadline(options.timeout, info.rank, lambda alive: _give_up(options, info, hosts, alive, log))
     rounds = start_rounds(info, None, horovod=True)
     comm = rounds.enter(STARTED)
     facts = allgather_json(comm, _rank_facts(info), name="preflight/facts")
@@ -196,7 +201,9 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
     }
 
 
-def _completed(host: HostCheck, names: Sequence[str], later: Sequence[Mapping[str, Any]], speeds: Any) -> HostCheck:
+def _completed(
+    host: HostCheck, names: Sequence[str], later: Sequence[Mapping[str, Any]], speeds: HostSpeeds
+) -> HostCheck:
     mine = [fact for name, fact in zip(names, later, strict=True) if name == host.host]
     free = [fact["gpu_free_bytes"] for fact in mine if fact["gpu_free_bytes"] is not None]
     fabrics = dict.fromkeys(fact["fabric"] for fact in mine if fact["fabric"])
@@ -219,13 +226,24 @@ def _carrier(device: torch.device, info: RankInfo, nccl: bool) -> str:
 
 
 def _show(options: argparse.Namespace, found: Preflight) -> None:
-    if options.write is not None:
-        write_text(options.write, "".join(f"{host}\n" for host in found.bad))
     print(json.dumps(found.as_data()) if options.json else "\n".join(lines(found)), flush=True)
+    _write(options.write, found.bad)
+
+
+def _write(path: Path | None, hosts: Iterable[str]) -> None:
+    """Write the names of hosts to a new or a regular file. Errors: ConfigError."""
+    if path is None:
+        return
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"--write {path} is no regular file", next_step="name another file")
+    try:
+        write_text(path, "".join(f"{host}\n" for host in hosts))
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}", next_step="name another file") from error
 
 
 def _give_up(
-    options: argparse.Namespace, info: RankInfo, hosts: Sequence[str], alive: Mapping[int, bool] | None
+    options: argparse.Namespace, info: RankInfo, hosts: Sequence[str], alive: Mapping[int, bool] | None, log: Path
 ) -> None:
     """End this process at the deadline; on rank 0, name the hosts that did not answer."""
     missing = unanswered(alive, hosts) if alive is not None else []
@@ -236,8 +254,9 @@ def _give_up(
             text = f"the ranks did not finish within {options.timeout:g} s, and none is behind the others"
         else:
             text = f"the ranks were not connected within {options.timeout:g} s"
-        if options.write is not None:
-            write_text(options.write, "".join(f"{host}\n" for host in missing))
         sys.stderr.write(f"hvdtrain preflight: {text}\n")
         sys.stderr.flush()
+        with suppress(ConfigError):
+            _write(options.write, missing)
+    shutil.rmtree(log.parent, ignore_errors=True)
     os._exit(BAD_HOSTS if missing else _HUNG)

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
             parse_argv([*training, *options({each.name: value})], function)
     measure = chosen.measure or ("step_s" if is_about_speed(space) else "loss")
     command = [sys.executable, "-m", "hvdtrain"]
-    command += ["launch", "-np", str(chosen.np), "--"] if chosen.np > 1 else ["train"]
+    command += ["launch", "--to", "auto", "-np", str(chosen.np), "--"] if chosen.np > 1 else ["train"]
     command += training
     if measure == "loss" and run.config.train.eval_every is None and run.config.train.steps:
         command.append(f"--train.eval_every={max(1, run.config.train.steps // 10)}")

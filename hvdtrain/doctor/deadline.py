@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from hvdtrain.comm.link_probe import MEASURED
@@ -59,14 +60,15 @@ class Deadline:
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):
             if self._link is not None:
-                self._report(*self._link)
+                with suppress(RuntimeError):  # a rank has ended, and the store with it
+                    self._report(self._link[0], self._link[2])
             if time.monotonic() > self._until_s:
                 alive = self._listen(*self._link) if self._link is not None and self._rank == 0 else None
                 if not self._ended.is_set():
                     self._on_end(alive)
                 return
 
-    def _report(self, store: Store, size: int, in_flight: Mapping[str, float]) -> None:
+    def _report(self, store: Store, in_flight: Mapping[str, float]) -> None:
         self._count += 1
         waits = any(name.startswith(MEASURED) for name in list(in_flight))
         store.set(f"preflight/{self._rank}", json.dumps([self._count, waits]))
@@ -74,7 +76,7 @@ class Deadline:
     def _listen(self, store: Store, size: int, in_flight: Mapping[str, float]) -> dict[int, bool]:
         before = _reports(store, size)
         self._ended.wait(_LISTEN_S)
-        self._report(store, size, in_flight)
+        self._report(store, in_flight)
         now = _reports(store, size)
         return {rank: bool(report[1]) for rank, report in now.items() if report != before.get(rank)}
 

@@ -50,9 +50,14 @@ def propose_site(facts: SiteFacts) -> str:
 def _hosts(facts: SiteFacts) -> Iterator[str]:
     nodes = [name for kind in facts.scheduler.nodes for name in kind.names]
     names = [facts.network.name.partition(".")[0], *nodes]
-    patterns = list(dict.fromkeys(re.sub("[0-9]+", "*", name) for name in names))
+    patterns = list(dict.fromkeys(_pattern(name) for name in names))
     source = f" and the nodes that {facts.scheduler.source} lists" if nodes else ""
     yield from _known("hosts", patterns, f"this host{source}, with * for numbers")
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of host names, with ``*`` for numbers. A name of numbers alone, such as an address, stays."""
+    return re.sub("[0-9]+", "*", name) if re.search("[A-Za-z]", name) else name
 
 
 def _options(facts: SiteFacts) -> Iterator[str]:
@@ -118,7 +123,10 @@ def _variables(facts: SiteFacts) -> Iterator[str]:
     own = [name for name in environ if name.startswith(("NCCL_", "UCX_")) and name not in hidden]
     if ports and "NCCL_IB_HCA" not in own:
         value = "=" + ",".join(f"{port.device}:{port.port}" for port in ports)
-        yield from _known("NCCL_IB_HCA", value, "the active ports of this host's cards, by /sys/class/infiniband")
+        why = (
+            "the active ports of this host's cards, by /sys/class/infiniband; NCCL uses all of a node if it is not set"
+        )
+        yield from _unknown(f"NCCL_IB_HCA: {value}", why)
     elif not ports:
         yield from _unknown("NCCL_IB_HCA: mlx5", "no active port of a card was found in /sys/class/infiniband")
     for name in sorted(own):

@@ -22,6 +22,7 @@ from typing import TextIO
 from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
+from hvdtrain.files import is_private
 from hvdtrain.install import proof
 from hvdtrain.install.build_facts import Probe
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
@@ -106,13 +107,13 @@ def _is_ours(wheel: Path) -> bool:
             found = path.lstat()
         except FileNotFoundError:
             return False
-        others = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != os.getgid() else 0)
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & others:
+        if not is_private(found):
             raise BuildError(
                 "The cached wheel may be another user's. Installing it would execute the code in it.",
                 expected=f"{path} owned by you or root, and writable by nobody else",
                 found=f"owner {found.st_uid}, group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):o}",
-                next_step="name a cache of your own: export XDG_CACHE_HOME=$HOME/.cache",
+                next_step="name a cache of your own: export XDG_CACHE_HOME=$HOME/.cache; if it is yours:"
+                f" chmod go-w {shlex.quote(str(path))}",
             )
     return True
 

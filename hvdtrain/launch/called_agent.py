@@ -29,11 +29,12 @@ from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.srun_job import store_address
 
 CONNECT = (
-    'import json,os,socket,sys;at=json.load(open(sys.argv[1]));s=socket.create_connection(at["address"]);'
+    "import json,os,socket,sys;f=open(sys.argv[1]);os.fstat(f.fileno()).st_uid==os.getuid() or sys.exit(1);"
+    'at=json.load(f);s=socket.create_connection(at["address"]);'
     's.sendall(at["first"].encode());n=len(at["second"]);'
     's.recv(n,socket.MSG_WAITALL)==at["second"].encode() or sys.exit(1);os.dup2(s.fileno(),0);os.dup2(s.fileno(),1);'
 )
-"""Python code of COMMAND that connects stdin and stdout; it needs no hvdtrain."""
+"""Python code of COMMAND that connects stdin and stdout, by a file of this user; it needs no hvdtrain."""
 
 _STRANGER_S = 5.0
 _POLL_S = 0.5

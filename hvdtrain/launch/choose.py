@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MPI_NAMES
-from hvdtrain.launch.detect import Machine
+from hvdtrain.launch.detect import NO_PMI, Machine
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.targets.base import BY_MPI, CONTAINER
@@ -61,7 +61,7 @@ def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
     if to in ("pbs", "lsf") and in_image and (first := _mpi_for_image(machine)):
         return Choice(to, first, f"requested; {_needs_in_image(first)}")
     if to in ("srun", "slurm"):
-        return Choice(to, _srun_mpi(machine), f"requested{_gloo_note(machine)}")
+        return Choice(to, _srun_mpi(machine, in_image), f"requested{_gloo_note(machine, in_image)}")
     mpi = _own_mpi(machine)
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
         return Choice(to, None, "requested; over Gloo, as horovodrun supports only Open MPI 4")
@@ -73,7 +73,9 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
     if own:
         return Choice(OWN, None, f"--{own[0].replace('_', '-')} is an option of our own driver")
     if machine.in_slurm and "srun" in machine.programs:
-        return Choice("srun", _srun_mpi(machine), f"inside an allocation of Slurm{_gloo_note(machine)}")
+        in_image = "container" in given
+        why = f"inside an allocation of Slurm{_gloo_note(machine, in_image)}"
+        return Choice("srun", _srun_mpi(machine, in_image), why)
     if "container" in given and (first := _mpi_for_image(machine)):
         return Choice(first.flavour, first, _needs_in_image(first))
     mpi = _own_mpi(machine)
@@ -85,9 +87,9 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
     return Choice(OWN, None, f"there is no mpirun of the MPI that Horovod uses (found: {found}): over Gloo")
 
 
-def _gloo_note(machine: Machine) -> str:
+def _gloo_note(machine: Machine, in_image: bool) -> str:
     """Return a note that srun's ranks use Gloo; "" where they use MPI."""
-    mpi = _srun_mpi(machine)
+    mpi = _srun_mpi(machine, in_image)
     if mpi is None or machine.slurm_mpi_for(mpi):
         return ""
     if machine.pmi:
@@ -98,9 +100,22 @@ def _gloo_note(machine: Machine) -> str:
     return f"; over Gloo, as srun has no PMI of {mpi} (srun --mpi=list: {kinds})"
 
 
-def _srun_mpi(machine: Machine) -> Mpi | None:
-    """Return the MPI of ranks that srun starts: it needs no mpirun."""
-    return _own_mpi(machine) or machine.srun_mpi
+def _srun_mpi(machine: Machine, in_image: bool) -> Mpi | None:
+    """Return the MPI of ranks that srun starts: it needs no mpirun.
+
+    Errors:
+        LaunchError: a PMI was requested for containers, and no MPI tells of which kind that of the image must be.
+    """
+    found = _own_mpi(machine) or machine.srun_mpi
+    if found is None and in_image and machine.pmi not in ("", NO_PMI):
+        found = _mpi_for_image(machine)
+        if found is None:
+            raise LaunchError(
+                f"--pmi {machine.pmi} connects the ranks of an MPI, and this machine has none",
+                expected="an MPI on PATH of the same kind as that of the image",
+                next_step="load its module; or --pmi none, for Gloo",
+            )
+    return found
 
 
 def _own_mpi(machine: Machine) -> Mpi | None:
@@ -161,6 +176,19 @@ def refuse_options(to: str, given: Collection[str]) -> None:
     if wrong in ("elastic", "discover") and to != OWN and TARGETS[to].mpi:
         what = f"--to {to} cannot be elastic: {_ELASTIC}."
     raise LaunchError(what, next_step=f"omit {option}, or use " + ", ".join(f"--to {name}" for name in able))
+
+
+def refuse_container(to: str, given: Collection[str], image: str) -> None:
+    """Raise LaunchError where options of containers have no image, or a profile's image would be left out silently."""
+    alone = [name for name in ("container_mount", "container_runtime") if name in given and not image]
+    if alone:
+        raise LaunchError(f"--{alone[0]} is given without an image", next_step="--container IMAGE")
+    if image and "container" not in options_of(to) and not (to in TARGETS and TARGETS[to].elsewhere):
+        raise LaunchError(
+            f"--to {to} cannot start the ranks in a container, as the profile of the site asks for",
+            found=image,
+            next_step="another --to; or --container none, for the software of the hosts",
+        )
 
 
 def refuse_shape(spec: JobSpec, to: str) -> None:
@@ -237,6 +265,8 @@ def _refuse_in_queue(spec: JobSpec) -> None:
             expected=f"--notice below --time ({batch.time_s}s)",
             found=f"--notice {batch.notice_s}s",
         )
+    if not batch.array and any("{array}" in word for word in spec.arguments):
+        raise LaunchError("{array} has no value", expected="an array of jobs", next_step="--array 0-3; or omit {array}")
     if batch.array and not any("{array}" in word for word in spec.arguments):
         raise LaunchError(
             "all jobs of the array would be the same run",

@@ -29,7 +29,15 @@ _CONNECT_S = 10
 def find_ranks(root: psutil.Process) -> list[psutil.Process]:
     """Return the ranks among the descendants of a process, without the processes that ranks started."""
     found = {process.pid: process for process in root.children(recursive=True) if _is_of_rank(process)}
-    return [process for process in found.values() if process.ppid() not in found]
+    parents = {pid: _parent(process) for pid, process in found.items()}
+    return [process for pid, process in found.items() if parents[pid] is not None and parents[pid] not in found]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _is_of_rank(process: psutil.Process) -> bool:

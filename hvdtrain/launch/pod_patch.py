@@ -46,6 +46,9 @@ def read_pod_patch(path: Path) -> dict[str, Any]:
                 found=", ".join(map(str, part)) if isinstance(part, Mapping) else repr(part),
                 next_step="an example: {worker: {spec: {nodeSelector: {disk: ssd}}}}",
             )
+    for where, part in ((f"{name}.{key}", part) for name in patch for key, part in patch[name].items()):
+        if not isinstance(part, Mapping):
+            raise LaunchError(f"--pod-patch {path}: {where} is no mapping", expected="keys of a pod", found=repr(part))
     return patch
 
 
@@ -73,7 +76,17 @@ def patch_pod(name: str, template: Mapping[str, Any], patch: Mapping[str, Any]) 
             f"--pod-patch adds the container {bare!r} without an image",
             next_step=f"add its image; the container of the job is named {name!r}",
         )
+    if extra := sorted(_gpus(containers[0]) - _gpus(before)):
+        raise LaunchError(
+            f"--pod-patch requests {extra[0]}, but the GPUs of the job would stay hidden",
+            next_step="--gpus-per-node N, or --resource for a part of a GPU",
+        )
     return changed
+
+
+def _gpus(container: Mapping[str, Any]) -> set[str]:
+    parts = (container.get("resources") or {}).values()
+    return {name for part in parts if isinstance(part, Mapping) for name in part if name.startswith("nvidia.com/")}
 
 
 def _merged(old: Mapping[str, Any], patch: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -82,23 +95,29 @@ def _merged(old: Mapping[str, Any], patch: Mapping[str, Any], where: str) -> dic
         inside = f"{where}.{key}"
         if value is None:
             result.pop(key, None)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and not isinstance(result.get(key), list):
             before = result.get(key)
             result[key] = _merged(before if isinstance(before, Mapping) else {}, value, inside)
         elif key in _KEYS and isinstance(value, list):  # a label may be called env, too
-            result[key] = _merged_list(result.get(key, []), value, _KEYS[key], inside)
+            result[key] = _merged_list(result.get(key, []), value, key, inside)
+        elif isinstance(result.get(key), list) and not isinstance(value, list):
+            raise LaunchError(f"--pod-patch: {inside} is no list", expected="a list", found=repr(value))
         else:
             result[key] = value
     return result
 
 
-def _merged_list(old: Sequence[Mapping[str, Any]], patch: list[Any], key: str, where: str) -> list[dict[str, Any]]:
-    if not all(isinstance(one, Mapping) and one.get(key) for one in patch):
+def _merged_list(old: Sequence[Mapping[str, Any]], patch: list[Any], kind: str, where: str) -> list[dict[str, Any]]:
+    """Merge elements with the same name. One that gets another source, such as a volume's, is replaced."""
+    key = _KEYS[kind]
+    if not all(isinstance(one, Mapping) and isinstance(one.get(key), str) and one[key] for one in patch):
         expected = f"mappings with the key {key}"
         raise LaunchError(f"--pod-patch: an element of {where} has no {key}", expected=expected, found=repr(patch))
     result = {one[key]: dict(one) for one in old}
     for one in patch:
-        result[one[key]] = _merged(result.get(one[key], {}), one, f"{where}[{one[key]}]")
+        before = result.get(one[key], {})
+        is_new_source = kind in ("volumes", "env") and not (set(before) & set(one)) - {key}
+        result[one[key]] = _merged({} if is_new_source else before, one, f"{where}[{one[key]}]")
     return list(result.values())
 
 
@@ -120,4 +139,4 @@ _Dumper.add_representer(str, _represent)
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
     """Return a manifest as YAML that all readers understand alike."""
-    return str(yaml.dump(dict(manifest), Dumper=_Dumper, sort_keys=False, width=float("inf")))
+    return str(yaml.dump(dict(manifest), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf")))

@@ -1,7 +1,7 @@
 """``python -m hvdtrain.launch.restarts N PROGRAM``: run PROGRAM, and run it again up to N times when it fails.
 
-Not after an exit code that would recur (`hvdtrain.errors.USAGE`), nor after SIGTERM. Kubernetes can distinguish exit
-codes by a Job's podFailurePolicy, but the MPI operator has no such field
+Not after an exit code that would recur (of a wrong option, bad hosts or a missing program), nor after SIGTERM.
+Kubernetes can distinguish exit codes by a Job's podFailurePolicy, but the MPI operator has no such field
 (https://github.com/kubeflow/mpi-operator/issues/537).
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hvdtrain.errors import CANNOT_START, USAGE
+from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE
 from hvdtrain.programs import wait_with_signals
 
 _FIRST_S, _LONGEST_S, _RESET_S = 10.0, 300.0, 600.0
@@ -44,7 +44,7 @@ class Restarts:
         for restart in range(1, self._most + 2):
             began_s = time.monotonic()
             code = self._run_once()
-            if code in (0, USAGE, CANNOT_START) or restart > self._most or self._ended.is_set():
+            if code in (0, USAGE, BAD_HOSTS, CANNOT_START) or restart > self._most or self._ended.is_set():
                 break
             if time.monotonic() - began_s >= _RESET_S:
                 wait_s = self._first_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.files import open_regular
+from hvdtrain.files import is_private, open_regular
 from hvdtrain.launch.variables import secret_variables
 
 NONE = "none"
@@ -43,11 +43,16 @@ class Site:
 
     def missing_modules(self, environ: Mapping[str, str]) -> list[str]:
         """Return the modules that the user's shell has loaded in no version."""
-        loaded = {name.partition("/")[0] for name in environ.get("LOADEDMODULES", "").split(":")}
-        return [name for name in self.modules if name.partition("/")[0] not in loaded]
+        loaded = {_without_version(name) for name in environ.get("LOADEDMODULES", "").split(":")}
+        return [name for name in self.modules if _without_version(name) not in loaded]
 
 
 NO_SITE = Site()
+
+
+def _without_version(module: str) -> str:
+    """Return the name of a module, such as ``devel/cuda`` of ``devel/cuda/12.4``."""
+    return module.rpartition("/")[0] or module
 
 
 def find_site(asked: str | None, host: str, environ: Mapping[str, str]) -> Site:
@@ -93,15 +98,30 @@ def parse_site(text: bytes, path: Path) -> Site:
             near = get_close_matches(str(key), _KEYS, 1)
             next_step = f"did you mean {near[0]}?" if near else "options of hvdtrain launch belong under options:"
             raise wrong(path, f"{key!r} is not a part of a profile", expected=", ".join(_KEYS), next_step=next_step)
+    if bad := next((text for text in _strings(content) if not _is_plain(text)), None):
+        raise wrong(path, "a text has a null character or no Unicode character", found=repr(bad)[:100])
     lists = {key: _texts(path, key, content.get(key) or []) for key in ("hosts", "modules", "setup")}
     modules = lists["modules"]
-    if module := next((name for name in modules if not re.fullmatch("[!-,.-~][!-~]*", name)), None):
+    if module := next((name for name in modules if not re.fullmatch("[!-,.-9;-~][!-9;-~]*", name)), None):
         raise wrong(path, f"{module!r} is not the name of a module", expected="such as openmpi/4.1.8")
     options, environment = (_mapping(path, key, content.get(key) or {}) for key in ("options", "environment"))
     for name, value in options.items():
         options[name] = value if isinstance(value, str) else _texts(path, f"options: {name}", value)
     _check_variables(path, environment)
     return Site(path.stem, path, options=options, environment=environment, **lists)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in (
+        (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        yield from _strings(part)
+
+
+def _is_plain(text: str) -> bool:
+    return "\0" not in text and not re.search("[\ud800-\udfff]", text)
 
 
 def wrong(
@@ -151,8 +171,7 @@ def _read(path: Path, *, from_folder: bool) -> bytes:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            others = status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022
-            if from_folder and others:
+            if from_folder and not is_private(status):
                 raise wrong(
                     path,
                     "other users can change it, and its lines run in your jobs",

@@ -65,7 +65,9 @@ class Container:
     runtime: str  # one of `RUNTIMES`
     mounts: tuple[str, ...] = ()  # SRC:DST or SRC:DST:ro; the working folder is mounted too
     gpus: bool = False  # whether the ranks use GPUs of NVIDIA
-    override: tuple[str, ...] = ()  # names of variables with a value from here, even if the image sets another
+    override: tuple[
+        str, ...
+    ] = ()  # names of variables of the host that reach the ranks; with pyxis, even if the image sets them
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class JobSpec:
     mpi: Mpi | None = None  # the MPI of Horovod and the launcher; None over Gloo
     launcher_arguments: tuple[str, ...] = ()  # further arguments of srun or mpirun
     in_step: bool = False  # whether this process is in a step of Slurm, with which its ranks share cores and GPUs
+    agents: str = "auto"  # program that starts the agents of our own driver on other hosts
     slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, cray_shasta, or "" where it cannot: over Gloo
     is_program: bool = False  # whether `arguments` start with a program
     is_root: bool = False  # whether the user is root, which Open MPI refuses by default

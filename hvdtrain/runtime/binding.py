@@ -1,6 +1,6 @@
 """Pin a rank to the cores near its GPU, or to a NUMA domain. Linux only.
 
-A mask only becomes narrower: launchers and control groups have the first word. Threads and processes that start later
+A rank only narrows the mask that its launcher or its control group has set. Threads and processes that start later
 inherit it, and the kernel places memory on the domain of the core that first writes to it, so loaders and pinned memory
 follow.
 

@@ -95,7 +95,7 @@ def test_options_that_the_target_does_not_take_are_left_out(launch: Launch) -> N
     out, _ = launch("-np", "2", "--to", "hvdtrain", "--elastic", "2:2")
     assert "HOROVOD_SIZE=2" in out and "UCX_TLS=rc" in out
     out, _ = launch("-np", "2", "--to", "mpijob", profile=PROFILE.replace("it's", "$(A)"))
-    assert '- {name: OWN, value: "$$(A) $HOME"}' in out and 'queue-name: "gpu"' in out and "- launch" not in out
+    assert '- {name: "OWN", value: "$$(A) $$HOME"}' in out and 'queue-name: "gpu"' in out and "- launch" not in out
     out, _ = launch("-H", "a:2,b:2", profile="options: {gpus_per_node: 8, elastic: 1:2}\nhosts: ['*']")
     assert out.startswith("mpirun -np 4 ")
     _, err = launch("-np", "2", "--to", "openmpi", "--queue", "x", code=2)
@@ -114,6 +114,48 @@ def test_a_queued_job_without_mpi_follows_the_profile_once(launch: Launch, monke
     monkeypatch.setattr(command, "detect_machine", lambda variables: Machine())
     out, _ = launch("--to", "pbs", "-np", "2")
     assert " launch --site none --to hvdtrain -np 2 " in out and out.endswith(" --interface ib0 --env OWN --\n")
+
+
+def test_a_queued_job_without_mpi_has_the_profiles_agents(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "detect_machine", lambda variables: Machine())
+    out, _ = launch("--to", "lsf", "-np", "2", profile="options: {agents: ssh}\nhosts: ['*']")
+    assert " --agents ssh --" in out
+
+
+def test_agents_are_for_other_hosts(launch: Launch) -> None:
+    out, _ = launch("--to", "hvdtrain", "-np", "2", profile="options: {agents: srun}\nhosts: ['*']")
+    assert out.startswith("localhost: up to 2 rank(s)")
+    _, err = launch("--to", "hvdtrain", "-H", "a:2", profile="options: {agents: srun}\nhosts: ['*']", code=2)
+    assert "--agents srun works only inside an allocation" in err and "--site none leaves them out" in err
+
+
+def test_a_container_of_the_profile_is_never_left_out_silently(launch: Launch) -> None:
+    profile = "options: {container: x.sif, container_runtime: apptainer, container_mount: ['/a:/a']}\nhosts: ['*']"
+    assert " apptainer exec --bind " in launch("--to", "slurm", "-np", "2", profile=profile)[0]
+    out, _ = launch("--to", "slurm", "-np", "2", "--container", "none", profile=profile)
+    assert "apptainer" not in out and "#SBATCH" in out
+    _, err = launch("--to", "hvdtrain", "-np", "2", profile=profile, code=2)
+    assert "--to hvdtrain cannot start the ranks in a container" in err
+    out, _ = launch("--to", "hvdtrain", "-np", "2", "--container", "none", profile=profile)
+    assert out.startswith("localhost: up to 2 rank(s)")
+    assert "MPIJob" in launch("--to", "mpijob", "-np", "2", profile=profile)[0]
+
+
+def test_mounts_of_the_profile_wait_for_an_image(launch: Launch) -> None:
+    out, _ = launch("--to", "slurm", "-np", "2", profile="options: {container_mount: ['/a:/a']}\nhosts: ['*']")
+    assert "#SBATCH" in out
+
+
+def test_a_flag_of_the_profile_can_be_switched_off(launch: Launch) -> None:
+    profile = "options: {preflight: 'true'}\nhosts: ['*']"
+    assert "preflight --write" in launch("--to", "slurm", "-np", "2", profile=profile)[0]
+    assert "preflight" not in launch("--to", "slurm", "-np", "2", "--no-preflight", profile=profile)[0]
+
+
+def test_an_interface_of_the_profile_is_not_for_ranks_of_one_host(launch: Launch) -> None:
+    profile = "options: {interface: ib0}\nhosts: ['*']"
+    assert "NCCL_SOCKET_IFNAME" not in launch("--to", "hvdtrain", "-np", "2", profile=profile)[0]
+    assert "NCCL_SOCKET_IFNAME=ib0" in launch("--to", "hvdtrain", "-H", "a:1,b:1", profile=profile)[0]
 
 
 def test_site_none_uses_none(launch: Launch) -> None:
@@ -150,6 +192,7 @@ def test_the_documented_profile_is_accepted(launch: Launch) -> None:
         ('directive: ["a\\nb"]', "is not a directive"),
         ("pmi: 'x y'", "argument --pmi"),
         ("env: [A=b]", "argument --env"),
+        ("{container_mount: [/a:/a], container-mount: [/b:/b]}", "container-mount is given twice"),
     ],
 )
 def test_an_invalid_option_is_refused_with_the_file(options: str, said: str, launch: Launch) -> None:

@@ -168,3 +168,17 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert "did not answer within 25 s: h1" in done.stderr
     assert (tmp_path / "bad").read_text() == "h1\n"
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "missing/bad", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(path: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "preflight", "--write", path],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2 and "name another file" in done.stderr and "GB/s" not in done.stdout
+    assert Path("/dev/null").is_char_device()

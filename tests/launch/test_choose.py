@@ -160,6 +160,7 @@ def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
         (OWN, JobSpec((), 4, elastic=(5, 8)), "--elastic is not MIN:MAX"),
         (OWN, JobSpec((), 4, elastic=(0, 8)), "--elastic is not MIN:MAX"),
         (OWN, JobSpec((), 4, elastic=(1, 3)), "--elastic is not MIN:MAX"),
+        ("pbs", JobSpec(("--seed", "{array}"), 4), "{array} has no value"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(target: str, job: JobSpec, said: str) -> None:

@@ -148,6 +148,15 @@ def test_without_horovod_here_the_image_has_to_fit_the_mpi_of_this_machine(to: s
     assert choose(to, ["np"], NO_HOROVOD).mpi is None
 
 
+def test_a_requested_pmi_is_not_lost_without_horovod() -> None:
+    pmi = replace(NO_HOROVOD, pmi="pmix_v4")
+    assert choose("slurm", ["container"], pmi).mpi == jobs.MPICH
+    assert choose("slurm", ["container"], NO_HOROVOD).mpi is None
+    with pytest.raises(LaunchError, match="--pmi pmix_v4 connects the ranks of an MPI"):
+        choose("slurm", ["container"], replace(pmi, mpis=()))
+    assert choose("slurm", ["container"], replace(pmi, mpis=(), pmi="none")).mpi is None
+
+
 def test_the_mpi_of_a_horovod_outside_the_image_does_not_count() -> None:
     here = Machine(mpis=(jobs.OPEN_MPI_4, jobs.MPICH), family="openmpi")
     assert choose("mpich", ["container"], here).mpi == jobs.MPICH

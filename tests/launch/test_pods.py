@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.errors import CANNOT_START, USAGE, ConfigError, LaunchError
+from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE, ConfigError, LaunchError
 from hvdtrain.launch.drain import drain_hosts, find_ranks
 from hvdtrain.launch.pod_patch import manifest_text, patch_pod, read_pod_patch
 from hvdtrain.launch.restarts import Restarts
@@ -99,6 +99,7 @@ sys.exit(int(sys.argv[2:][min(n, len(sys.argv) - 3)]))
         ((1, 143, 0), 3, 3, 0),
         ((1,), 2, 3, 1),
         ((1, USAGE), 9, 2, USAGE),
+        ((1, BAD_HOSTS), 9, 2, BAD_HOSTS),
         ((1,), 0, 1, 1),
     ],
 )
@@ -114,6 +115,18 @@ def test_only_failures_that_may_not_recur_restart(
 def test_a_program_that_is_missing_does_not_restart(capsys: pytest.CaptureFixture[str]) -> None:
     assert Restarts(["./missing"], 3, first_s=0).run() == CANNOT_START
     assert "restart" not in capsys.readouterr().err
+
+
+def test_a_process_that_ends_meanwhile_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(psutil.Process):
+        def environ(self) -> dict[str, str]:
+            return {"OMPI_COMM_WORLD_RANK": "0"}
+
+        def ppid(self) -> int:
+            raise psutil.NoSuchProcess(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [Ended()])
+    assert find_ranks(psutil.Process()) == []
 
 
 @pytest.mark.parametrize("code", [None, 1])
@@ -168,6 +181,9 @@ def test_named_elements_are_merged_and_other_lists_replaced() -> None:
     assert _patched(volumes=[{"name": "runs", "emptyDir": None, "nfs": {"path": "/", "x": None}}])["volumes"] == [
         {"name": "runs", "nfs": {"path": "/"}}
     ]
+    assert _patched(volumes=[{"name": "runs", "nfs": {"path": "/"}}])["volumes"] == [
+        {"name": "runs", "nfs": {"path": "/"}}
+    ]
     assert patch_pod("worker", TEMPLATE, {"metadata": {"labels": {"env": "a"}}})["metadata"] == {"labels": {"env": "a"}}
     assert repr(TEMPLATE) == before
 
@@ -181,7 +197,10 @@ def test_named_elements_are_merged_and_other_lists_replaced() -> None:
         ({"restartPolicy": "Always"}, "changes the restartPolicy of the worker"),
         ({"containers": [{"name": "wroker", "env": []}]}, "adds the container 'wroker' without an image"),
         ({"volumes": [{"emptyDir": {}}]}, "an element of worker.spec.volumes has no name"),
-        ({"containers": "worker"}, "changes the name of the worker"),
+        ({"containers": "worker"}, "worker.spec.containers is no list"),
+        ({"containers": {"name": "worker"}}, "worker.spec.containers is no list"),
+        ({"containers": [{"name": ["worker"]}]}, "an element of worker.spec.containers has no name"),
+        ({"containers": [{"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}, "--gpus-per-node N"),
     ],
 )
 def test_a_patch_that_breaks_the_job_is_refused(spec: dict[str, Any], problem: str) -> None:
@@ -198,6 +217,8 @@ def test_a_patch_that_breaks_the_job_is_refused(spec: dict[str, Any], problem: s
         ("", "the file is no mapping with the right keys\n  expected: launcher or worker"),
         ("nodeSelector: {a: b}", "the file is no mapping with the right keys"),
         ("worker: {nodeSelector: {a: b}}", "worker is no mapping with the right keys\n  expected: metadata or spec"),
+        ("worker: {spec: text}", "worker.spec is no mapping"),
+        ("worker: {spec: !!bool maybe}", "pod patch .* is not YAML"),
         ("launcher: text", "launcher is no mapping with the right keys"),
     ],
 )

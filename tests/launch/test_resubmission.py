@@ -56,7 +56,7 @@ BATCH = jobs.Batch(time_s=61, notice_s=60, resubmissions=2)
 
 
 def spec(folder: Path, **more: object) -> JobSpec:
-    given = {"arguments": AWKWARD, "folder": str(folder), "pass_on": ("PATH",), "gpus_per_node": 0, **more}
+    given = {"arguments": ("--seed", *AWKWARD), "folder": str(folder), "pass_on": ("PATH",), "gpus_per_node": 0, **more}
     return jobs.queued(replace(jobs.OPEN_MPI_4, prefix=None), BATCH, **given)
 
 
@@ -118,7 +118,8 @@ def test_a_refused_submission_is_reported(tmp_path: Path) -> None:
     [
         ({"batch": replace(BATCH, time_s=None)}, "no --time"),
         ({"batch": replace(BATCH, array="1-2")}, "--array"),
-        ({"is_program": True}, "a program"),
+        ({"is_program": True, "arguments": ("evaluate",)}, "'evaluate' after --"),
+        ({"arguments": ("evaluate",)}, "'evaluate' after --"),
     ],
 )
 @pytest.mark.parametrize("target", ["pbs", "lsf"])

@@ -132,7 +132,7 @@ def test_a_profile_that_is_not_there_is_named_with_the_folders(folders: dict[str
         find_site(None, "x", {"HVDTRAIN_SITES": str(tmp_path / "etc/a.yaml")})
 
 
-@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+@pytest.mark.parametrize("mode", [0o646, 0o666])
 def test_a_file_that_others_can_write_is_refused_unless_it_is_named(
     mode: int, folders: dict[str, str], tmp_path: Path
 ) -> None:
@@ -165,3 +165,11 @@ def test_modules_of_which_the_shell_has_another_version_are_not_missing() -> Non
     site = parse_site(WHOLE, Path("a.yaml"))
     assert site.missing_modules({}) == ["openmpi/4.1.8", "cuda"]
     assert site.missing_modules({"LOADEDMODULES": "gcc/12:openmpi/5.0"}) == ["cuda"]
+    by_category = parse_site(b"hosts: [a]\nmodules: [devel/cuda/12.4, devel/python/3.12]", Path("a.yaml"))
+    assert by_category.missing_modules({"LOADEDMODULES": "devel/python/3.11"}) == ["devel/cuda/12.4"]
+
+
+@pytest.mark.parametrize("text", [r'setup: ["a\0b"]', r'environment: {A: "\ud800"}', r'options: {"\0": x}'])
+def test_text_that_no_script_can_contain_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="a null character or no Unicode character"):
+        parse_site(f"hosts: [a]\n{text}".encode(), Path("a.yaml"))

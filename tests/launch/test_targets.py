@@ -95,7 +95,9 @@ def test_the_operator_takes_a_manifest_and_hands_on_its_words(name: str) -> None
     manifest = yaml.safe_load(str(TARGETS["mpijob"].render(replace(job, arguments=(*AWKWARD, "$(HOME)")))))
     assert problems(manifest) == []
     launcher = manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    assert launcher["command"][-len(AWKWARD) - 1 :] == [*AWKWARD, "$$(HOME)"]
+    words = launcher["command"][-len(AWKWARD) - 1 :]
+    assert all("$" not in word.replace("$$", "") for word in words)  # Kubernetes takes each $$ for $
+    assert [word.replace("$$", "$") for word in words] == [*AWKWARD, "$(HOME)"]
 
 
 @pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi", "horovodrun"])
@@ -163,3 +165,16 @@ def test_commands_and_scripts_are_shown_as_they_are() -> None:
     assert str(Command(("a b", "c"), {"X": "1 2"})) == "X='1 2' 'a b' c"
     assert str(Script("text\n", ("qsub",))) == "text"
     assert JobSpec((), 7, nodes=2).ranks_per_node == 4
+
+
+def test_the_only_worker_of_an_mpijob_is_another_host_than_the_launcher() -> None:
+    text = str(TARGETS["mpijob"].render(jobs.one(pass_on=("HF_HOME",), arguments=("--run_dir", "a$$b $(HOSTNAME) 😀"))))
+    assert '- "-x"\n                - "HF_HOME"\n' in text and '"a$$$$b $$(HOSTNAME) 😀"' in text
+
+
+@pytest.mark.parametrize("target", ["pbs", "lsf"])
+def test_only_training_gets_the_notice(target: str) -> None:
+    notice = jobs.Batch(time_s=7200)
+    assert "timeout" in str(TARGETS[target].render(jobs.queued(jobs.OPEN_MPI_4, notice)))
+    for more in ({"arguments": ("evaluate", "run")}, {"arguments": ("true",), "is_program": True}):
+        assert "timeout" not in str(TARGETS[target].render(jobs.queued(jobs.OPEN_MPI_4, notice, **more)))  # type: ignore[arg-type]

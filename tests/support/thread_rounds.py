@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -83,26 +82,29 @@ class PlannedRounds(Rounds):
 
 
 def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], Task]) -> None:
-    """Train with the options of a command line. The first error of a rank is raised."""
+    """Train with the options of a command line. The first error of a rank is raised.
+
+    The tasks are built before any rank starts: threads share torch's random numbers.
+    """
     hubs = [Hub(len(period.workers)) for period in plan]
     errors: list[BaseException] = []
-    lock, seed = threading.RLock(), torch.manual_seed
+    workers = sorted({worker for period in plan for worker in period.workers})
+    tasks: dict[int, Task] = {}
 
-    def wait_and_seed(value: int) -> torch.Generator:
-        with lock:
-            return seed(value)
+    def build_for(worker: int) -> None:
+        torch.manual_seed(0)
+        tasks[worker] = build()
 
-    def alone() -> Task:
-        """Build as in a process of its own: threads share torch's random numbers."""
-        with lock:
-            seed(0)
-            return build()
+    for worker in workers:
+        builder = threading.Thread(target=build_for, name=f"worker {worker}", args=(worker,))
+        builder.start()
+        builder.join()
 
     def work(worker: int) -> None:
         try:
             info = RankInfo("threads", folder=Path.cwd())
             run = parse_argv(list(options), build)
-            run_training(run, alone, PlannedRounds(worker, plan, hubs), TimelinePlan("off"), info)
+            run_training(run, lambda: tasks[worker], PlannedRounds(worker, plan, hubs), TimelinePlan("off"), info)
         except (Killed, NoPlace):
             pass
         except BaseException as error:
@@ -110,16 +112,13 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
             for hub in hubs:
                 hub.break_off()
 
-    workers = {worker for period in plan for worker in period.workers}
     threads = [
-        threading.Thread(target=work, name=f"worker {worker}", args=(worker,), daemon=True)
-        for worker in sorted(workers)
+        threading.Thread(target=work, name=f"worker {worker}", args=(worker,), daemon=True) for worker in workers
     ]
-    with mock.patch.object(torch, "manual_seed", wait_and_seed):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a lost process ends without closing its files
         gc.collect()

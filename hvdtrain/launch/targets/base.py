@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -44,7 +45,8 @@ def network_variables(spec: JobSpec) -> dict[str, str]:
 
     NCCL takes all interfaces with a name that begins so (NCCL's manual).
     """
-    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if spec.interface else ()
+    between = spec.interface and (spec.remote or spec.discover is not None)  # a profile's may be missing on this host
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if between else ()
     return {name: spec.interface for name in names if name not in spec.pass_on}
 
 
@@ -61,7 +63,7 @@ def fill(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     made.filters["q"] = lambda word: join([word])
-    made.filters["y"] = json.dumps
+    made.filters["y"] = partial(json.dumps, ensure_ascii=False)
     return made.get_template(template).render(**values)
 
 

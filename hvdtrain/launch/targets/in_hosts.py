@@ -34,7 +34,8 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
         hosts = Shell(f'"$(awk {COUNTS} "${file}")"')
         # This script already follows the site's profile.
         argv = (spec.python, "-m", "hvdtrain", "launch", "--site", "none", "--to", "hvdtrain", "-np", str(spec.ranks))
-        by = ("--interface", spec.interface) if spec.interface else ()
+        by = [*(("--interface", spec.interface) if spec.interface else ())]
+        by += ["--agents", spec.agents] if spec.agents != "auto" else []
         asked = [name for name in spec.pass_on if name not in FOUND_BY and not passed_variables({name: ""})]
         env = [word for name in asked for word in ("--env", name)]
         words, variables = (*argv, "-H", hosts, *by, *env, "--", *spec.own_arguments), dict[str, str]()
@@ -50,7 +51,7 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
         "variables": {**variables, **stops},
         "signal": "USR1" if stops else "TERM",
         "line": join(insert_array_index(word, index) for word in words),
-        "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and not spec.is_program else None,
+        "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and spec.trains else None,
     }
 
 
@@ -63,7 +64,7 @@ def stop_variables(spec: JobSpec) -> dict[str, str]:
     """
     if not spec.batch.resubmissions:
         return {}
-    wrong = "a program follows --" if spec.is_program else "--array" if spec.batch.array else ""
+    wrong = "--array" if spec.batch.array else "" if spec.trains else f"{spec.arguments[0]!r} after --"
     if wrong or not spec.batch.time_s:
         raise LaunchError(
             "a job of PBS or LSF submits itself again only after a notice before its time limit, to train on",

@@ -71,7 +71,7 @@ def render(spec: JobSpec) -> Script:
     if batch.requeues:
         words = (_PYTHON, "-m", "hvdtrain.launch.restarts", str(batch.requeues), *words)
     variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(_KILL_S)}
-    variables |= {name: value.replace("$(", "$$(") for name, value in spec.site_variables.items()}
+    variables |= {name: _unexpanded(value) for name, value in spec.site_variables.items()}
     requests, limits = _resources(spec)
     text = fill(
         "mpijob.yaml.j2",
@@ -79,7 +79,7 @@ def render(spec: JobSpec) -> Script:
         batch=batch,
         image=IMAGE,
         claim=CLAIM,
-        words=[word.replace("$(", "$$(") for word in words],  # Kubernetes would expand variables
+        words=[_unexpanded(word) for word in words],
         launcher_variables={**_NO_GPUS, **variables},
         worker_variables={} if _has_gpus(spec) else _NO_GPUS,
         requests=requests,
@@ -89,6 +89,11 @@ def render(spec: JobSpec) -> Script:
         worker_drain=(*_DRAIN, "1"),
     )
     return Script(_patched(text, batch.pod_patch) if batch.pod_patch else text, ("kubectl", "apply", "-f", "-"))
+
+
+def _unexpanded(text: str) -> str:
+    """Return a text of which Kubernetes makes `text`: it expands ``$(NAME)``, and takes ``$$`` for ``$``."""
+    return text.replace("$", "$$")
 
 
 _NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
@@ -129,7 +134,8 @@ def _patched(text: str, patch: Mapping[str, Any]) -> str:
 def _by_mpi(spec: JobSpec) -> tuple[str, ...]:
     """Return the command line of the image's own MPI; variables are those of the launcher's container."""
     own = Mpi("openmpi", IMAGE.openmpi, f"{IMAGE.prefix}/bin/mpirun", IMAGE.prefix)
-    there = replace(spec, mpi=own, python=_PYTHON, interface="", ssh_port=None)
+    # Also with one worker the launcher is on another host.
+    there = replace(spec, mpi=own, python=_PYTHON, interface="", ssh_port=None, hosts={"worker": spec.ranks})
     return openmpi.argv(there, ("--hostfile", HOSTS))
 
 

@@ -25,5 +25,5 @@ def render(spec: JobSpec) -> Script:
 _AGAIN: dict[str, Any] = {"id": "PBS_JOBID", "submit": 'qsub -W "depend=afterany:$PBS_JOBID"'}
 """How a job submits itself again, to start once it has ended: qsub(1B), ``-W depend``."""
 
-_TAKES = SCHEDULED | {"array", "notice", "interface", "mem", "chunk", "requeues"}
+_TAKES = SCHEDULED | {"array", "notice", "interface", "mem", "chunk", "requeues", "agents"}
 TARGET = Target("pbs", render, takes=_TAKES, even=True)

@@ -19,7 +19,13 @@ def render(spec: JobSpec) -> Script:
     line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     values = {"spec": spec, "batch": batch, "line": line, "variables": srun.variables(spec)}
     preflight = join(srun.argv(_preflight(spec))) if batch.preflight else ""
-    text = fill("slurm.sh.j2", **values, clock=clock, preflight=preflight, preflight_s=_PREFLIGHT_S)
+    text = fill(
+        "slurm.sh.j2",
+        **values,
+        clock=clock,
+        preflight=preflight,
+        preflight_s=_IMAGE_S if spec.container else _PREFLIGHT_S,
+    )
     return Script(text, ("sbatch",))
 
 
@@ -31,6 +37,8 @@ def _preflight(spec: JobSpec) -> JobSpec:
 
 _PREFLIGHT_S = 180
 """Time for the preflight and the start of its ranks: its own limit is 120 s."""
+_IMAGE_S = 1800
+"""The same where each node first fetches the image."""
 
 _TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight", "pmi"}
 TARGET = Target("slurm", render, takes=_TAKES, even=True)
