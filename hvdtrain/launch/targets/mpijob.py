@@ -92,7 +92,7 @@ def render(spec: JobSpec) -> Script:
 
 
 def _unexpanded(text: str) -> str:
-    """Return a text of which Kubernetes makes `text`: it expands ``$(NAME)``, and takes ``$$`` for ``$``."""
+    """Escape a text for Kubernetes, which expands ``$(NAME)`` and replaces ``$$`` by ``$``."""
     return text.replace("$", "$$")
 
 
