@@ -104,7 +104,7 @@ def _srun_mpi(machine: Machine, in_image: bool) -> Mpi | None:
     """Return the MPI of ranks that srun starts: it needs no mpirun.
 
     Errors:
-        LaunchError: a PMI was requested for containers, and there is no MPI here whose kind the image could share.
+        LaunchError: a PMI was requested for containers, and this machine has no MPI.
     """
     found = _own_mpi(machine) or machine.srun_mpi
     if found is None and in_image and machine.pmi not in ("", NO_PMI):
