@@ -20,7 +20,7 @@ from tests.support.tally import OUTCOMES
 settings.register_profile("shared", deadline=None)  # machines are shared: an example may take any time
 settings.load_profile("shared")
 
-os.environ["XDG_CONFIG_HOME"] = os.devnull  # no profile of a site applies
+os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).with_name("no_config"))  # no profile of a site applies
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 _BEGAN = time.monotonic()

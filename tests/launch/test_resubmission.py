@@ -158,6 +158,7 @@ def test_ranks_save_stop_and_resume_in_the_next_job(by: str, tmp_path: Path) -> 
     fakes(tmp_path, "qsub", "timeout")
     journal = tmp_path / "run/journal.jsonl"
     given = {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes"), "READY": str(journal), "PYTHONPATH": str(ROOT)}
+    given |= {"SECRET": "", "HF_HOME": str(tmp_path)}  # which qsub passes on by -v
     environment = {**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def start(text: str, sample_s: str) -> subprocess.CompletedProcess[str]:
