@@ -137,8 +137,6 @@ def bind_rank(
     address = pci_address(gpu) if gpu is not None and wanted != "numa" else ""
     near = cores_near(address, root / "sys") if address else frozenset[int]()
     place, seats = _seats(Seat(frozenset(os.sched_getaffinity(0)), near), rounds, comm)
-    if wanted == "auto" and not any(seat.near for seat in seats):
-        return None  # as in many virtual machines
     if wanted == "numa":
         planned = bind_to_domains(seats, numa_domains(root / "sys"))
     else:
