@@ -77,6 +77,15 @@ def end_group(process: subprocess.Popen[Any], patience_s: float) -> None:
         _kill_group(process, patience_s)
 
 
+def output(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
+    try:
+        done = run_program(argv, 60, environ)
+    except OSError:
+        return ""
+    return done.out + done.err
+
+
 def _kill_group(process: subprocess.Popen[Any], wait_s: float = _AFTER_KILL_S) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

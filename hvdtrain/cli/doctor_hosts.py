@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.launch_options import add_network
+from hvdtrain.cli.parser import above_0
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
     parameters = "predict the step time of a model with N parameters on more ranks; needs --step_ms"
     add("--model_parameters", type=_count, metavar="N", help=parameters)
-    add("--step_ms", type=_positive, metavar="X", help="milliseconds of a step on one rank")
+    add("--step_ms", type=above_0, metavar="X", help="milliseconds of a step on one rank")
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -204,15 +205,5 @@ def _outlook(options: argparse.Namespace, links: Links, per_host: int, cores: in
     return outlook(assumed_run(options.model_parameters, step_s, cores, threads, on_cpu=on_cpu), links, per_host)
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e15:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
-    return number
-
-
 def _count(text: str) -> int:
-    return max(1, round(_positive(text)))
+    return max(1, round(above_0(text)))

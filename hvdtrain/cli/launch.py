@@ -18,7 +18,6 @@ from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_site import merge
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
-from hvdtrain.install.mpirun import output
 from hvdtrain.launch.choose import (
     OWN,
     Choice,
@@ -35,12 +34,12 @@ from hvdtrain.launch.hosts import find_unknown_host, run_script
 from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.site import NO_SITE, Site, find_site
 from hvdtrain.launch.spec import Command, JobSpec, Script
-from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.variables import SHOW_VARIABLES, secret_variables, submit_environment
+from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
+from hvdtrain.launch.variables import secret_variables, submit_environment
 from hvdtrain.launch.worker_plan import Plan, describe_plan
 from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
-from hvdtrain.programs import run_program
+from hvdtrain.programs import output, run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, change_variables, environ, launch_options_text
 
 _SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGTERM", "SIGUSR1": "SIGUSR1"}

@@ -28,8 +28,8 @@ from hvdtrain.launch.pod_patch import read_pod_patch
 from hvdtrain.launch.site import NO_SITE, Site
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
-from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.variables import FOUND_BY, SHOW_VARIABLES, passed_variables, secret_variables
+from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
+from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables
 from hvdtrain.launch.worker_plan import Plan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 from hvdtrain.runtime.interfaces import address_of, networks

@@ -20,6 +20,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_0(text: str, most: float = 1e15) -> float:
+    """Convert an option's text. Errors: ArgumentTypeError: it is no number above 0 and below `most`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 class Parser(EitherSpelling):
     """An argparse parser with short errors that say what to do next. It accepts no abbreviated options.
 

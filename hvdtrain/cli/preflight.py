@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.parser import Parser, above_0, positive
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
@@ -50,27 +51,17 @@ _HUNG = 124
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain preflight", description=_DESCRIPTION, epilog=_EPILOG)
-    add = made.add_argument
-    add("--seconds", type=_above_0, default=20.0, metavar="S", help="time for measuring (default: 20)")
+    add, seconds = made.add_argument, partial(above_0, most=1e6)
+    add("--seconds", type=seconds, default=20.0, metavar="S", help="time for measuring (default: 20)")
     late = "end after S seconds, and name the hosts that did not answer (default: 120)"
-    add("--timeout", type=_above_0, default=120.0, metavar="S", help=late)
+    add("--timeout", type=seconds, default=120.0, metavar="S", help=late)
     least = "a host is bad below F times the median bandwidth (default: 0.5)"
-    add("--least", type=_above_0, default=0.5, metavar="F", help=least)
+    add("--least", type=above_0, default=0.5, metavar="F", help=least)
     gpus = "GPUs that each host must have (default: those of hvdtrain launch --gpus_per_node)"
     add("--gpus", type=positive, default=0, metavar="N", help=gpus)
     add("--write", type=Path, metavar="FILE", help="write the names of the bad hosts, one per line")
     add("--json", action="store_true", help="print JSON")
     return made
-
-
-def _above_0(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
 
 
 def main(argv: list[str]) -> int:

@@ -17,8 +17,9 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
-from hvdtrain.install.mpirun import has_remote_shell, identify_by_compiler, identify_mpi, output
+from hvdtrain.install.mpirun import has_remote_shell, identify_by_compiler, identify_mpi
 from hvdtrain.install.versions import TorchBuild
+from hvdtrain.programs import output
 
 # Modules that Horovod imports at build time and run time, and their packages.
 REQUIREMENTS = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.install.versions import MpiBuild
-from hvdtrain.programs import run_program
+from hvdtrain.programs import output, run_program
 
 ROOT_MAY_RUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """Open MPI refuses root without both."""
@@ -42,15 +42,6 @@ def identify_by_compiler(mpicxx: Path, environ: Mapping[str, str]) -> MpiBuild |
     """Return flavour and version of an MPI without an mpirun, by its other programs; None where it is not known."""
     asked = ([str(mpicxx.with_name("mpichversion"))], [str(mpicxx), "-v"], [str(mpicxx), "--showme:version"])
     return next((build for argv in asked if (build := MpiBuild.from_version_text(output(argv, environ)))), None)
-
-
-def output(argv: list[str], environ: Mapping[str, str]) -> str:
-    """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
-    try:
-        done = run_program(argv, 60, environ)
-    except OSError:
-        return ""
-    return done.out + done.err
 
 
 def own_mpirun(libmpi: Path | None) -> Path | None:

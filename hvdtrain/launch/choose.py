@@ -10,7 +10,7 @@ from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MPI_NAMES
 from hvdtrain.launch.detect import NO_PMI, Machine
 from hvdtrain.launch.spec import JobSpec, Mpi
-from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.targets import BY_SRUN, TARGETS
 from hvdtrain.launch.targets.base import BY_MPI, CONTAINER
 
 OWN = "hvdtrain"
@@ -60,7 +60,7 @@ def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
         return Choice(to, _fitting(to, flavours, machine, in_image), "requested")
     if to in ("pbs", "lsf") and in_image and (first := _mpi_for_image(machine)):
         return Choice(to, first, f"requested; {_needs_in_image(first)}")
-    if to in ("srun", "slurm"):
+    if to in BY_SRUN:
         return Choice(to, _srun_mpi(machine, in_image), f"requested{_gloo_note(machine, in_image)}")
     mpi = _own_mpi(machine)
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):

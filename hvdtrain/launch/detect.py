@@ -12,8 +12,10 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.install import record
-from hvdtrain.install.mpirun import identify_mpi, output, own_mpirun, wheel_prefix
+from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
+from hvdtrain.launch.targets import BY_SRUN
+from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
 PROGRAMS = ("srun", "jsrun")
@@ -108,7 +110,7 @@ def find_container_runtime(asked: str, image: str, target: str, environ: Mapping
         LaunchError: auto found none; or pyxis cannot be used.
     """
     names = [name for name in (APPTAINER, SINGULARITY) if shutil.which(name, path=environ.get("PATH", os.defpath))]
-    by_srun, is_sif = target in ("srun", "slurm"), image.endswith(".sif")
+    by_srun, is_sif = target in BY_SRUN, image.endswith(".sif")
     if asked == PYXIS and (is_sif or not by_srun):
         raise LaunchError(
             "pyxis cannot start this container",

@@ -15,8 +15,6 @@ _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
             "HOROVOD_SIZE")  # fmt: skip
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSPHRASE|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
-SHOW_VARIABLES = ("slurm", "pbs", "lsf", "horovodrun")
-"""Targets that show variables with their values to other users: in the list of jobs, or on command lines."""
 _OF_SLURM = frozenset({"SLURM_CONF", "SLURM_JWT"})
 """Variables that Slurm's commands read; others that begin with SLURM describe a job."""
 

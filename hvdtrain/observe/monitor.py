@@ -56,8 +56,12 @@ def gpu_identity(device: Any) -> GpuIdentity | None:
     import torch
 
     found = torch.cuda.get_device_properties(device)
-    bus = [int(getattr(found, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return GpuIdentity(device.index or 0, str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
+    place = [int(getattr(found, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return GpuIdentity(device.index or 0, str(getattr(found, "uuid", "")), _address(*place))
+
+
+def _address(domain: int, bus: int, device: int) -> str:
+    return f"{domain:04X}:{bus:02X}:{device:02X}.0"
 
 
 def pci_address(gpu: GpuIdentity) -> str:
@@ -71,7 +75,7 @@ def pci_address(gpu: GpuIdentity) -> str:
         found = nvml.nvmlDeviceGetPciInfo(handle)
     except nvml.NVMLError:
         return ""
-    return f"{found.domain:04X}:{found.bus:02X}:{found.device:02X}.0"
+    return _address(found.domain, found.bus, found.device)
 
 
 @dataclass

@@ -55,8 +55,9 @@ def cpu_list(text: str) -> frozenset[int]:
 
 def cpu_ranges(cpus: Collection[int]) -> str:
     """Format numbers in the kernel's notation, such as ``0-3,8``; the inverse of `cpu_list`."""
-    starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
-    ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
+    own = frozenset(cpus)
+    starts = sorted(cpu for cpu in own if cpu - 1 not in own)
+    ends = sorted(cpu for cpu in own if cpu + 1 not in own)
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 

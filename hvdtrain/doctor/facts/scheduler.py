@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import output
 from hvdtrain.launch.detect import search_path
 from hvdtrain.launch.hosts import node_names
+from hvdtrain.programs import output
 
 _SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%c|%m|%G|%N")
 _KIB = {"b": 1 / 1024, "kb": 1, "mb": 1 << 10, "gb": 1 << 20, "tb": 1 << 30}

@@ -81,4 +81,6 @@ class Target:
     takes: frozenset[str]  # options of `hvdtrain launch` that it uses, besides the common ones
     mpi: tuple[str, ...] = ()  # flavours of MPI of its ranks; () where it needs none
     even: bool = False  # whether all hosts get equally many ranks
+    by_srun: bool = False  # whether srun starts the ranks
+    shows_variables: bool = False  # whether other users can see variables: in the list of jobs, or on command lines
     elsewhere: bool = False  # whether ranks run in an image, with other variables than this process

@@ -43,4 +43,4 @@ def render(spec: JobSpec) -> Command:
 
 
 _TAKES = frozenset({"hosts", "interface", "ssh_port", "elastic", "discover"})
-TARGET = Target("horovodrun", render, takes=_TAKES)
+TARGET = Target("horovodrun", render, takes=_TAKES, shows_variables=True)

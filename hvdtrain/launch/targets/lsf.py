@@ -38,4 +38,10 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
 _AGAIN: dict[str, Any] = {"id": "LSB_JOBID", "submit": 'bsub -w "ended($LSB_JOBID)"'}
 """How a job submits itself again, to start once it has ended: bsub(1), ``-w``."""
 
-TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice", "interface", "requeues", "agents"}, even=True)
+TARGET = Target(
+    "lsf",
+    render,
+    takes=SCHEDULED | {"array", "notice", "interface", "requeues", "agents"},
+    even=True,
+    shows_variables=True,
+)

@@ -26,4 +26,4 @@ _AGAIN: dict[str, Any] = {"id": "PBS_JOBID", "submit": 'qsub -W "depend=afterany
 """How a job submits itself again, to start once it has ended: qsub(1B), ``-W depend``."""
 
 _TAKES = SCHEDULED | {"array", "notice", "interface", "mem", "chunk", "requeues", "agents"}
-TARGET = Target("pbs", render, takes=_TAKES, even=True)
+TARGET = Target("pbs", render, takes=_TAKES, even=True, shows_variables=True)

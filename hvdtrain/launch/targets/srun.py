@@ -45,4 +45,4 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"})
-TARGET = Target("srun", render, takes=_TAKES | CONTAINER)
+TARGET = Target("srun", render, takes=_TAKES | CONTAINER, by_srun=True)

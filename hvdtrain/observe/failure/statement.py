@@ -18,6 +18,7 @@ from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
 from hvdtrain.observe.output import encodable
 from hvdtrain.runtime.clock import steady_s
+from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.spans import MAIN, Spans
 
 FAILED, STALLED, CURRENT = "failed", "stalled", "here"
@@ -178,13 +179,7 @@ def labels(processes: Iterable[RankProcess]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return ``1-3, 5`` for 1, 2, 3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return cpu_ranges(numbers).replace(",", ", ")
 
 
 def agree(ranks: Sequence[object], singular: str, plural: str) -> str:
