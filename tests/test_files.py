@@ -44,14 +44,20 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
 
 
 @pytest.mark.parametrize(
-    ("mode", "group", "private"),
-    [(0o644, "me", True), (0o664, "me", True), (0o664, "users", False), (0o666, "me", False), (0o644, "users", True)],
+    ("mode", "group", "members", "private"),
+    [
+        (0o644, "users", ["you"], True),
+        (0o664, "me", ["me"], True),
+        (0o664, "me", ["me", "you"], False),
+        (0o664, "users", ["me"], False),
+        (0o666, "me", [], False),
+    ],
 )
 def test_only_root_and_this_user_may_write(
-    mode: int, group: str, private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, group: str, members: list[str], private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group counts as this user if it has the user's name and no other member."""
-    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=["me"]))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
     monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="me"))
     (tmp_path / "a").touch()
     (tmp_path / "a").chmod(mode)
