@@ -26,14 +26,14 @@ def save(*_):
     child.kill()
     os._exit(143)
 signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 while True: time.sleep(0.1)
 """
 """A rank with a process of its own, which saves when it is asked to end."""
 
 POD = """\
 import os, subprocess, sys
-plain = subprocess.Popen([sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)"])
+plain = subprocess.Popen([sys.executable, "-c", "import os, time; os.write(1, b'ready\\\\n'); time.sleep(600)"])
 ranks = [
     subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2] + name], env={**os.environ, name: "0"})
     for name in ("OMPI_COMM_WORLD_RANK", "HVDTRAIN_CHANNEL")
@@ -48,14 +48,17 @@ plain.wait()
 def pod(tmp_path: Path) -> Iterator[psutil.Process]:
     argv = [sys.executable, "-c", POD, RANK, f"{tmp_path}/"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
         root = psutil.Process(process.pid)
-        everything = [root, *root.children(recursive=True)]
-        yield root
-        for one in everything:
-            if one.is_running():
-                one.kill()
+        everything = [root]
+        try:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
+            everything += root.children(recursive=True)
+            yield root
+        finally:
+            for one in everything:
+                if one.is_running():
+                    one.kill()
 
 
 def test_a_pod_ends_when_its_ranks_have_saved(pod: psutil.Process, tmp_path: Path) -> None:
