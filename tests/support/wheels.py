@@ -17,7 +17,7 @@ from hvdtrain.install.fetch import Pip
 from hvdtrain.install.target import Target
 
 ROOT = Path(__file__).parents[2]
-_BUNDLED = (
+_BUNDLED = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"  # Debian has one
     sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
 )  # Debian's, or Python's
 _PIP = next(Path(_BUNDLED).glob("pip-*.whl"))
