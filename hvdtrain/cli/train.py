@@ -76,7 +76,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(info, parallel.dp_shard, horovod=needs_horovod(parallel.engine))
+    rounds = start_rounds(info, parallel.dp_shard, parallel.workers, horovod=needs_horovod(parallel.engine))
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvdtrain.comm.mesh import worker_groups
 from hvdtrain.errors import HorovodError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
@@ -153,11 +154,14 @@ class StockRounds(Rounds):
 
 
 class DriverRounds(Rounds):
-    """A job of hvdtrain's own elastic driver. `info` is from the environment, before the first round."""
+    """A job of hvdtrain's own elastic driver.
 
-    def __init__(self, client: DriverClient, info: RankInfo) -> None:
+    `info` is from the environment, before the first round. `workers`: that train apart.
+    """
+
+    def __init__(self, client: DriverClient, info: RankInfo, workers: int | None = None) -> None:
         super().__init__(info)
-        self._client = client
+        self._client, self._workers = client, workers
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
         """Join the next round, or a later one where that fails. Collective: yes."""
@@ -195,7 +199,7 @@ class DriverRounds(Rounds):
         try:
             self._check_whole()
             begin_session()
-            comm = HorovodComm()
+            comm = HorovodComm(groups=worker_groups(place.size, self._workers))
         finally:
             met.set()
             if cutter.is_alive():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import mesh_groups
+from hvdtrain.comm.mesh import mesh_groups, worker_groups
 from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
@@ -12,27 +12,30 @@ from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
 
-def start_rounds(info: RankInfo, dp_shard: int | None = None, *, horovod: bool = True) -> Rounds:
+def start_rounds(
+    info: RankInfo, dp_shard: int | None = None, workers: int | None = None, *, horovod: bool = True
+) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
-    `dp_shard`: ranks that divide a model (`comm.mesh`). `horovod`: whether training needs Horovod; without it torchrun
-    may have started the ranks.
+    `dp_shard`: ranks that divide a model (`comm.mesh`). `workers`: that train apart. `horovod`: whether training
+    needs Horovod; without it torchrun may have started the ranks.
     Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info, horovod=horovod)
     client = connect_to_driver(info.variables)
     if client is not None:
-        return DriverRounds(client, info)
-    comm = start_comm(info, dp_shard)
+        return DriverRounds(client, info, workers)
+    comm = start_comm(info, dp_shard, workers)
     if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
         return StockRounds(comm)
     return OneRound(comm)
 
 
-def start_comm(info: RankInfo, dp_shard: int | None = None) -> Comm:
+def start_comm(info: RankInfo, dp_shard: int | None = None, workers: int | None = None) -> Comm:
     """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
 
-    `dp_shard`: ranks that divide a model. Collective: yes. Call `runtime.tuning.prepare` before.
+    `dp_shard`: ranks that divide a model. `workers`: that train apart. Collective: yes. Call
+    `runtime.tuning.prepare` before.
 
     Errors:
         ConfigError: the ranks cannot form groups of `dp_shard`.
@@ -40,7 +43,7 @@ def start_comm(info: RankInfo, dp_shard: int | None = None) -> Comm:
         LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
             the ranks of one job.
     """
-    groups = mesh_groups(info.size, dp_shard)
+    groups = [*mesh_groups(info.size, dp_shard), *worker_groups(info.size, workers)]
     if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):
         return SoloComm()
     if info.launcher == TORCHRUN:

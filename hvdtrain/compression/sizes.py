@@ -204,3 +204,30 @@ def powersgd(bucket: Bucket, ranks: int, number: float) -> Payload:
     found = [(matrix_sides(shape, rank), math.prod(shape)) for shape in bucket.shapes]
     elements = sum(rank * sum(sides) if sides else count for sides, count in found)
     return {"allreduce": 4 * elements} if elements else {}
+
+
+OUTER_BLOCKS = {"int8": (8, 256), "int4": (4, 128), "int2": (2, 256)}
+"""Bits of a code, and values that share an fp32 scale. Smaller blocks have smaller errors, and more scales."""
+
+OUTER_CHUNK = 4096
+"""Values of a chunk, of which a share is sent: positions in it take 12 bits."""
+
+
+def outer_count(share: float) -> int:
+    """Return the number of values that are sent of each chunk."""
+    return max(1, round(share * OUTER_CHUNK))
+
+
+def outer_payload(name: str, number: float, length: int) -> int:
+    """Return the bytes of the encoded change of a worker, of `length` values.
+
+    `name` and `number` are those of a coding in `compression.outer`; "none" has fp32 values.
+    """
+    if name in OUTER_BLOCKS:
+        bits, block = OUTER_BLOCKS[name]
+        return -(-length // block) * (block * bits // 8 + 4)
+    if name == "topk":
+        count = outer_count(number)
+        positions, signs = -(-count // 2) * 3, -(-count // 4)
+        return -(-(-(-length // OUTER_CHUNK) * (positions + signs + 8)) // 4) * 4
+    return length * (2 if name == "bf16" else 4)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config, TrainConfig
+from hvdtrain.config.sync import outer_plan
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 
@@ -52,6 +53,14 @@ _RULES: Mapping[str, _Rule] = {
     "optimizer.decay": _fraction("all steps"),
     "parallel.bucket_mib": _POSITIVE,
     "parallel.dp_shard": (lambda value: value >= 2, "2 or more"),
+    "parallel.workers": (lambda value: 2 <= value < _LIMIT, "2 or more"),
+    "outer.lr": _POSITIVE,
+    "outer.momentum": _DECAY_RATE,
+    "outer.feedback": _fraction("what compression has lost"),
+    "outer.start_steps": _not_negative("none"),
+    "outer.fragments": _COUNT,
+    "outer.delay": _not_negative("use it at once"),
+    "outer.mix": (lambda value: 0 <= value < 1, "0 or more, and less than 1"),
     "memory.limit": _POSITIVE,
     "loader.workers": (lambda value: 0 <= value <= 1024, "0 to 1024 processes per rank"),
     "loader.prefetch": _COUNT,
@@ -92,6 +101,34 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
             found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
             next_step="omit one; --train.epochs null overrides the epochs of a config file",
         )
+    _check_workers(config)
     if config.observe.timeline != AUTO:
         parse_window(config.observe.timeline, "observe.timeline", AUTO)
     parse_window(config.observe.profile, "observe.profile")
+
+
+def _check_workers(config: Config) -> None:
+    """Check that the options fit to workers that train apart. Errors: ConfigError."""
+    plan, train, sync = outer_plan(config), config.train, f"--parallel.sync {config.parallel.sync}"
+    if plan is None:
+        if config.parallel.workers is not None:
+            raise ConfigError(
+                f"--parallel.workers {config.parallel.workers} has no effect with {sync}",
+                next_step="add for example --parallel.sync diloco:32, or omit it",
+            )
+        return
+    for option, value, instead in (
+        ("--precision fp16", config.precision == "fp16", "--precision bf16"),
+        ("--train.ema", train.ema is not None, "no average: the outer step averages already"),
+        ("--parallel.buffers check", config.parallel.buffers == "check", "--parallel.buffers mean"),
+        ("--parallel.compression auto", config.parallel.compression == "auto", "a compression by name"),
+    ):
+        if value:
+            raise ConfigError(f"{sync} does not support {option}", next_step=f"use {instead}")
+    if train.micro_batch != SIZE_AUTO and (most := -(-train.global_batch // train.pass_samples)) < plan.workers:
+        raise ConfigError(
+            f"{plan.workers} workers, but a step has only {most} micro-batch(es)",
+            expected="a micro-batch or more for each worker in each step",
+            next_step=f"--train.micro_batch {max(1, train.global_batch // plan.workers)}, or a larger"
+            " --train.global_batch",
+        )

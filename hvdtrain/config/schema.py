@@ -70,6 +70,11 @@ class ParallelConfig:
             (ZeRO-3; only with engine fsdp, which implies it)
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
+        sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
+            diloco:N, their changes, to which an outer optimizer applies Nesterov momentum; streaming:N, the same in
+            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too
+        workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
+            several ranks a worker. The loss curve depends on this number, and not on the number of ranks
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
@@ -83,9 +88,41 @@ class ParallelConfig:
     bucket_mib: float | None = None
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     dp_shard: int | None = None
+    sync: str = "every_step"
+    workers: int | None = None
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
     bind: Literal["auto", "gpu", "numa", "none"] = "auto"
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """Exchange of workers that train apart (--parallel.sync); unused if ranks exchange in every step.
+
+    Attributes:
+        lr: learning rate of the outer optimizer (default: 1 for local and sparseloco, otherwise 0.7)
+        momentum: Nesterov momentum of the outer optimizer (default: 0 for local and sparseloco, otherwise 0.9)
+        compression: compression of the exchanged changes: none, bf16, int8, int4, int2, or topk:FRACTION with 2 bits
+            (default: topk:0.03 for sparseloco, otherwise int8)
+        feedback: fraction of what compression has lost that a worker adds to its next change (default: 0.95 for
+            sparseloco, otherwise 1)
+        start_steps: steps at the beginning in which all ranks exchange gradients
+        fragments: parts of the parameters that are exchanged one after the other; a divisor of the steps between
+            exchanges (default: up to 4 for streaming, otherwise 1)
+        delay: steps until the result of an exchange is used, which hide its time (default: half of the steps between
+            two exchanges for streaming, otherwise 0)
+        mix: fraction of its own parameters that a worker keeps when it uses a delayed result (default: 0.5; 0 without
+            delay)
+    """
+
+    lr: float | None = None
+    momentum: float | None = None
+    compression: str | None = None
+    feedback: float | None = None
+    start_steps: int = 0
+    fragments: int | None = None
+    delay: int | None = None
+    mix: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +292,7 @@ class Config:
         log_level: lowest level of messages on stderr
         optimizer: update rule and learning rate; unused if the task brings its own
         parallel: exchange of gradients between ranks
+        outer: exchange of workers that train apart
         memory: memory of the device
         train: length of training and batch sizes
         loader: loading of samples
@@ -272,6 +310,7 @@ class Config:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)

@@ -16,8 +16,16 @@ from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.iterable import IterableSamples, is_iterable, seed_generators
 from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, signals_blocked
 from hvdtrain.data.mixture import sample_order
-from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without
+from hvdtrain.data.order import (
+    MicroBatch,
+    count_micro_batches,
+    micro_batches,
+    mix_seed,
+    positions_without,
+    take_micro_batches,
+)
 from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
@@ -38,6 +46,7 @@ class Stream:
         left_out: ranges [begin, end) of positions to skip, in order.
         uniform: whether ranks with fewer micro-batches draw `repeated` ones.
         data_state: place in an iterable data set, of `HostBatch.data_state`.
+        workers: that train apart; each has its share of the micro-batches. None without such workers.
     """
 
     dataset: Dataset[Any]
@@ -49,11 +58,19 @@ class Stream:
     left_out: Sequence[Sequence[int]] = ()
     uniform: bool = False
     data_state: dict[str, Any] = field(default_factory=dict)
+    workers: Workers | None = None
 
     def step(self, position: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank in the step that starts at `position`."""
+        return [batch for own in self.by_worker(position) for batch in own]
+
+    def by_worker(self, position: int) -> list[list[MicroBatch]]:
+        """Return the same for each worker that this rank serves; without workers, one list."""
         parts = positions_without(position, self.global_batch, self.left_out)
-        return micro_batches(parts, self.micro_batch, self.rank, self.size)
+        if self.workers is None:
+            return [micro_batches(parts, self.micro_batch, self.rank, self.size)]
+        shares = self.workers.shares(count_micro_batches(parts, self.micro_batch), self.rank)
+        return [take_micro_batches(parts, self.micro_batch, share) for share in shares]
 
     def repeated(self, position: int) -> list[MicroBatch]:
         """Return what this rank draws again to have as many micro-batches as rank 0: its last one, or rank 0's."""

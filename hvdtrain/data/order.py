@@ -28,8 +28,17 @@ def micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int, rank: int
 
     The last one of a range may be shorter. The cost does not grow with the number of ranks.
     """
+    return take_micro_batches(ranges, micro_batch, rank_share(count_micro_batches(ranges, micro_batch), rank, size))
+
+
+def count_micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int) -> int:
+    """Return the number of micro-batches that `ranges` are divided into."""
+    return sum(len(range(begin, end, micro_batch)) for begin, end in ranges)
+
+
+def take_micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int, share: range) -> list[MicroBatch]:
+    """Return those with the indices `share`."""
     starts = [range(begin, end, micro_batch) for begin, end in ranges]
-    share = rank_share(sum(map(len, starts)), rank, size)
     batches: list[MicroBatch] = []
     first = 0
     for (_, end), all_of_range in zip(ranges, starts, strict=True):

@@ -71,9 +71,27 @@ class Engine(Protocol):
         """Wait until the parameters of the model are those of the last step; all ranks have started to send them."""
         return
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a rank can repeat its passes of the last step alone."""
+        return True
+
+    def covered(self, step: int) -> range:
+        """Return the steps that the model's parameters have gained with step `step`, the last one."""
+        return range(step, step + 1)
+
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the part of each parameter that this rank's optimizer updates, by name; None if it updates all."""
         return None
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether ranks have different parts of the state, so that losing one loses state."""
+        return self.owned() is not None
+
+    def keeps(self, key: str) -> bool:
+        """Return whether this rank has use for a tensor of the exchange's state."""
+        return True
 
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""

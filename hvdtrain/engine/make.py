@@ -78,7 +78,7 @@ def make_engine(
         TaskError: the optimizer has a parameter from outside the model.
     """
     check_same(model, optimizer, comm)
-    parameters = _named(optimizer, model)
+    parameters = named_parameters(optimizer, model)
     kind = find_engine(engine, compression, shard, dp_shard, offload=offload)
     if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
         return LocalEngine(parameters, optimizer)
@@ -119,7 +119,12 @@ def make_exchange(parts: EngineParts) -> ExchangeEngine:
     return ExchangeEngine(parts.optimizer, reducer, first, undecided=parts.compression == AUTO, resolve=resolve)
 
 
-def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the optimizer's parameters with their names in the model, in its order.
+
+    Errors:
+        TaskError: one is from outside the model.
+    """
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strangers = [tuple(parameter.shape) for parameter in optimized - set(model.parameters())]
     if strangers:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.compression.table import TABLE as COMPRESSIONS
 from hvdtrain.compression.table import parse
+from hvdtrain.config.sync import outer_plan
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class EngineKind:
             other engines, the trainer does.
         places_model: whether it moves the model to the device, part by part: the whole need not fit there.
         offloads: whether it can keep the optimizer in the memory of the host.
+        periodic: whether ranks of workers that train apart can use it.
     """
 
     name: str
@@ -88,6 +90,7 @@ class EngineKind:
     casts_weights: bool = False
     places_model: bool = False
     offloads: bool = False
+    periodic: bool = False
 
     def load(self) -> Callable[[EngineParts], Engine]:
         """Return the function that makes the engine. Imports torch."""
@@ -99,7 +102,14 @@ _CODED = tuple(kind.name for kind in COMPRESSIONS.values() if kind.coding)
 """Compressions for engines that divide parameters."""
 
 TABLE = (
-    EngineKind("horovod", "hvdtrain.engine.make:make_exchange", (*COMPRESSIONS, AUTO), elastic=True, horovod=True),
+    EngineKind(
+        "horovod",
+        "hvdtrain.engine.make:make_exchange",
+        (*COMPRESSIONS, AUTO),
+        elastic=True,
+        horovod=True,
+        periodic=True,
+    ),
     EngineKind(
         "horovod",
         "hvdtrain.engine.sharded:make_sharded",
@@ -202,7 +212,15 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     """Return the engine of a run. Errors: those of `find_engine`."""
     parallel, offload = config.parallel, config.memory.offload != "none"
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard
-    return find_engine(*options, offload=offload, elastic=elastic)
+    kind = find_engine(*options, offload=offload, elastic=elastic)
+    if outer_plan(config) is not None and not kind.periodic:
+        raise ConfigError(
+            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} does not support --parallel.sync"
+            f" {parallel.sync}",
+            expected="an engine whose ranks have whole parameters",
+            next_step=f"use {_with(lambda k: k.periodic)}, or --parallel.sync every_step",
+        )
+    return kind
 
 
 def check_compression(text: str) -> None:

@@ -61,6 +61,13 @@ class Exchange(Protocol):
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned part of each parameter in the optimizer, by name; None if ranks own all of all."""
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether ranks have different parts of the state, so that losing one loses state."""
+
+    def keeps(self, key: str) -> bool:
+        """Return whether this rank has use for a tensor of the state."""
+
     def synchronize_state(self) -> None:
         """Make the state equal on all ranks. Collective: yes."""
 
@@ -87,6 +94,7 @@ class ExchangeState(Exchange):
         self._state = exchange.state_dict()
         self._places = {key: exchange.state_place(key) for key in self._state[0]}
         self._owned = exchange.owned()
+        self._in_pieces = exchange.in_pieces
 
     def complete(self) -> None:
         """Do nothing: no exchange is running."""
@@ -94,6 +102,15 @@ class ExchangeState(Exchange):
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned parts in the round that has ended."""
         return self._owned
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether ranks had different parts of the state."""
+        return self._in_pieces
+
+    def keeps(self, key: str) -> bool:
+        """Return True."""
+        return True
 
     def synchronize_state(self) -> None:
         """Do nothing: there are no other ranks."""

@@ -131,6 +131,8 @@ class TrainState:
         own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
         if own_name and is_divided(parameter := self._parameter(own_name)):
             return place_of(parameter).cut(whole, local(parameter).shape).clone()
+        if group == "exchange" and self.exchange is not None and not self.exchange.keeps(name):
+            return None
         if group not in ("optimizer", NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
             return whole
         if own.parameter is None:

@@ -76,7 +76,8 @@ def train(
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        rounds = start_rounds(info, run.config.parallel.dp_shard, horovod=needs_horovod(run.config.parallel.engine))
+        parallel = run.config.parallel
+        rounds = start_rounds(info, parallel.dp_shard, parallel.workers, horovod=needs_horovod(parallel.engine))
         return run_training(run, build, rounds, timeline, info, sinks, callbacks=callbacks)
     except NoPlace:
         sys.exit(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
-from hvdtrain.engine.make import _named as _held
+from hvdtrain.engine.make import named_parameters as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
@@ -48,7 +48,7 @@ def _batch(rank: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + index)).to(dtype)
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
@@ -59,7 +59,7 @@ def _sums(size: int, passes: Callable[[int], int], **options: object) -> list[li
     def body(comm: ThreadComm) -> list[Tensor]:
         model = models[comm.rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = ExchangeEngine(optimizer, Reducer(lambda: _named(model), comm, **options))  # type: ignore[arg-type]
+        engine = ExchangeEngine(optimizer, Reducer(lambda: named_parameters(model), comm, **options))  # type: ignore[arg-type]
         for _ in range(2):
             engine.begin(passes(comm.rank))
             for index in range(passes(comm.rank)):
@@ -100,7 +100,7 @@ def test_gradients_are_views_of_what_finish_returns() -> None:
 
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
-        reducer = Reducer(lambda: _named(model), comm, bucket_bytes=100)
+        reducer = Reducer(lambda: named_parameters(model), comm, bucket_bytes=100)
         reducer.begin()
         reducer.collect()
         model(_batch(comm.rank, 0)).sum().backward()
@@ -121,7 +121,7 @@ def _step(reducer: Reducer, loss: Callable[[], Tensor]) -> list[Tensor]:
 def test_a_second_gradient_in_one_pass_is_an_error() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
         reducer.begin()
         reducer.collect()
@@ -135,7 +135,7 @@ def test_a_second_gradient_in_one_pass_is_an_error() -> None:
 def test_close_releases_the_parameters() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         reducer.collect()
         reducer.close()
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_the_norm_is_that_of_the_parts() -> None:
 
     def body(comm: ThreadComm) -> None:
         model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)])
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         reducer.begin()
         reducer.collect()
         values = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -186,7 +186,7 @@ def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
     def body(comm: ThreadComm) -> None:
         recording = Recording(comm)
         model = models[comm.rank]
-        reducer = Reducer(lambda: _named(model), recording, bucket_bytes=100)
+        reducer = Reducer(lambda: named_parameters(model), recording, bucket_bytes=100)
         x = _batch(0, 0).abs()
         _step(reducer, lambda: model(x).sum())
         everything = sorted(recording.log)
@@ -225,7 +225,7 @@ def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchang
 
     def body(comm: ThreadComm) -> None:
         model, unfinished = models[comm.rank], Unfinished(comm)
-        reducer = Reducer(lambda: _named(model), unfinished, bucket_bytes=16)
+        reducer = Reducer(lambda: named_parameters(model), unfinished, bucket_bytes=16)
         for _ in range(2):
             unfinished.polls = 0
             reducer.begin()
@@ -244,7 +244,7 @@ def test_a_gradient_in_flight_is_not_in_p_grad() -> None:
 
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         for step in range(2):
             reducer.begin()
             reducer.collect()
@@ -261,7 +261,7 @@ def test_the_plan_is_rank_0s_and_lasts() -> None:
 
     def body(comm: ThreadComm) -> object:
         layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-        reducer = Reducer(lambda: _named(layers), comm, bucket_bytes=1)
+        reducer = Reducer(lambda: named_parameters(layers), comm, bucket_bytes=1)
 
         def loss() -> Tensor:
             x = torch.ones(1, 2)
@@ -285,7 +285,7 @@ def test_a_saved_plan_is_used_from_the_first_step() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         buckets = [["1.bias", "0.weight"], ["1.weight", "0.bias"]]
         values = {"plan": {"buckets": buckets, "sparse": [], "limit_bytes": BUCKET_BYTES}, "ranks": 2}
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         reducer.load_state_dict({}, json.loads(json.dumps(values)))
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
         assert list(reducer.parameter_names().values()) == buckets
@@ -296,7 +296,7 @@ def test_a_saved_plan_is_used_from_the_first_step() -> None:
 def test_a_saved_plan_of_another_model_is_rebuilt() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 2)
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         plan = {"buckets": [["weight", "stranger"]], "sparse": [], "limit_bytes": BUCKET_BYTES}
         reducer.load_state_dict({}, {"plan": plan, "ranks": 1})
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
@@ -311,7 +311,7 @@ def test_parameters_come_and_go_between_steps() -> None:
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
         x = _batch(0, 0).abs()
-        reducer = Reducer(lambda: [(n, p) for n, p in _named(model) if p.requires_grad], comm, bucket_bytes=100)
+        reducer = Reducer(lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad], comm, bucket_bytes=100)
         for frozen in ([], ["first.weight", "scale"], ["never.bias"], []):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name not in frozen)
@@ -335,7 +335,7 @@ def test_parameters_come_and_go_between_steps() -> None:
 def test_unlike_parameters_are_named_on_every_rank() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 2 + comm.rank)
-        reducer = Reducer(lambda: _named(model), comm)
+        reducer = Reducer(lambda: named_parameters(model), comm)
         with pytest.raises(
             LaunchError, match="rank 1 has other parameters than rank 0: the first difference is parameter 0"
         ) as caught:
@@ -350,7 +350,7 @@ def test_unlike_parameters_are_named_on_every_rank() -> None:
 def test_weight_and_factor_multiply_before_and_after() -> None:
     def body(comm: ThreadComm) -> list[float]:
         model = nn.Linear(2, 1, bias=False)
-        reducer = Reducer(lambda: _named(model), comm, weight=0.5, factor=3.0)
+        reducer = Reducer(lambda: named_parameters(model), comm, weight=0.5, factor=3.0)
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
         model.zero_grad()
         return _step(reducer, lambda: model(torch.ones(1, 2)).sum())[0].tolist()[0]  # type: ignore[no-any-return]
@@ -364,7 +364,7 @@ def test_passes_are_counted_where_nobody_announces_them() -> None:
 
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
-        reducer = Reducer(lambda: _named(model), comm, passes=3)
+        reducer = Reducer(lambda: named_parameters(model), comm, passes=3)
         for _ in range(2):
             model.zero_grad()
             reducer.begin()
@@ -414,7 +414,7 @@ def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.Monk
 
     def body(comm: ThreadComm) -> None:
         model = _model()
-        engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: _named(model), comm))
+        engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: named_parameters(model), comm))
         for compression in ("none", "bf16"):
             engine.set_compression(compression)
             engine.begin(1)

@@ -115,12 +115,16 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
     threads = [
         threading.Thread(target=work, name=f"worker {worker}", args=(worker,), daemon=True) for worker in workers
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # a lost process ends without closing its files
-        gc.collect()
+    gc.disable()  # a lost process ends without closing its files; the warnings about them are caught below
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+    finally:
+        gc.enable()
     for error in errors:
         raise error

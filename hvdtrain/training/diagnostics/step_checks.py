@@ -65,10 +65,13 @@ class StepChecks:
         ends = progress.skipped_in_row >= self.current.run.config.train.max_skipped
         # The first overflows are how fp16 finds its scale.
         new = progress.skipped_in_row == 1 and not overflow and self._replays < _REPLAYS
-        if (new or ends) and result.weight > 0 and self.stepper.engine.uniform_passes:
+        engine = self.stepper.engine
+        if (new or ends) and result.weight > 0 and (engine.uniform_passes or not engine.replayable):
+            how = "--parallel.engine horovod: a rank cannot repeat its passes alone with a divided model"
+            if not engine.replayable:
+                how = "--parallel.sync every_step: workers that train apart do not repeat a step"
             self.current.recorder.warn(
-                f"step {progress.step} was skipped ({reason}); to find the operation, train these steps with"
-                " --parallel.engine horovod: a rank cannot repeat its passes alone with a divided model"
+                f"step {progress.step} was skipped ({reason}); to find the operation, train these steps with {how}"
             )
         elif (new or ends) and result.weight > 0:
             self._replays += 1

@@ -130,7 +130,7 @@ class WorkerState:
     def use_exchange(self, engine: Engine) -> None:
         """Pass the exchange's state of the last round to the engine of a new round; `pool_state` loads pieces."""
         last = self.state.exchange
-        if last is not None and last.owned() is None and self.resumes_in_job:
+        if last is not None and not last.in_pieces and self.resumes_in_job:
             engine.load_state_dict(*last.state_dict())
         self.state.exchange = engine
 
@@ -157,7 +157,7 @@ class WorkerState:
             self.state.exchange = ExchangeState(self.state.exchange)
         if not self.resumes_in_job:
             return
-        if self.state.exchange is not None and self.state.exchange.owned() is not None:
+        if self.state.exchange is not None and self.state.exchange.in_pieces:
             self.step = self.commits.step
             return
         if self._has_residuals():

@@ -185,7 +185,8 @@ class Saving:
 
     def _is_last_or_multiple(self, every: int) -> bool:
         step = self._state.progress.step
-        return step == self.current.stop or (bool(every) and step % every == 0)
+        covered = self.stepper.engine.covered(step)
+        return step == self.current.stop or (bool(every) and any(each % every == 0 for each in covered))
 
     def _is_stopped(self, error: CheckpointError, wait_s: float, requests: Callable[[], list[int]]) -> bool:
         """Wait `wait_s` seconds, or until a signal asks any rank to stop; return whether one did. Collective: yes."""

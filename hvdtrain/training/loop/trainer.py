@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.errors import TaskError
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
-from hvdtrain.spans import JOURNAL_KEYS
+from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.training.callbacks.base import Training
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
@@ -19,9 +20,35 @@ from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
+from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
+
+
+@dataclass
+class TimedStep:
+    """A step's number, counted from 1, its learning rate, and its times.
+
+    Attributes:
+        seconds: by the name of the span.
+    """
+
+    step: int
+    lr: float
+    start_ns: int
+    end_ns: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def end(self, spans: Spans) -> None:
+        """End it now, or later than before."""
+        self.seconds.update(spans.pop_seconds())
+        self.end_ns = spans.now()
+
+    @property
+    def step_s(self) -> float:
+        """Its duration in seconds."""
+        return (self.end_ns - self.start_ns) * 1e-9
 
 
 @dataclass
@@ -50,6 +77,7 @@ class Trainer:
         on_step: called with each step's journal line; it may change the compression.
         sums: further integers that each step sums over ranks.
         compiled: counts of torch.compile; None if nothing is compiled.
+        apart: runs the steps of workers that train apart; None without such workers.
     """
 
     current: Round
@@ -61,6 +89,7 @@ class Trainer:
     on_step: Callable[[dict[str, Any]], None]
     sums: StepSums
     compiled: CompileCounts | None = None
+    apart: WorkerSteps | None = None
 
     def __post_init__(self) -> None:
         """Make the histograms."""
@@ -85,7 +114,7 @@ class Trainer:
 
     def _run(self, signals: PendingSignals) -> str:
         progress, saving = self._state.progress, self.saving
-        begun_at = progress.step
+        is_first = True
 
         def requests() -> list[int]:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
@@ -103,15 +132,18 @@ class Trainer:
         while progress.step < self.current.stop:
             own = [*requests(), *(commit := self.roll_back.values())]
             own[SAVE] += saving.writer.poll()  # all ranks together retry a failed save
-            result = self._step([*own, *self.sums.values()])
-            self.sums.on_sums(progress.step, result.sums[len(own) :])
-            spoiled = self.step_checks.check(result, progress)
+            spoiled = None
+            for result in self._steps([*own, *self.sums.values()]):
+                if result.sums:
+                    self.sums.on_sums(progress.step, result.sums[len(own) :])
+                spoiled = spoiled or self.step_checks.check(result, progress)
             if is_back := spoiled is not None and self.roll_back.roll_back(spoiled, self._state, saving.writer.wait):
                 progress = self._state.progress
                 self.feed.begin(progress, self.current.stop, "rolled_back")
             elif any(result.sums[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self._state)
-            if progress.step == begun_at + 1:
+            if is_first:
+                is_first = False
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
                 self._show_memory()
                 if self.compiled is not None:
@@ -153,25 +185,63 @@ class Trainer:
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
 
-    def _step(self, values: list[int]) -> StepResult:
-        progress, spans = self._state.progress, self.stepper.spans
-        self.current.recorder.begin_step(progress.step + 1)
-        spans.step = progress.step + 1
-        start_ns = spans.now()
-        lr_factor = self._lr_factor(progress.step)
-        self._set_lr(lr_factor)
+    def _steps(self, values: list[int]) -> Iterator[StepResult]:
+        """Train until the ranks agree: a step, or several of workers that train apart. Yield the result of each.
+
+        The progress is that of the yielded step. The last result has the sums of `values`. Collective: yes.
+        """
+        if self.apart is not None and self.apart.begin(self._state.progress.step):
+            yield from self._steps_apart(self.apart, values)
+            return
+        progress = self._state.progress
+        timed = self._begin_step(progress.step + 1)
         mine = self.feed.micro_batches(progress.position)
         repeated = self.feed.repeated(progress.position)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
         result = self.stepper.run(parts, len(mine), values, len(repeated))
+        timed.end(self.stepper.spans)
+        self._advance(result, timed)
+        yield result
+
+    def _steps_apart(self, apart: WorkerSteps, values: list[int]) -> Iterator[StepResult]:
+        progress, spans = self._state.progress, self.stepper.spans
+        step, position, all_timed = progress.step, progress.position, []
+        for _ in range(apart.engine.steps_apart(self.current.stop - step)):
+            step += 1
+            timed = self._begin_step(step)
+            by_worker = self.feed.stream.by_worker(position)
+            mine = [batch for batches in by_worker for batch in batches]
+            parts = self.current.rounds.guard_parts(self.feed.draw(mine, step))
+            apart.step(parts, [len(batches) for batches in by_worker])
+            position = self.feed.stream.position_after(position)
+            timed.end(spans)
+            all_timed.append(timed)
+        results, outer = apart.agree(step, values)
+        all_timed[-1].end(spans)
+        for result, timed in zip(results, all_timed, strict=True):
+            self._advance(result, timed)
+            yield result
+        for facts in outer:
+            self.current.recorder.event({"event": "outer_step", "at_step": step, **asdict(facts)})
+
+    def _begin_step(self, step: int) -> TimedStep:
+        spans = self.stepper.spans
+        self.current.recorder.begin_step(step)
+        spans.step = step
+        lr_factor = self._lr_factor(step - 1)
+        self._set_lr(lr_factor)
+        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, spans.now())
+
+    def _advance(self, result: StepResult, timed: TimedStep) -> None:
+        """Count a step, and record it."""
+        progress = self._state.progress
         progress.step += 1
         progress.position = self.feed.stream.position_after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
-        progress.lr = self._worker.base_lrs[0] * lr_factor
-        spans.record("step", start_ns)
-        self._record_step(result, progress.lr, (spans.now() - start_ns) * 1e-9)
-        return result
+        progress.lr = timed.lr
+        self.stepper.spans.record("step", timed.start_ns, end_ns=timed.end_ns, step=timed.step)
+        self._record_step(result, timed)
 
     def _lr_factor(self, step: int) -> float:
         factor = float(self._worker.schedule(step))  # numpy's numbers are not JSON's
@@ -187,17 +257,17 @@ class Trainer:
         for group, base in zip(self._state.optimizer.param_groups, self._worker.base_lrs, strict=True):
             group["lr"] = base * lr_factor
 
-    def _record_step(self, result: StepResult, lr: float, step_s: float) -> None:
-        seconds = self.stepper.spans.pop_seconds()
+    def _record_step(self, result: StepResult, timed: TimedStep) -> None:
+        seconds = timed.seconds
         record: dict[str, Any] = {
             "step": self._state.progress.step,
             "time": steady_s(),
             "loss": result.loss,
-            "lr": lr,
+            "lr": timed.lr,
             "grad_norm": result.grad_norm,
             "position": self._state.progress.position,
             "tokens": result.weight,
-            "step_s": step_s,
+            "step_s": timed.step_s,
             **{key: seconds.get(part, 0.0) for part, key in JOURNAL_KEYS.items()},
             "skipped": not result.applied,
         }

@@ -9,10 +9,12 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.compression.table import parse
 from hvdtrain.config.schema import Config
+from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
@@ -28,6 +30,7 @@ from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
 from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
+from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.energy_use import EnergyUse
@@ -51,7 +54,8 @@ def build_engine(current: Round) -> Engine:
         if ready is not None:
             ready.close()
         raise
-    if ready is not None and engine.uniform_passes:  # the model has other parameters now
+    if ready is not None and (engine.uniform_passes or isinstance(engine, PeriodicEngine)):
+        # the model has other parameters now, or ranks exchange no gradients
         ready.close()
     elif ready is not None:
         path, host = current.layout.timeline.gradients, read_host(variables)
@@ -63,23 +67,29 @@ def engine_of_worker(
     worker: WorkerState, config: Config, comm: Comm, spans: Spans | None = None, *, elastic: bool = False
 ) -> Engine:
     """Make the engine of the config's options for a worker's model and optimizer. Collective: yes."""
-    parallel = config.parallel
-    return make_engine(
-        worker.state.optimizer,
-        worker.state.model,
-        comm,
-        parallel.compression,
-        spans,
-        parallel.bucket_mib,
-        worker.info.variables,
-        parallel.shard,
-        parallel.engine,
-        worker.device,
-        parallel.dp_shard,
-        config.precision,
-        offload=config.memory.offload != "none",
-        elastic=elastic,
-    )
+    parallel, plan = config.parallel, outer_plan(config)
+
+    def make(ranks: Comm, compression: str) -> Engine:
+        return make_engine(
+            worker.state.optimizer,
+            worker.state.model,
+            ranks,
+            compression,
+            spans,
+            parallel.bucket_mib,
+            worker.info.variables,
+            parallel.shard,
+            parallel.engine,
+            worker.device,
+            parallel.dp_shard,
+            config.precision,
+            offload=config.memory.offload != "none",
+            elastic=elastic,
+        )
+
+    if plan is None:
+        return make(comm, parallel.compression)
+    return make_periodic(worker.state.model, plan, comm, make, parallel.compression, worker.device)
 
 
 def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: EnergyUse) -> Trainer:
@@ -116,7 +126,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if train.tf32 == "on" and device.type == "cpu":
         recorder.warn("--train.tf32 on changes nothing on CPUs, which have no TF32")
     batch = (train.global_batch, train.pass_samples)
-    stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform)
+    apart, workers = None, None
+    if isinstance(engine, PeriodicEngine):
+        engine.join_group()
+        apart, workers = WorkerSteps(engine, stepper, worker.horizon), engine.links.workers
+    stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform, workers=workers)
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger)
     roll_back = RollBack(
@@ -144,17 +158,18 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy),
         compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
+        apart=apart,
     )
 
 
 def _loses_state(rounds: Rounds, engine: Engine) -> bool:
     """Return whether a lost rank takes state with it: pieces, or residuals that its compression has not delivered."""
-    return rounds.elastic and (engine.owned() is not None or parse(engine.compression).kind.feedback)
+    return rounds.elastic and (engine.in_pieces or parse(engine.compression).kind.feedback)
 
 
 def _make_buddies(current: Round, engine: Engine) -> Buddies | None:
     rounds = current.rounds
-    if not rounds.elastic or engine.owned() is None:
+    if not rounds.elastic or not engine.in_pieces:
         return None
     info = current.worker.info
     host = info.variables.get("HOROVOD_HOSTNAME", info.host)  # as the launcher names it

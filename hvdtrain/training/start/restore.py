@@ -49,7 +49,7 @@ def resume_state(current: Round) -> int:
         resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
         broadcast_state(state, comm, touch, source=loaded[0] if loaded else None)
     else:
-        if current.engine is not None and current.engine.owned() is not None:
+        if current.engine is not None and current.engine.in_pieces:
             chosen = pool_state(state, worker.commits.held(), comm, touch)
             newest, source = chosen.step, chosen.root
         else:
@@ -116,7 +116,7 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
         saved, snapshot = found
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(snapshot)
-        if current.engine is not None and current.engine.owned() is not None:
+        if current.engine is not None and current.engine.in_pieces:
             loaded.append(snapshot)
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}

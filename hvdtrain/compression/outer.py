@@ -1,0 +1,269 @@
+"""Codings of the outer exchange: the change of a worker's parameters as a constant number of bytes.
+
+They are not those of gradients (`table`): all workers get the payload of each, so that there is one encoding, no sum at
+owners, and any size of code. Error feedback is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hvdtrain.compression import base
+from hvdtrain.compression.sizes import OUTER_BLOCKS, OUTER_CHUNK, outer_count, outer_payload
+from hvdtrain.errors import ConfigError
+
+_AT_ONCE = 1 << 17
+"""Values that a CPU encodes at a time, so that scratch memory stays in its cache."""
+_SMALLEST = 1e-30
+_THRESHOLD, _INNER, _OUTER = 0.9816, 0.4528, 1.510
+"""The best quantizer of a normal distribution with 4 levels: Max, "Quantizing for Minimum Distortion", 1960."""
+_POSITION_BITS = 12
+
+
+class OuterCoding(Protocol):
+    """Encodes flat fp32 values; payloads decode to equal bits on all ranks.
+
+    If a value is not finite, neither is a decoded one. Nothing waits for a GPU.
+    """
+
+    def payload_bytes(self, length: int) -> int:
+        """Return the bytes of `length` encoded values."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Encode `values`, (n,) of fp32, into `out`, (payload_bytes(n),) of uint8."""
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        """Add the decoded values to `total`, (n,) of fp32."""
+
+
+class Bf16(OuterCoding):
+    """Rounds to bfloat16."""
+
+    def payload_bytes(self, length: int) -> int:
+        """Two a value."""
+        return outer_payload("bf16", 0, length)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Round."""
+        out.view(torch.bfloat16).copy_(values)
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        """Widen and add."""
+        total.add_(payload.view(torch.bfloat16))
+
+
+class Blocks(OuterCoding):
+    """Codes of 8, 4 or 2 bits in blocks with a scale.
+
+    8 and 4 bits are uniform, and the scale is the largest magnitude. 2 bits have the levels that lose least of a normal
+    distribution, and the scale is the root mean square.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bits, self._block = OUTER_BLOCKS[name]
+        self._top = (1 << (self._bits - 1)) - 1
+
+    def payload_bytes(self, length: int) -> int:
+        """Return codes and scales, of whole blocks."""
+        return outer_payload(self._name, 0, length)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Divide by the scale, and round."""
+        codes, scales = self._views(out)
+        for rows, blocks in _rows(values, self._block):
+            high = blocks.square().mean(1).sqrt_() if self._bits == 2 else blocks.abs().amax(1).div_(self._top)
+            if self._bits == 2 and rows.stop == len(scales):  # zeros that pad the last block do not count
+                high[-1] *= math.sqrt(self._block / ((len(values) - 1) % self._block + 1))
+            scales[rows] = high
+            scaled = blocks * torch.where(high > _SMALLEST, 1 / high, 0.0).unsqueeze(1)
+            if self._bits == 2:
+                found = (scaled > 0).to(torch.uint8)
+                found += scaled > _THRESHOLD
+                found += scaled > -_THRESHOLD
+            else:
+                found = scaled.round_().add_(self._top).to(torch.uint8)
+            codes[rows] = _pack(found, self._bits)
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        """Multiply levels by scales, and add."""
+        codes, scales = self._views(payload)
+        start = 0
+        for rows, count in _counts(len(total), self._block, total.device):
+            found = _unpack(codes[rows], self._bits)
+            if self._bits == 2:
+                levels = torch.tensor([-_OUTER, -_INNER, _INNER, _OUTER], device=total.device)
+                decoded = levels[found.int()]
+            else:
+                decoded = found.float().sub_(self._top)
+            decoded.mul_(scales[rows].unsqueeze(1))
+            total[start : start + count].add_(decoded.view(-1)[:count])
+            start += count
+
+    def _views(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes, (blocks, bytes), and scales, (blocks,)."""
+        width = self._block * self._bits // 8
+        scales = len(payload) // (width + 4)
+        return payload[: scales * width].view(scales, width), payload[scales * width :].view(torch.float32)
+
+
+class ChunkedTopK(OuterCoding):
+    """The largest values of each chunk of 4096, with a sign and one of two magnitudes.
+
+    SparseLoCo (arXiv 2508.15706) chooses by chunks, and has 12 bits for a position and 2 for a value. The magnitudes
+    are the means of the chosen values below and above their mean.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share, self._count = share, outer_count(share)
+
+    def payload_bytes(self, length: int) -> int:
+        """Return positions, values and magnitudes, of whole chunks."""
+        return outer_payload("topk", self._share, length)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Choose, and code."""
+        if not len(values):
+            return
+        positions, codes, magnitudes = self._views(out)
+        for rows, chunks in _rows(values, OUTER_CHUNK):
+            found, index = chunks.abs().topk(self._count, dim=1, sorted=False)
+            is_large = found >= found.mean(1, keepdim=True)
+            large = is_large.sum(1)
+            magnitudes[rows, 0] = (found * ~is_large).sum(1) / (self._count - large).clamp(min=1)
+            magnitudes[rows, 1] = torch.where(is_large, found, 0.0).sum(1) / large.clamp(min=1)
+            is_negative = chunks.gather(1, index) < 0
+            codes[rows] = _pack(is_large.to(torch.uint8) + 2 * is_negative, 2)
+            positions[rows] = _pack_positions(index)
+
+    def add(self, payload: Tensor, total: Tensor) -> None:
+        """Decode, and add."""
+        if not len(total):
+            return
+        positions, codes, magnitudes = self._views(payload)
+        start = 0
+        for rows, count in _counts(len(total), OUTER_CHUNK, total.device):
+            found = _unpack(codes[rows], 2)[:, : self._count]
+            values = magnitudes[rows].gather(1, (found & 1).long()) * (1.0 - (found & 2).float())
+            chunks = torch.zeros(len(values), OUTER_CHUNK, device=total.device)
+            chunks.scatter_(1, _unpack_positions(positions[rows])[:, : self._count], values)
+            total[start : start + count].add_(chunks.view(-1)[:count])
+            start += count
+
+    def _views(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions and codes, (chunks, bytes), and magnitudes, (chunks, 2)."""
+        widths = (8, -(-self._count // 2) * 3, -(-self._count // 4))
+        chunks = len(payload) // sum(widths)
+        sizes = [chunks * width for width in widths]  # fp32 first, which must be aligned; the end is padding
+        magnitudes, positions, codes, _ = torch.split(payload, [*sizes, len(payload) - sum(sizes)])
+        return positions.view(chunks, -1), codes.view(chunks, -1), magnitudes.view(torch.float32).view(chunks, 2)
+
+
+def _rows(values: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows of `width` values at a time; the last one is padded with zeros."""
+    start = 0
+    for rows, count in _counts(len(values), width, values.device):
+        part = values[start : start + count]
+        yield rows, torch.nn.functional.pad(part, (0, -count % width)).view(-1, width)
+        start += count
+
+
+def _counts(length: int, width: int, device: torch.device) -> Iterator[tuple[slice, int]]:
+    """Yield slices of rows of `width` values, and the number of values in them."""
+    rows = -(-length // width)
+    step = max(rows, 1) if base.processes_at_once(device) else max(1, _AT_ONCE // width)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        yield slice(first, last), min(last * width, length) - first * width
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Return (n, m) codes of some bits as (n, bytes)."""
+    each = 8 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each))
+    parts = padded.view(len(codes), -1, each)
+    found = parts[..., 0].clone()
+    for number in range(1, each):
+        found |= parts[..., number] << (bits * number)
+    return found
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return (n, m) codes, of whole bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _pack_positions(index: Tensor) -> Tensor:
+    """Return (n, k) numbers of 12 bits as (n, bytes), two in three bytes."""
+    pairs = torch.nn.functional.pad(index, (0, index.shape[1] % 2)).view(len(index), -1, 2)
+    joined = pairs[..., 0] | pairs[..., 1] << _POSITION_BITS
+    shifts = torch.arange(0, 24, 8, device=index.device)
+    return ((joined.unsqueeze(2) >> shifts) & 255).to(torch.uint8).flatten(1)
+
+
+def _unpack_positions(packed: Tensor) -> Tensor:
+    """Return (n, k) int64 numbers, and one more if k is odd."""
+    parts = packed.view(len(packed), -1, 3).long()
+    joined = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
+    shifts = torch.tensor([0, _POSITION_BITS], device=packed.device)
+    return ((joined.unsqueeze(2) >> shifts) & (OUTER_CHUNK - 1)).flatten(1)
+
+
+@dataclass(frozen=True)
+class OuterKind:
+    """A coding by name, with its number.
+
+    Attributes:
+        number: after the colon; 0 for a coding without one.
+    """
+
+    name: str
+    number: float = 0.0
+
+    def payload_bytes(self, length: int) -> int:
+        """Return the bytes of `length` values."""
+        return outer_payload(self.name, self.number, length)
+
+    def load(self) -> OuterCoding | None:
+        """Return the coding; None for fp32."""
+        return TABLE[self.name](self.number)
+
+
+TABLE: dict[str, Callable[[float], OuterCoding | None]] = {
+    "none": lambda number: None,
+    "bf16": lambda number: Bf16(),
+    "int8": lambda number: Blocks("int8"),
+    "int4": lambda number: Blocks("int4"),
+    "int2": lambda number: Blocks("int2"),
+    "topk": ChunkedTopK,
+}
+_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.03, 1 / OUTER_CHUNK, 0.5
+
+
+def parse_outer(text: str) -> OuterKind:
+    """Return the coding that ``--outer.compression`` names, such as "int4" or "topk:0.03".
+
+    Errors:
+        ConfigError: there is no such coding, or its number is invalid.
+    """
+    name, colon, written = text.partition(":")
+    if name in TABLE and not colon:
+        return OuterKind(name, _SHARE if name == "topk" else 0.0)
+    try:
+        share = float(written) if name == "topk" else math.nan
+    except ValueError:
+        share = math.nan
+    if _LEAST_SHARE <= share <= _MOST_SHARE:
+        return OuterKind(name, share)
+    raise ConfigError(
+        f"invalid --outer.compression {text!r}",
+        expected=f"{', '.join(TABLE)}, or topk:FRACTION with {_LEAST_SHARE:.2g} to {_MOST_SHARE:g}",
+        next_step="choose one of these",
+    )

@@ -1,0 +1,119 @@
+"""``--parallel.sync``: how often workers exchange, and the settings of each method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdtrain.config.schema import Config
+
+EVERY_STEP = "every_step"
+METHODS = ("local", "diloco", "streaming", "sparseloco")
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A value of ``--parallel.sync``.
+
+    Attributes:
+        method: every_step, or one of `METHODS`.
+        every: steps between two exchanges of a parameter.
+    """
+
+    method: str
+    every: int = 1
+
+
+def parse_sync(text: str) -> Sync:
+    """Return what a value of ``--parallel.sync`` means, such as "diloco:32". Errors: ConfigError."""
+    method, _, every = text.partition(":")
+    if text == EVERY_STEP:
+        return Sync(text)
+    if method in METHODS and every.isascii() and every.isdigit() and 1 <= int(every) < 2**31:
+        return Sync(method, int(every))
+    raise ConfigError(
+        f"invalid --parallel.sync {text!r}",
+        expected=f"{EVERY_STEP}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
+        next_step="for example --parallel.sync diloco:32 --parallel.workers 2",
+    )
+
+
+@dataclass(frozen=True)
+class OuterPlan:
+    """What workers do between exchanges and in them; all methods are settings of one algorithm.
+
+    Attributes:
+        workers: number of them.
+        every: steps between two exchanges of a parameter.
+        fragments: parts of the parameters that are exchanged one after the other.
+        delay: steps until the result of an exchange is used.
+        mix: share of its own parameters that a worker keeps then.
+        lr: learning rate of the outer optimizer.
+        momentum: Nesterov momentum of the outer optimizer.
+        feedback: share of what its coding has lost that a worker adds to its next change.
+        coding: of payloads; "none" to exchange fp32.
+        start_steps: synchronous steps at the beginning.
+    """
+
+    workers: int
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    lr: float = 0.7
+    momentum: float = 0.9
+    feedback: float = 1.0
+    coding: str = "int8"
+    start_steps: int = 0
+
+    @property
+    def interval(self) -> int:
+        """Steps between two exchanges."""
+        return self.every // self.fragments
+
+
+_DEFAULTS: dict[str, dict[str, float | str]] = {
+    "local": {"lr": 1.0, "momentum": 0.0},
+    "diloco": {},
+    "streaming": {},
+    "sparseloco": {"lr": 1.0, "momentum": 0.0, "feedback": 0.95, "coding": "topk:0.03"},
+}
+_STREAMING = 4
+"""Fragments of streaming by default, if the number of steps allows it."""
+
+
+def outer_plan(config: Config) -> OuterPlan | None:
+    """Return the plan of a run; None if it exchanges in every step. Errors: ConfigError if options do not fit."""
+    sync, outer, workers = parse_sync(config.parallel.sync), config.outer, config.parallel.workers
+    if sync.method == EVERY_STEP:
+        return None
+    if workers is None:
+        raise ConfigError(
+            f"--parallel.sync {config.parallel.sync} needs --parallel.workers",
+            expected="the number of workers that train apart, from 2 on",
+            next_step="usually, it is the number of sites or hosts; the loss curve depends on it, and not on the number"
+            " of ranks",
+        )
+    streams = sync.method == "streaming"
+    fragments = outer.fragments
+    if fragments is None:
+        fragments = max(n for n in range(1, _STREAMING + 1) if sync.every % n == 0) if streams else 1
+    interval = sync.every // fragments
+    delay = outer.delay if outer.delay is not None else (interval // 2 if streams else 0)
+    given = {"lr": outer.lr, "momentum": outer.momentum, "feedback": outer.feedback, "coding": outer.compression}
+    chosen = {**_DEFAULTS[sync.method], **{name: value for name, value in given.items() if value is not None}}
+    if sync.every % fragments:
+        raise ConfigError(
+            f"--outer.fragments {fragments} does not divide --parallel.sync {config.parallel.sync}",
+            expected=f"a divisor of {sync.every}",
+        )
+    if delay >= interval:
+        raise ConfigError(
+            f"--outer.delay {delay} is not below the {interval} steps between two exchanges",
+            expected=f"0 to {interval - 1}, for --parallel.sync {config.parallel.sync} in {fragments} fragment(s)",
+        )
+    mix = outer.mix if outer.mix is not None else (0.5 if delay else 0.0)
+    return OuterPlan(workers, sync.every, fragments, delay, mix, start_steps=outer.start_steps, **chosen)  # type: ignore[arg-type]

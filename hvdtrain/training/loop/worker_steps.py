@@ -1,0 +1,137 @@
+"""Steps of workers that train apart: a rank runs those of its workers alone, until all ranks agree on the results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from hvdtrain.engine.outer import OuterFacts
+from hvdtrain.engine.periodic import PeriodicEngine
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step import Stepper, StepResult
+
+_OF_STEP = 4
+"""Numbers of each step: sums over workers of losses, weights, squared norms, and skipped steps."""
+_OF_WORKER = 3
+"""Numbers of each worker: tokens of these steps, norm of its newest change, and its cosine with the mean change."""
+
+
+@dataclass
+class OuterStep:
+    """An outer step, as the journal has it.
+
+    Attributes:
+        sent_bytes: by rank 0.
+        wait_s: seconds in which rank 0 waited for it.
+        change_norms: L2 norm of the change of each worker.
+        cosines: between the change of each worker and the mean of all.
+    """
+
+    sent_bytes: int
+    wait_s: float
+    change_norms: list[float]
+    cosines: list[float]
+
+
+@dataclass
+class WorkerSteps:
+    """Runs windows of steps without a collective between workers.
+
+    Attributes:
+        stepper: of all ranks, for the synchronous steps at the beginning; its engine is `engine`.
+        horizon: last step of the schedule: then all workers are merged.
+    """
+
+    engine: PeriodicEngine
+    stepper: Stepper
+    horizon: int
+    _own: Stepper | None = field(default=None, init=False)
+    _results: list[list[StepResult]] = field(default_factory=list, init=False)
+
+    def begin(self, step: int) -> bool:
+        """Return whether workers train apart after step `step`; they begin if it is time. Collective: yes."""
+        engine = self.engine
+        if not engine.begun and step >= engine.plan.start_steps:
+            engine.begin_workers(step)
+        if engine.begun and self._own is None:
+            links, whole = engine.links, self.stepper
+            buffers = SharedBuffers(whole.model, links.group, whole.buffers.policy, whole.buffers.say)
+            batch = max(1, whole.global_batch // links.workers.count)
+            self._own = replace(whole, engine=engine.inner, comm=links.group, global_batch=batch, buffers=buffers)
+        return engine.begun
+
+    def step(self, parts: Iterable[tuple[Callable[[], None], Any]], counts: Sequence[int]) -> None:
+        """Run a step of each worker of this rank, with `counts` micro-batches of `parts`. Collective: in the group."""
+        assert self._own is not None
+        batches, engine = iter(parts), self.engine
+        groups = [dict(group) for group in engine.optimizer.param_groups]
+        results = []
+        for number, (worker, count) in enumerate(zip(engine.links.served, counts, strict=True)):
+            if number:  # a worker's optimizer may count in its groups
+                for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
+                    group.update(values)
+            engine.activate(worker)
+            results.append(self._own.run(islice(batches, count), count, []))
+        next(batches, None)  # what follows the last micro-batch
+        self._results.append(results)
+        with self.stepper.spans("wait"):
+            engine.end_step()
+
+    def agree(self, step: int, values: Sequence[int]) -> tuple[list[StepResult], list[OuterStep]]:
+        """End a window after step `step`: return the results of its steps, equal on all ranks. Collective: yes.
+
+        The last one has the sums of `values` over ranks. An outer step that is due begins.
+        """
+        engine, spans = self.engine, self.stepper.spans
+        links, results = engine.links, self._results
+        self._results = []
+        engine.park()
+        facts = engine.pop_facts()
+        numbers = torch.zeros(_OF_STEP * len(results) + _OF_WORKER * links.workers.count, dtype=torch.float64)
+        if links.leaders is not None:
+            steps = numbers[: _OF_STEP * len(results)].view(-1, _OF_STEP)
+            own = numbers[len(steps) * _OF_STEP :].view(-1, _OF_WORKER)
+            for place, found in zip(steps, results, strict=True):
+                place += torch.tensor([_numbers(result) for result in found], dtype=torch.float64).sum(0)
+            for index, worker in enumerate(links.served):
+                own[worker, 0] = sum(found[index].weight for found in results if found[index].applied)
+                for fact in facts:
+                    own[worker, 1] += float(fact.norms[index]) ** 2
+                    own[worker, 2] += float(fact.cosines[index]) / len(facts)
+        numbers = torch.cat([numbers, torch.tensor(values, dtype=torch.float64)])
+        with spans("wait"):
+            sums = self.stepper.comm.allreduce(numbers, name="workers/numbers").wait().tolist()
+        of_workers = sums[_OF_STEP * len(results) :][: _OF_WORKER * links.workers.count]
+        end = len(sums) - len(values)
+        found_results = [
+            self._result(sums[_OF_STEP * number :][:_OF_STEP], [round(v) for v in sums[end:]] if last else [])
+            for number in range(len(results))
+            for last in [number == len(results) - 1]
+        ]
+        with spans("wait"):
+            engine.end_window(step, of_workers[::_OF_WORKER], last=step == self.horizon)
+        return found_results, _outer_step(facts, of_workers)
+
+    def _result(self, numbers: Sequence[float], sums: list[int]) -> StepResult:
+        losses, weight, squares, skipped = numbers
+        loss = losses / weight if weight > 0 else math.nan
+        norm = math.sqrt(squares / self.engine.links.workers.count) if squares >= 0 else math.nan
+        return StepResult(loss, weight, norm, not skipped and math.isfinite(loss), sums)
+
+
+def _numbers(result: StepResult) -> list[float]:
+    loss = result.loss * result.weight if result.weight > 0 else 0.0
+    return [loss, result.weight, result.grad_norm**2, float(not result.applied)]
+
+
+def _outer_step(facts: Sequence[OuterFacts], of_workers: Sequence[float]) -> list[OuterStep]:
+    if not facts:
+        return []
+    sent, wait_s = sum(fact.sent_bytes for fact in facts), sum(fact.wait_s for fact in facts)
+    norms = [math.sqrt(square) for square in of_workers[1::_OF_WORKER]]
+    return [OuterStep(sent, wait_s, norms, list(of_workers[2::_OF_WORKER]))]
