@@ -311,7 +311,8 @@ def test_parameters_come_and_go_between_steps() -> None:
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
         x = _batch(0, 0).abs()
-        reducer = Reducer(lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad], comm, bucket_bytes=100)
+        named = lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad]  # noqa: E731
+        reducer = Reducer(named, comm, bucket_bytes=100)
         for frozen in ([], ["first.weight", "scale"], ["never.bias"], []):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name not in frozen)

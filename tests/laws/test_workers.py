@@ -71,7 +71,7 @@ def _train(folder: Path, *plan: Period, options: Sequence[str] = (), optimizer: 
 
 
 def _close(method: str, ranks: int, values: list[float]) -> Any:
-    """Codings round: a sum of gradients in another order may change a code. Without such sums there is no difference."""
+    """Codings round: a sum of gradients in another order may change a code. Without such sums nothing differs."""
     coded = "none" not in METHODS[method][-1]
     sums = ranks > 4 or "--outer.start_steps=3" in METHODS[method]
     return pytest.approx(values, rel=2e-3 if coded and sums else 2e-6)
