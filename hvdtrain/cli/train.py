@@ -73,10 +73,13 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 
     from hvdtrain.comm.start import start_rounds
+    from hvdtrain.data.workers import worker_groups
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(info, parallel.dp_shard, parallel.workers, horovod=needs_horovod(parallel.engine))
+    rounds = start_rounds(
+        info, parallel.dp_shard, worker_groups(parallel.workers), horovod=needs_horovod(parallel.engine)
+    )
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

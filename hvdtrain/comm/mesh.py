@@ -6,11 +6,10 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdtrain.data.workers import Workers
 from hvdtrain.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hvdtrain.comm.base import Comm
 
@@ -55,22 +54,10 @@ def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:
     return [*shards, *(list(range(index, size, dp_shard)) for index in range(dp_shard))]
 
 
-def worker_groups(size: int, workers: int | None) -> list[list[int]]:
-    """Return the ranks of each group of workers that train apart (`Workers.groups`). Pure."""
-    return Workers(workers, size).groups() if workers is not None else []
-
-
-def subsets(comm: Comm, name: str) -> Callable[[Sequence[int]], Comm]:
-    """Return what makes a communicator of some ranks with this one. Collective: yes. `name`: of the collective."""
-    from hvdtrain.comm.objects import allgather_json
-
-    hosts = allgather_json(comm, socket.gethostname(), name=name)
-
-    def part(ranks: Sequence[int]) -> Comm:
-        on_host = [rank for rank in ranks if hosts[rank] == hosts[comm.rank]]
-        return comm.subset(ranks, on_host.index(comm.rank), len(on_host))
-
-    return part
+def subset(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Comm:
+    """Return a communicator of some ranks with this one. `hosts`: of all ranks. Collective: yes, among them."""
+    here = [rank for rank in ranks if hosts[rank] == hosts[comm.rank]]
+    return comm.subset(ranks, here.index(comm.rank), len(here))
 
 
 def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
@@ -88,8 +75,7 @@ def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
     hosts = allgather_json(comm, [socket.gethostname(), comm.local_size], name="mesh/hosts")
     _check_hosts(hosts, len(own[0]))
 
-    part = subsets(comm, "mesh/subset")
-    return Mesh(comm, part(own[0]), own[0], part(own[1]))
+    return Mesh(comm, subset(comm, own[0], hosts), own[0], subset(comm, own[1], hosts))
 
 
 def _check_hosts(hosts: list[list[str | int]], dp_shard: int) -> None:

@@ -6,11 +6,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdtrain.comm.mesh import worker_groups
 from hvdtrain.errors import HorovodError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
@@ -31,6 +30,15 @@ _WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
 _INNERMOST = 3
 _AGAIN_S = 0.05
 """Between two checks for new connections while the round cannot be completed."""
+
+
+Groups = Callable[[int], Sequence[Sequence[int]]]
+"""Returns the ranks of each group that will exchange apart, of a number of ranks."""
+
+
+def no_groups(size: int) -> Sequence[Sequence[int]]:
+    """Return none."""
+    return []
 
 
 class Rounds(ABC):
@@ -156,12 +164,12 @@ class StockRounds(Rounds):
 class DriverRounds(Rounds):
     """A job of hvdtrain's own elastic driver.
 
-    `info` is from the environment, before the first round. `workers`: that train apart.
+    `info` is from the environment, before the first round. `groups`: those that will exchange apart.
     """
 
-    def __init__(self, client: DriverClient, info: RankInfo, workers: int | None = None) -> None:
+    def __init__(self, client: DriverClient, info: RankInfo, groups: Groups = no_groups) -> None:
         super().__init__(info)
-        self._client, self._workers = client, workers
+        self._client, self._groups = client, groups
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
         """Join the next round, or a later one where that fails. Collective: yes."""
@@ -199,7 +207,7 @@ class DriverRounds(Rounds):
         try:
             self._check_whole()
             begin_session()
-            comm = HorovodComm(groups=worker_groups(place.size, self._workers))
+            comm = HorovodComm(groups=self._groups(place.size))
         finally:
             met.set()
             if cutter.is_alive():

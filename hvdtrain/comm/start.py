@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import mesh_groups, worker_groups
-from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
+from hvdtrain.comm.mesh import mesh_groups
+from hvdtrain.comm.rounds import DriverRounds, Groups, OneRound, Rounds, StockRounds, no_groups
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, TORCHRUN, RankInfo
@@ -13,28 +13,28 @@ from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
 
 def start_rounds(
-    info: RankInfo, dp_shard: int | None = None, workers: int | None = None, *, horovod: bool = True
+    info: RankInfo, dp_shard: int | None = None, groups: Groups = no_groups, *, horovod: bool = True
 ) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
-    `dp_shard`: ranks that divide a model (`comm.mesh`). `workers`: that train apart. `horovod`: whether training
+    `dp_shard`: ranks that divide a model (`comm.mesh`). `groups`: others that will exchange apart. `horovod`: whether training
     needs Horovod; without it torchrun may have started the ranks.
     Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info, horovod=horovod)
     client = connect_to_driver(info.variables)
     if client is not None:
-        return DriverRounds(client, info, workers)
-    comm = start_comm(info, dp_shard, workers)
+        return DriverRounds(client, info, groups)
+    comm = start_comm(info, dp_shard, groups)
     if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
         return StockRounds(comm)
     return OneRound(comm)
 
 
-def start_comm(info: RankInfo, dp_shard: int | None = None, workers: int | None = None) -> Comm:
+def start_comm(info: RankInfo, dp_shard: int | None = None, groups: Groups = no_groups) -> Comm:
     """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
 
-    `dp_shard`: ranks that divide a model. `workers`: that train apart. Collective: yes. Call
+    `dp_shard`: ranks that divide a model. `groups`: others that will exchange apart. Collective: yes. Call
     `runtime.tuning.prepare` before.
 
     Errors:
@@ -43,7 +43,7 @@ def start_comm(info: RankInfo, dp_shard: int | None = None, workers: int | None 
         LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
             the ranks of one job.
     """
-    groups = [*mesh_groups(info.size, dp_shard), *worker_groups(info.size, workers)]
+    sets = [*mesh_groups(info.size, dp_shard), *groups(info.size)]
     if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):
         return SoloComm()
     if info.launcher == TORCHRUN:
@@ -58,6 +58,6 @@ def start_comm(info: RankInfo, dp_shard: int | None = None, workers: int | None 
     refuse_without_address(info.variables)
     from hvdtrain.comm.horovod import HorovodComm
 
-    comm = HorovodComm(groups=groups)
+    comm = HorovodComm(groups=sets)
     mpi.check_size(info, comm.size)
     return comm

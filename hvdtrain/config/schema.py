@@ -75,6 +75,7 @@ class ParallelConfig:
             parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too
         workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
             several ranks a worker. The loss curve depends on this number, and not on the number of ranks
+            (default: none)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdtrain.data.order import rank_share
@@ -51,6 +52,11 @@ class Workers:
             part = rank_share(len(own), rank - ranks.start, len(ranks))
             found.append(range(own.start + part.start, own.start + part.stop))
         return found
+
+
+def worker_groups(count: int | None) -> Callable[[int], list[list[int]]]:
+    """Return what gives `Workers.groups` for a number of ranks; none without workers."""
+    return lambda ranks: Workers(count, ranks).groups() if count is not None else []
 
 
 def _holder(index: int, count: int, size: int) -> int:

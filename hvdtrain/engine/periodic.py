@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import subsets
+from hvdtrain.comm.mesh import subset
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.outer import OuterCoding, parse_outer
 from hvdtrain.config.sync import OuterPlan
@@ -25,8 +27,8 @@ from hvdtrain.data.workers import Workers
 from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.make import named_parameters
 from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide
-from hvdtrain.errors import CheckpointError, TaskError
-from hvdtrain.state.pieces import Place
+from hvdtrain.errors import TaskError
+from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.train_state import stored_as
 
 _PREFIX = "worker"
@@ -366,18 +368,7 @@ class PeriodicEngine(Engine):
         return prefix != _PREFIX or int(rest.partition("/")[0]) in self.links.served
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load what concerns this rank's workers; the model has the shared parameters already.
-
-        Errors:
-            CheckpointError: it is the state of other workers.
-        """
-        if values.get("begun") and values.get(KEY) != self.links.workers.count:
-            raise CheckpointError(
-                f"the checkpoint has {values[KEY]} workers",
-                expected=f"{self.links.workers.count}, as --parallel.workers says",
-                next_step=f"--parallel.workers {values[KEY]}, or start from its model: --resume never and the option of"
-                " the task that reads a model",
-            )
+        """Load what concerns this rank's workers, which are as many; the model has the shared parameters already."""
         if not values.get("begun"):
             if not self.begun:
                 self.inner.load_state_dict(tensors, values)
@@ -456,6 +447,28 @@ def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Iterator[tuple[str
             yield key.removeprefix(prefix), tensors[key]
 
 
+def without_workers(state: StateDict) -> StateDict:
+    """Return a whole state with one optimizer, whose tensors are the mean over the workers.
+
+    What workers have learned since the last outer step is left out, and so is the outer optimizer.
+    """
+    exchange, count = state.tensors["exchange"], state.values["exchange"][KEY]
+    merged: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for key, value in _of_worker(exchange, 0):
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            total = value.double()
+            for worker in range(1, count):
+                total += exchange[f"{_PREFIX}/{worker}/{key}"]
+            merged[name] = (total / count).to(value.dtype)
+        elif kind == "number":
+            plain[name] = value.item()
+    tensors = {group: found for group, found in state.tensors.items() if group != "exchange"}
+    values = {**state.values, "optimizer": plain, "exchange": None}
+    return StateDict({**tensors, "optimizer": merged}, values, state.places)
+
+
 def make_periodic(
     model: nn.Module,
     plan: OuterPlan,
@@ -469,7 +482,7 @@ def make_periodic(
     own, leaders = list(workers.ranks_of(workers.served_by(comm.rank)[0])), workers.leaders()
     links = Links(comm, SoloComm(), comm, workers)
     if len(leaders) < comm.size:
-        part = subsets(comm, "workers/subset")
-        group = part(own) if len(own) > 1 else SoloComm()
-        links = Links(comm, group, part(leaders) if comm.rank in leaders else None, workers)
+        hosts = allgather_json(comm, socket.gethostname(), name="workers/hosts")
+        group = subset(comm, own, hosts) if len(own) > 1 else SoloComm()
+        links = Links(comm, group, subset(comm, leaders, hosts) if comm.rank in leaders else None, workers)
     return PeriodicEngine(model, plan, links, make, compression, parse_outer(plan.coding).load())

@@ -69,6 +69,7 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
+    from hvdtrain.data.workers import worker_groups
     from hvdtrain.engine.table import needs_horovod
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads
@@ -77,7 +78,9 @@ def train(
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
         parallel = run.config.parallel
-        rounds = start_rounds(info, parallel.dp_shard, parallel.workers, horovod=needs_horovod(parallel.engine))
+        rounds = start_rounds(
+            info, parallel.dp_shard, worker_groups(parallel.workers), horovod=needs_horovod(parallel.engine)
+        )
         return run_training(run, build, rounds, timeline, info, sinks, callbacks=callbacks)
     except NoPlace:
         sys.exit(0)

@@ -138,3 +138,17 @@ def test_one_step_and_the_mean_is_gradient_averaging(tmp_path: Path) -> None:
         optimizer="SGD",
     )
     assert mean.losses() == pytest.approx(plain.losses(), rel=2e-6)
+
+
+@pytest.mark.parametrize("options", [("--parallel.sync=every_step", "--parallel.workers=null"), METHODS["local"]])
+def test_a_run_may_go_on_with_other_workers_or_none(options: Sequence[str], tmp_path: Path) -> None:
+    """From the mean state of the optimizers; a run with 4 workers goes on with 3, and back."""
+    _train(tmp_path / "run", _ranks(2), options=(*METHODS["diloco"], "--train.stop_at=16"))
+    apart = () if "null" in options[-1] else ("--parallel.workers=3",)
+    run = _train(tmp_path / "run", _ranks(3), options=(*options, *apart, "--train.stop_at=20"))
+    assert any("the checkpoint has 4 workers" in event["text"] for event in run.events("warning"))
+    last = _train(tmp_path / "run", _ranks(1), options=METHODS["diloco"])
+    assert last.losses()[-1] < last.losses()[0] and len(last.losses()) == STEPS
+    assert not verify_data(last.run).wrong
+    adam = last.state().tensors["exchange"]["worker/3/optimizer/0.weight/step"]
+    assert float(adam) == STEPS

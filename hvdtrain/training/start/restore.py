@@ -12,6 +12,8 @@ from typing import Any
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, list_changes
+from hvdtrain.engine.periodic import KEY as WORKERS
+from hvdtrain.engine.periodic import PeriodicEngine, without_workers
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import damaged_lines, last_step
 from hvdtrain.observe.recorder import Recorder
@@ -114,6 +116,7 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
         saved, snapshot = found
+        snapshot = _with_fitting_workers(current, snapshot)
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(snapshot)
         if current.engine is not None and current.engine.in_pieces:
@@ -149,6 +152,19 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
     else:
         claim.write_config(run)
     return state.progress.step
+
+
+def _with_fitting_workers(current: Round, snapshot: StateDict) -> StateDict:
+    """Return a state that this run's engine can load: that of other workers, or of none here, is averaged."""
+    stored, engine = snapshot.values.get("exchange") or {}, current.engine
+    own = engine.links.workers.count if isinstance(engine, PeriodicEngine) else 0
+    if not stored.get("begun") or stored[WORKERS] == own:
+        return snapshot
+    current.recorder.warn(
+        f"the checkpoint has {stored[WORKERS]} workers, and this run {own or 'none'}: it continues from the parameters"
+        " of the last outer step, with the mean state of their optimizers"
+    )
+    return without_workers(snapshot)
 
 
 def _warn_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
