@@ -17,8 +17,8 @@ def start_rounds(
 ) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
-    `dp_shard`: ranks that divide a model (`comm.mesh`). `groups`: others that will exchange apart. `horovod`: whether training
-    needs Horovod; without it torchrun may have started the ranks.
+    `dp_shard`: ranks that divide a model (`comm.mesh`). `groups`: others that will exchange apart. `horovod`:
+    whether training needs Horovod; without it torchrun may have started the ranks.
     Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info, horovod=horovod)

@@ -51,13 +51,15 @@ class OuterFacts:
         fragment: its number.
         sent_bytes: by this rank.
         wait_s: seconds in which this rank waited for others.
-        norms: L2 norm of the change of each served worker.
+        mean_norm: L2 norm of the mean change.
+        norms: of the change of each served worker.
         cosines: between that change and the mean of all.
     """
 
     fragment: int
     sent_bytes: int = 0
     wait_s: float = 0.0
+    mean_norm: float = 0.0
     norms: list[Tensor] = field(default_factory=list)
     cosines: list[Tensor] = field(default_factory=list)
 
@@ -184,7 +186,8 @@ class OuterExchange:
             if self._links.group.size > 1:
                 self._links.group.broadcast(mean, name=f"outer/{fragment}/mean").wait()
             norm = mean.norm()
-            if not math.isfinite(norm):
+            flight.facts.mean_norm = float(norm)
+            if not math.isfinite(flight.facts.mean_norm):
                 raise NonFiniteError(
                     "the mean change of the workers is not finite",
                     expected="finite parameters on all workers",

@@ -143,6 +143,7 @@ class RunTrace:
         is_part: `steps` are only the last round; others had other ranks or came before a resume.
         events: the newest events ``memory`` and ``compiled`` by name, if there are any.
         cost: of all starts of the run; None if unknown.
+        outer: events ``outer_step``.
     """
 
     path: Path
@@ -157,6 +158,7 @@ class RunTrace:
     is_part: bool = False
     events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cost: Cost | None = None
+    outer: Sequence[Mapping[str, Any]] = ()
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

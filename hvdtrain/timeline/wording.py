@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.timeline.analysis.analysis import Estimate, Memory
+from hvdtrain.timeline.analysis.analysis import Estimate, Memory, OuterSteps
 
 
 def readable(text: str) -> str:
@@ -69,3 +69,11 @@ def memory(found: Memory) -> str:
     kinds = sorted(((mib, kind) for kind, mib in found.mib.items() if mib), reverse=True)
     parts = ", ".join(f"{kind} {mib:,.0f}" for mib, kind in kinds)
     return f"{sum(found.mib.values()):,.0f} MiB of the {found.where} at most: {parts}"
+
+
+def outer(found: OuterSteps) -> str:
+    """Describe outer steps."""
+    return (
+        f"{counted(found.count, 'outer step')}; in each {nbytes(found.sent_bytes)} sent, {ms(found.wait_ms)} ms waited;"
+        f" cosine with the mean change {found.cosine:.2f}, drift {found.drift:.2f}"
+    )

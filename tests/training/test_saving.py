@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 import hvdtrain
-from hvdtrain.engine.base import Engine
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.spans import Spans
@@ -160,7 +159,7 @@ def test_a_save_that_lost_ranks_prevented_is_made_up_once(
         one._state = SimpleNamespace(progress=SimpleNamespace(step=step))
         one._config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
         one._store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])
-        one.current, one.stepper = SimpleNamespace(stop=33), SimpleNamespace(engine=Engine())
+        one.current, one.stepper = SimpleNamespace(stop=33), SimpleNamespace(engine=SimpleNamespace(covered=lambda s: [s]))
         one.evaluate = lambda: done.append("evaluate")
         one.save = lambda evaluated, wait, requests: done.append("save and wait" if wait else "save")
         one.catch_up(lambda: [0])

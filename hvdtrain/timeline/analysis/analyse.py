@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, RankRow
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
@@ -51,6 +51,7 @@ def analyse(run: RunTrace) -> Analysis:
         lanes=lanes.window_lanes(run),
         memory=_memory(run.events.get("memory", {})),
         cost=run.cost,
+        outer=_outer(run),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )
@@ -66,6 +67,22 @@ def _memory(event: Mapping[str, Any]) -> Memory | None:
     mib = event.get("mib")
     known = numbers(mib) if isinstance(mib, Mapping) else {}
     return Memory(str(event.get("where", "")), known) if known else None
+
+
+def _outer(run: RunTrace) -> OuterSteps | None:
+    """Return means over the outer steps of the run; None without valid ones."""
+    options = run.config.get("parallel")
+    options = options if isinstance(options, Mapping) else {}
+    workers = options.get("workers")
+    found = []
+    for event in run.outer:
+        cosines = [value for value in event.get("cosines") or () if isinstance(value, (int, float))]
+        known = numbers({name: event.get(name) for name in ("sent_bytes", "wait_s", "drift")})
+        if len(known) == 3 and len(cosines) == workers:
+            found.append([known["sent_bytes"], 1e3 * known["wait_s"], min(cosines), known["drift"]])
+    if not found or not isinstance(workers, int):
+        return None
+    return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
 
 
 def _regular(run: RunTrace) -> RunTrace:

@@ -211,6 +211,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class OuterSteps:
+    """The outer steps of workers that train apart. Figures are means over them.
+
+    Attributes:
+        sync: the option --parallel.sync.
+        workers: number of workers.
+        count: number of outer steps.
+        sent_bytes: by rank 0 in each.
+        wait_ms: that rank 0 waited in each.
+        cosine: between the change of a worker and the mean change, the least of all workers.
+        drift: distance of a worker from the mean, over the norm of the mean change.
+    """
+
+    sync: str
+    workers: Count
+    count: Count
+    sent_bytes: float
+    wait_ms: float
+    cosine: float
+    drift: float
+
+
+@dataclass(frozen=True)
 class Analysis:
     """The analysis of a run.
 
@@ -225,6 +248,7 @@ class Analysis:
         notes: data that is missing or was dropped, and the precision of the clocks.
         memory: None if unknown.
         cost: of all starts of the run; None if unknown.
+        outer: None if ranks exchange in every step.
     """
 
     title: str
@@ -239,6 +263,7 @@ class Analysis:
     notes: Sequence[str] = ()
     memory: Memory | None = None
     cost: Cost | None = None
+    outer: OuterSteps | None = None
 
 
 def part_figure(part: str) -> str:

@@ -97,6 +97,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "findings": list(zip(analysis.findings, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
         "communication_facts": communication_facts(analysis.communication, steps=steps),
+        "outer_text": wording.outer(analysis.outer) if analysis.outer else "",
         "cost_facts": cost_facts(analysis.cost) if analysis.cost else (),
         "each_ms": "ms per step" if steps else "ms",
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},

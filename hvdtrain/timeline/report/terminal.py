@@ -34,6 +34,8 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         yield from _budget(analysis.budget)
     if analysis.communication is not None:
         yield from _communication(analysis.communication, each)
+    if analysis.outer is not None:
+        yield f"{analysis.outer.workers} workers, {shorten(analysis.outer.sync, 24)}: {wording.outer(analysis.outer)}"
     yield from _blame(analysis.blame)
     if analysis.carriers:
         yield f"most expensive to exchange, ms {each}:"

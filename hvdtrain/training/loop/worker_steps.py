@@ -18,7 +18,8 @@ from hvdtrain.training.loop.step import Stepper, StepResult
 _OF_STEP = 4
 """Numbers of each step: sums over workers of losses, weights, squared norms, and skipped steps."""
 _OF_WORKER = 3
-"""Numbers of each worker: tokens of these steps, norm of its newest change, and its cosine with the mean change."""
+"""Numbers of each worker: tokens of these steps, and of its newest change the squared norm, and the cosine with the
+mean change."""
 
 
 @dataclass
@@ -28,14 +29,23 @@ class OuterStep:
     Attributes:
         sent_bytes: by rank 0.
         wait_s: seconds in which rank 0 waited for it.
-        change_norms: L2 norm of the change of each worker.
-        cosines: between the change of each worker and the mean of all.
+        mean_norm: L2 norm of the mean change of all workers.
+        change_norms: of the change of each worker.
+        cosines: between the change of each worker and the mean.
     """
 
     sent_bytes: int
     wait_s: float
+    mean_norm: float
     change_norms: list[float]
     cosines: list[float]
+
+    @property
+    def drift(self) -> float:
+        """Distance of a worker from the mean, over the norm of the mean change: root mean square over workers."""
+        pairs = zip(self.change_norms, self.cosines, strict=True)
+        squares = [n * n + self.mean_norm**2 - 2 * n * self.mean_norm * cosine for n, cosine in pairs]
+        return math.sqrt(max(0.0, sum(squares) / len(squares))) / self.mean_norm if self.mean_norm else 0.0
 
 
 @dataclass
@@ -134,4 +144,5 @@ def _outer_step(facts: Sequence[OuterFacts], of_workers: Sequence[float]) -> lis
         return []
     sent, wait_s = sum(fact.sent_bytes for fact in facts), sum(fact.wait_s for fact in facts)
     norms = [math.sqrt(square) for square in of_workers[1::_OF_WORKER]]
-    return [OuterStep(sent, wait_s, norms, list(of_workers[2::_OF_WORKER]))]
+    mean = math.sqrt(sum(fact.mean_norm**2 for fact in facts))
+    return [OuterStep(sent, wait_s, mean, norms, list(of_workers[2::_OF_WORKER]))]
