@@ -24,6 +24,7 @@ SCRIPTS = (
     "drop_in",
     "two_hosts",
     "time_to_loss",
+    "slow_links",
     "resnet",
     "overhead",
     "spans",

@@ -1,0 +1,150 @@
+"""What do rare exchanges cost and lose over 100 and 10 Mbit/s, beside DDP's hooks and our int8 in every step?
+
+Steps: two hosts of one core each (see tests/support/two_hosts.py; needs root), one rank of 1 thread on each, a Llama of
+15 million parameters, 4 x 128 tokens a rank; two workers, of one rank each. All jobs are started once and take turns
+(see jobs.py) of two rounds of `EVERY` steps, so that each outer step counts. `slow_links/100mbit/step/NAME` is the mean
+step over that of ranks without exchange in the same round, `step` the lowest of ours that exchanges rarely.
+`bytes_per_sample` is what leaves a host in a round over what all-reduces of all gradients in fp32 send: 2 (n - 1) / n
+of them in each step.
+
+Losses: the default language model for `STEPS` steps with each method, on two ranks of this machine: the curve depends
+on neither ranks nor links. `loss_at_equal_samples/NAME` is the held-out loss after all steps over that of a
+synchronous run of the same seed. `time_to_loss/NAME` is the time to the held-out loss that the synchronous run has
+after `TARGET` steps, with the steps measured at 100 Mbit/s, over the same for int8 in every step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from common import Figure, figure, main, ratios
+from host_jobs import HostsJob
+from jobs import SGD, Job, Setting, environment, take_turns, warmed_up
+from models import MODELS
+from time_to_loss import Run
+
+from hvdtrain.observe.past_journal import read_journal
+from tests.support.two_hosts import UnavailableError, two_hosts
+
+EVERY = 32
+RARE = {
+    "diloco": {"parallel.sync": f"diloco:{EVERY}"},
+    "diloco_int4": {"parallel.sync": f"diloco:{EVERY}", "outer.compression": "int4"},
+    "streaming": {"parallel.sync": f"streaming:{EVERY}"},
+    "streaming_int2": {"parallel.sync": f"streaming:{EVERY}", "outer.compression": "int2"},
+    "sparseloco": {"parallel.sync": f"sparseloco:{EVERY}"},
+}
+"""Options of ours that exchange rarely."""
+EVERY_STEP = {"int8": {"parallel.compression": "int8"}}
+PEERS = ("ddp_fp16", "ddp_powersgd")
+COMPUTE = "no_exchange"
+RATES = {"100mbit": 2, "10mbit": 1}
+"""Rounds at each rate."""
+TOO_SLOW = {"10mbit": (*EVERY_STEP, *PEERS)}
+"""Contenders that take minutes a step."""
+STEPS, TARGET, EVALUATED, SEEDS = 1000, 400, 40, (0, 1, 2)
+START = STEPS // 10
+"""Synchronous steps at the beginning."""
+CURVES = ("diloco", "diloco_int4", "streaming", "sparseloco")
+
+
+def setting(options: Mapping[str, object]) -> Setting:
+    rare = {"parallel.workers": 2} if "parallel.sync" in options else {}
+    further = {**options, **rare, "observe.stall_timeout_s": 0}
+    return Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours=further)
+
+
+def mean_step_s(job: Job, steps: int) -> float:
+    """The mean of the next `steps` steps: journals of workers get several lines at once."""
+    before = len(job.steps())
+    job.until(lambda seen: len(seen) >= before + steps)
+    return statistics.mean(step["step_s"] for step in job.steps()[before : before + steps])
+
+
+def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
+    """The figures of steps, and the medians at 100 Mbit/s over no exchange."""
+    ours = {**RARE, **EVERY_STEP}
+    names = [COMPUTE, *ours, *PEERS]
+    found: list[Figure] = []
+    at_100: dict[str, float] = {}
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        kinds = {name: ("ours", setting(ours[name])) if name in ours else (name, setting({})) for name in names}
+        starts = {name: partial(HostsJob, name, *kinds[name], hosts=hosts) for name in names}
+        jobs = stack.enter_context(warmed_up(starts, EVERY))
+        gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
+        for name in (*RARE, "int8"):
+            share = jobs[name].bytes_a_step(EVERY) / gradients  # one all-reduce of two ranks sends all gradients once
+            found.append(figure(f"slow_links/bytes_per_sample/{name}", [share], "ratio"))
+        for rate, rounds in RATES.items():
+            hosts.throttle(rate)
+            these = {name: job for name, job in jobs.items() if name not in TOO_SLOW.get(rate, ())}
+
+            def turn(job: Job) -> float:
+                return mean_step_s(job, 8 if job.name in (*EVERY_STEP, *PEERS, COMPUTE) else 2 * EVERY)
+
+            seconds = take_turns(these, turn, 1 if quick else rounds)
+            over = {name: ratios(own, seconds[COMPUTE]) for name, own in seconds.items() if name != COMPUTE}
+            found += [figure(f"slow_links/{rate}/step/{name}", own, "ratio") for name, own in over.items()]
+            best = min(RARE, key=lambda name: statistics.median(over[name]))
+            found.append(figure(f"slow_links/{rate}/step", over[best], "ratio"))
+            if rate == "100mbit":
+                at_100 = {name: statistics.median(own) for name, own in over.items()}
+    return found, at_100
+
+
+def train(name: str, seed: int, folder: Path) -> Run:
+    """One curve, from start to end."""
+    options = {**RARE, "synchronous": {}}[name]
+    more = {"parallel.workers": 2, "outer.start_steps": START} if options else {}
+    flags = [f"--{option}={value}" for option, value in {**options, **more}.items()]
+    argv = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--", "train", f"--run_dir={folder}"]
+    argv += [f"--seed={seed}", f"--train.steps={STEPS}", f"--train.eval_every={EVALUATED}", "--checkpoint.every=0"]
+    argv += ["--train.eval_samples=256", "--observe.tensorboard=false", *flags]
+    subprocess.run(argv, env=environment(), check=True, capture_output=True)
+    records = read_journal(folder / "journal.jsonl")
+    losses = {record["at_step"]: record["loss"] for record in records if record.get("event") == "evaluation"}
+    print(f"seed {seed}, {name}: held-out loss {losses[STEPS]:.4f}", flush=True)
+    return Run([record["step_s"] for record in records if "step_s" in record], losses)
+
+
+def losses(quick: bool, at_100: Mapping[str, float]) -> list[Figure]:
+    runs: dict[str, list[Run]] = {name: [] for name in ("synchronous", *CURVES)}
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in SEEDS[:1] if quick else SEEDS:
+            for name in runs:
+                runs[name].append(train(name, seed, Path(scratch) / f"{seed}-{name}"))
+    return [f for name in CURVES for f in compared(name, runs[name], runs["synchronous"], at_100)]
+
+
+def compared(name: str, runs: Sequence[Run], synchronous: Sequence[Run], at_100: Mapping[str, float]) -> list[Figure]:
+    """The figures of one method, seed by seed."""
+    over = [own.losses[STEPS] / other.losses[STEPS] for own, other in zip(runs, synchronous, strict=True)]
+    found = [figure(f"slow_links/loss_at_equal_samples/{name}", over, "ratio")]
+    if at_100:
+        steps_to = [own.steps_to(other.losses[TARGET]) for own, other in zip(runs, synchronous, strict=True)]
+        times = [count * at_100[name] / (TARGET * at_100["int8"]) for count in steps_to]
+        found.append(figure(f"slow_links/100mbit/time_to_loss/{name}", times, "ratio"))
+    return found
+
+
+def measure(quick: bool) -> list[Figure]:
+    """All figures; those of steps only where this machine can be made into two hosts."""
+    figures: list[Figure] = []
+    at_100: dict[str, float] = {}
+    try:
+        figures, at_100 = steps(quick)
+    except UnavailableError as reason:
+        print(f"steps are left out: {reason}", file=sys.stderr)
+    return figures if quick else [*figures, *losses(quick, at_100)]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)
