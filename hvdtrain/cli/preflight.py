@@ -101,7 +101,7 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     if info.rank == 0:
         _write(options.write, ())  # an error after the measurement would be too late
     hosts: list[str] = []
-    deadline = Deadline(options.timeout, info.rank, lambda alive: _give_up(options, info, hosts, alive, log))
+    deadline = Deadline(options.timeout, info.rank, partial(_give_up, options, info, hosts, log))
     rounds = start_rounds(info, None, horovod=True)
     comm = rounds.enter(STARTED)
     facts = allgather_json(comm, _rank_facts(info), name="preflight/facts")
@@ -234,9 +234,14 @@ def _write(path: Path | None, hosts: Iterable[str]) -> None:
 
 
 def _give_up(
-    options: argparse.Namespace, info: RankInfo, hosts: Sequence[str], alive: Mapping[int, bool] | None, log: Path
+    options: argparse.Namespace,
+    info: RankInfo,
+    hosts: Sequence[str],
+    log: Path,
+    alive: Mapping[int, bool] | None,
+    running: Mapping[int, Sequence[str]],
 ) -> None:
-    """End this process at the deadline; on rank 0, name the hosts that did not answer."""
+    """End this process at the deadline; on rank 0, name the hosts that did not answer, and what each rank waits for."""
     missing = unanswered(alive, hosts) if alive is not None else []
     if info.rank == 0:
         if missing:
@@ -245,7 +250,8 @@ def _give_up(
             text = f"the ranks did not finish within {options.timeout:g} s, and none is behind the others"
         else:
             text = f"the ranks were not connected within {options.timeout:g} s"
-        sys.stderr.write(f"hvdtrain preflight: {text}\n")
+        waits = [f"rank {rank} waits for {', '.join(names) or 'no other rank'}" for rank, names in running.items()]
+        sys.stderr.write("".join(f"hvdtrain preflight: {line}\n" for line in [text, *waits]))
         sys.stderr.flush()
         with suppress(ConfigError):
             _write(options.write, missing)

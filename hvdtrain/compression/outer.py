@@ -7,8 +7,7 @@ owners, and any size of code. Error feedback is the caller's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from hvdtrain.compression import base
 from hvdtrain.compression.sizes import OUTER_BLOCKS, OUTER_CHUNK, outer_count, outer_payload
-from hvdtrain.errors import ConfigError
 
 _AT_ONCE = 1 << 17
 """Values that a CPU encodes at a time, so that scratch memory stays in its cache."""
@@ -214,56 +212,3 @@ def _unpack_positions(packed: Tensor) -> Tensor:
     joined = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
     shifts = torch.tensor([0, _POSITION_BITS], device=packed.device)
     return ((joined.unsqueeze(2) >> shifts) & (OUTER_CHUNK - 1)).flatten(1)
-
-
-@dataclass(frozen=True)
-class OuterKind:
-    """A coding by name, with its number.
-
-    Attributes:
-        number: after the colon; 0 for a coding without one.
-    """
-
-    name: str
-    number: float = 0.0
-
-    def payload_bytes(self, length: int) -> int:
-        """Return the bytes of `length` values."""
-        return outer_payload(self.name, self.number, length)
-
-    def load(self) -> OuterCoding | None:
-        """Return the coding; None for fp32."""
-        return TABLE[self.name](self.number)
-
-
-TABLE: dict[str, Callable[[float], OuterCoding | None]] = {
-    "none": lambda number: None,
-    "bf16": lambda number: Bf16(),
-    "int8": lambda number: Blocks("int8"),
-    "int4": lambda number: Blocks("int4"),
-    "int2": lambda number: Blocks("int2"),
-    "topk": ChunkedTopK,
-}
-_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.03, 1 / OUTER_CHUNK, 0.5
-
-
-def parse_outer(text: str) -> OuterKind:
-    """Return the coding that ``--outer.compression`` names, such as "int4" or "topk:0.03".
-
-    Errors:
-        ConfigError: there is no such coding, or its number is invalid.
-    """
-    name, colon, written = text.partition(":")
-    if name in TABLE and not colon:
-        return OuterKind(name, _SHARE if name == "topk" else 0.0)
-    try:
-        share = float(written) if name == "topk" else math.nan
-    except ValueError:
-        share = math.nan
-    if _LEAST_SHARE <= share <= _MOST_SHARE:
-        return OuterKind(name, share)
-    raise ConfigError(
-        f"invalid --outer.compression {text!r}",
-        expected=f"{', '.join(TABLE)}, or topk:FRACTION with {_LEAST_SHARE:.2g} to {_MOST_SHARE:g}",
-        next_step="choose one of these",
-    )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm
     from hvdtrain.compression.base import BucketShape, Compressor
     from hvdtrain.compression.coding import Coding
+    from hvdtrain.compression.outer import OuterCoding
 
 
 ONE_HOST_MIB = 32
@@ -279,6 +280,57 @@ def parse(text: str) -> Compression:
         if kind.number and kind.number.accepts(value):
             return Compression(kind, value)
     raise ConfigError(f"invalid compression {text!r}", expected=", ".join(choices()), next_step="choose one of these")
+
+
+_OUTER = {
+    "none": "",
+    "bf16": "outer:Bf16",
+    **dict.fromkeys(sizes.OUTER_BLOCKS, "outer:Blocks"),
+    "topk": "outer:ChunkedTopK",
+}
+"""The coding of each value of ``--outer.compression``."""
+_SHARE = Number("share", 0.03, 1 / sizes.OUTER_CHUNK, 0.5)
+
+
+@dataclass(frozen=True)
+class OuterKind:
+    """A value of ``--outer.compression``; `number` is that after the colon."""
+
+    name: str
+    number: float = 0.0
+
+    def payload_bytes(self, length: int) -> int:
+        """Return the bytes of the encoded change of `length` values."""
+        return sizes.outer_payload(self.name, self.number, length)
+
+    def load(self) -> OuterCoding | None:
+        """Return the coding; None for fp32. Imports torch."""
+        make = _load_name(_OUTER[self.name]) if _OUTER[self.name] else None
+        if make is None or self.name == "bf16":
+            return make() if make else None
+        return make(self.number if self.name == "topk" else self.name)  # type: ignore[no-any-return]
+
+
+def parse_outer(text: str) -> OuterKind:
+    """Return the coding that ``--outer.compression`` names, such as "int4" or "topk:0.03".
+
+    Errors:
+        ConfigError: there is no such coding, or its number is invalid.
+    """
+    name, colon, written = text.partition(":")
+    if name in _OUTER and not colon:
+        return OuterKind(name, _SHARE.default if name == "topk" else 0.0)
+    try:
+        share = float(written) if name == "topk" else float("nan")
+    except ValueError:
+        share = float("nan")
+    if _SHARE.accepts(share):
+        return OuterKind(name, share)
+    raise ConfigError(
+        f"invalid --outer.compression {text!r}",
+        expected=f"{', '.join(_OUTER)}, or topk:FRACTION with {_SHARE.low:.2g} to {_SHARE.high:g}",
+        next_step="choose one of these",
+    )
 
 
 def _load_name(spec: str) -> Any:

@@ -119,13 +119,14 @@ def _check_workers(config: Config) -> None:
         return
     for option, value, instead in (
         ("--precision fp16", config.precision == "fp16", "--precision bf16"),
+        ("--train.micro_batch auto", train.micro_batch == SIZE_AUTO, "a number"),
         ("--train.ema", train.ema is not None, "no average: the outer step averages already"),
         ("--parallel.buffers check", config.parallel.buffers == "check", "--parallel.buffers mean"),
         ("--parallel.compression auto", config.parallel.compression == "auto", "a compression by name"),
     ):
         if value:
             raise ConfigError(f"{sync} does not support {option}", next_step=f"use {instead}")
-    if train.micro_batch != SIZE_AUTO and (most := -(-train.global_batch // train.pass_samples)) < plan.workers:
+    if (most := -(-train.global_batch // train.pass_samples)) < plan.workers:
         raise ConfigError(
             f"{plan.workers} workers, but a step has only {most} micro-batch(es)",
             expected="a micro-batch or more for each worker in each step",

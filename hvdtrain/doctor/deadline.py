@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdtrain.comm.link_probe import MEASURED
 
@@ -37,11 +37,13 @@ class Deadline:
     Args:
         seconds: from now.
         rank: of this process.
-        on_end: gets the ranks that still report, and whether each waits in a measurement. On ranks other than 0, and
-            before `connect`, it gets None.
+        on_end: gets the ranks that still report, and whether each waits in a measurement; on ranks other than 0, and
+            before `connect`, None. Then the collectives that each rank has last reported as running.
     """
 
-    def __init__(self, seconds: float, rank: int, on_end: Callable[[dict[int, bool] | None], None]) -> None:
+    def __init__(
+        self, seconds: float, rank: int, on_end: Callable[[dict[int, bool] | None, dict[int, list[str]]], None]
+    ) -> None:
         self._until_s = time.monotonic() + seconds + (_OTHERS_S if rank else 0.0)
         self._rank, self._on_end = rank, on_end
         self._link: tuple[Store, int, Mapping[str, float]] | None = None
@@ -63,24 +65,33 @@ class Deadline:
                 with suppress(RuntimeError):  # a rank has ended, and the store with it
                     self._report(self._link[0], self._link[2])
             if time.monotonic() > self._until_s:
-                alive = self._listen(*self._link) if self._link is not None and self._rank == 0 else None
+                alive, running = None, {}
+                if self._link is not None and self._rank == 0:
+                    alive, running = self._listen(*self._link)
                 if not self._ended.is_set():
-                    self._on_end(alive)
+                    self._on_end(alive, running)
                 return
 
     def _report(self, store: Store, in_flight: Mapping[str, float]) -> None:
         self._count += 1
-        waits = any(name.startswith(MEASURED) for name in list(in_flight))
-        store.set(f"preflight/{self._rank}", json.dumps([self._count, waits]))
+        store.set(f"preflight/{self._rank}", json.dumps([self._count, list(in_flight)]))
 
-    def _listen(self, store: Store, size: int, in_flight: Mapping[str, float]) -> dict[int, bool]:
+    def _listen(
+        self, store: Store, size: int, in_flight: Mapping[str, float]
+    ) -> tuple[dict[int, bool], dict[int, list[str]]]:
         before = _reports(store, size)
         self._ended.wait(_LISTEN_S)
         self._report(store, in_flight)
         now = _reports(store, size)
-        return {rank: bool(report[1]) for rank, report in now.items() if report != before.get(rank)}
+        running = {rank: report[1] for rank, report in now.items()}
+        alive = {
+            rank: any(name.startswith(MEASURED) for name in running[rank])
+            for rank, report in now.items()
+            if report != before.get(rank)
+        }
+        return alive, running
 
 
-def _reports(store: Store, size: int) -> dict[int, list[int]]:
+def _reports(store: Store, size: int) -> dict[int, list[Any]]:
     keys = {rank: f"preflight/{rank}" for rank in range(size)}
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}

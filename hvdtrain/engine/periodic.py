@@ -21,7 +21,8 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import subset
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression.outer import OuterCoding, parse_outer
+from hvdtrain.compression.outer import OuterCoding
+from hvdtrain.compression.table import parse_outer
 from hvdtrain.config.sync import OuterPlan
 from hvdtrain.data.workers import Workers
 from hvdtrain.engine.base import Engine, Loss

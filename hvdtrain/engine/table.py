@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hvdtrain.compression.table import TABLE as COMPRESSIONS
-from hvdtrain.compression.table import parse
+from hvdtrain.compression.table import parse, parse_outer
 from hvdtrain.config.sync import outer_plan
 from hvdtrain.errors import ConfigError
 
@@ -213,7 +213,10 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     parallel, offload = config.parallel, config.memory.offload != "none"
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard
     kind = find_engine(*options, offload=offload, elastic=elastic)
-    if outer_plan(config) is not None and not kind.periodic:
+    plan = outer_plan(config)
+    if plan is not None:
+        parse_outer(plan.coding)
+    if plan is not None and not kind.periodic:
         raise ConfigError(
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} does not support --parallel.sync"
             f" {parallel.sync}",

@@ -18,6 +18,7 @@ from hvdtrain.compression import base
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.table import engine_of
@@ -72,6 +73,13 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         comm = ImaginedDdp(ranks, parse(parallel.compression).kind.name)
         parallel = replace(parallel, engine="horovod", compression="none")
         run = replace(run, config=replace(run.config, parallel=parallel))
+    if outer_plan(run.config) is not None:
+        raise ConfigError(
+            f"hvdtrain fit does not predict --parallel.sync {run.config.parallel.sync}",
+            expected="ranks that exchange in every step",
+            next_step="predict --parallel.sync every_step; workers need in addition, for each that a rank serves, the"
+            " parameters and the state of the optimizer, and once the parameters and the outer momentum",
+        )
     if run.config.train.micro_batch == "auto":
         raise ConfigError(
             "the memory of --train.micro_batch auto is what the device has",

@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hvdtrain.compression import base, outer
-from hvdtrain.compression.outer import OuterCoding, parse_outer
+from hvdtrain.compression.outer import OuterCoding
+from hvdtrain.compression.table import parse_outer
 from hvdtrain.errors import ConfigError
 
 ERRORS = {"bf16": 0.002, "int8": 0.008, "int4": 0.13, "int2": 0.35, "topk:0.03": 0.91, "topk:0.3": 0.6}

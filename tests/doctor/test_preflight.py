@@ -75,25 +75,26 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(monkeypatch: pytest.Monk
         monkeypatch.setattr(deadline, name, 0.05)
     store, ended, heard = MemoryStore(), Event(), []
 
-    def end(alive: dict[int, bool] | None) -> None:
-        heard.append(alive)
+    def end(alive: dict[int, bool] | None, running: dict[int, list[str]]) -> None:
+        heard.append((alive, running))
         ended.set()
 
-    store.set("preflight/2", json.dumps([7, True]))  # it reported once
-    others = deadline.Deadline(60, 1, lambda alive: None)
+    store.set("preflight/2", json.dumps([7, ["link/bytes/1"]]))  # it reported once
+    others = deadline.Deadline(60, 1, lambda alive, running: None)
     others.connect(store, 4, {"link/bytes/65536": 0.0})
     deadline.Deadline(0.5, 0, end).connect(store, 4, {"link/together": 0.0})
     assert ended.wait(TIMEOUT_S)
     others.close()
-    assert heard == [{0: False, 1: True}]
+    running = {0: ["link/together"], 1: ["link/bytes/65536"], 2: ["link/bytes/1"]}
+    assert heard == [({0: False, 1: True}, running)]
 
 
 def test_a_deadline_that_is_closed_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "_EVERY_S", 0.01)
     heard: list[object] = []
-    made = deadline.Deadline(0.0, 0, heard.append)
+    made = deadline.Deadline(0.0, 0, lambda *found: heard.append(found))
     made.close()
-    assert heard in ([], [None])  # it may have been over before
+    assert heard in ([], [(None, {})])  # it may have been over before
 
 
 def test_the_fabric_of_nccl() -> None:
@@ -143,7 +144,7 @@ def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
     own = [sys.executable, "-m", "hvdtrain", "preflight", "--seconds", "1", "--write", "bad", "--gpus", "1"]
     done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "sh", "-c", rank, "sh", *own)
     assert done.returncode == 3, done.stderr
-    assert (tmp_path / "bad").read_text() == "h0\nh1\nh2\n"
+    assert (tmp_path / "bad").read_text() == "h0\nh1\nh2\n", done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith(" BAD")]
     assert [row[0] for row in rows] == ["h0", "h1", "h2"] and all(float(row[5]) > 0 for row in rows)
 
@@ -168,6 +169,7 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "python", "-c", code)
     assert done.returncode == 3, done.stderr
     assert "did not answer within 25 s: h1" in done.stderr
+    assert "preflight: rank 0 waits for " in done.stderr
     assert (tmp_path / "bad").read_text() == "h1\n"
 
 

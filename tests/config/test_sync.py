@@ -1,0 +1,106 @@
+"""``--parallel.sync``: what is understood, what is refused, and the settings of each method."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from hvdtrain.config.parse import parse_argv
+from hvdtrain.config.sync import OuterPlan, Sync, outer_plan, parse_sync
+from hvdtrain.data.workers import Workers
+from hvdtrain.engine.outer import divide
+from hvdtrain.engine.table import engine_of
+from hvdtrain.errors import ConfigError
+
+
+def plan(*options: str) -> OuterPlan | None:
+    return outer_plan(parse_argv(["--parallel.workers=2", *(f"--{option}" for option in options)], None).config)
+
+
+def test_names_and_steps() -> None:
+    assert parse_sync("every_step") == Sync("every_step", 1)
+    assert parse_sync("diloco:32") == Sync("diloco", 32)
+    assert outer_plan(parse_argv([], None).config) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "diloco", "diloco:", "diloco:0", "diloco:-1", "diloco:1.5", "x:3", "every_step:2"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.sync"):
+        parse_sync(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["parallel.sync=local:8"], OuterPlan(2, 8, lr=1.0, momentum=0.0)),
+        (["parallel.sync=diloco:8"], OuterPlan(2, 8)),
+        (["parallel.sync=diloco:8", "outer.lr=0.5", "outer.compression=none"], OuterPlan(2, 8, lr=0.5, coding="none")),
+        (["parallel.sync=streaming:32"], OuterPlan(2, 32, fragments=4, delay=4, mix=0.5)),
+        (["parallel.sync=streaming:6"], OuterPlan(2, 6, fragments=3, delay=1, mix=0.5)),
+        (["parallel.sync=streaming:5", "outer.delay=0"], OuterPlan(2, 5)),
+        (
+            ["parallel.sync=sparseloco:30"],
+            OuterPlan(2, 30, lr=1.0, momentum=0.0, feedback=0.95, coding="topk:0.03"),
+        ),
+    ],
+)
+def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> None:
+    assert plan(*options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["parallel.sync=diloco:8", "parallel.workers=null"], "needs --parallel.workers"),
+        (["parallel.workers=2"], "no effect"),
+        (["parallel.sync=diloco:8", "parallel.workers=1"], "out of range"),
+        (["parallel.sync=diloco:8", "parallel.workers=5"], "5 workers, but a step has only 4 micro-batch"),
+        (["parallel.sync=diloco:8", "outer.fragments=3"], "does not divide"),
+        (["parallel.sync=diloco:8", "outer.delay=8"], "not below the 8 steps"),
+        (["parallel.sync=diloco:8", "outer.compression=int3"], "outer.compression"),
+        (["parallel.sync=diloco:8", "precision=fp16"], "fp16"),
+        (["parallel.sync=diloco:8", "train.ema=0.9"], "train.ema"),
+        (["parallel.sync=diloco:8", "train.micro_batch=auto"], "micro_batch auto"),
+        (["parallel.sync=diloco:8", "parallel.compression=auto"], "compression auto"),
+        (["parallel.sync=diloco:8", "parallel.buffers=check"], "buffers check"),
+        (["parallel.sync=diloco:8", "parallel.shard=optimizer"], "does not support --parallel.sync"),
+        (["parallel.sync=diloco:8", "parallel.engine=fsdp"], "does not support --parallel.sync"),
+        (["parallel.sync=diloco:8", "parallel.engine=ddp"], "does not support --parallel.sync"),
+        (["parallel.sync=diloco:8", "outer.momentum=1"], "outer.momentum"),
+        (["parallel.sync=diloco:8", "outer.mix=1"], "outer.mix"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(parse_argv(["--parallel.workers=2", *(f"--{option}" for option in options)], None).config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_ranks_share_out_workers_and_micro_batches(count: int, ranks: int) -> None:
+    """Whatever the ranks, each worker has the same micro-batches, and each micro-batch one rank."""
+    workers = Workers(count, ranks)
+    for worker in range(count):
+        assert [rank for rank in range(ranks) if worker in workers.served_by(rank)] == list(workers.ranks_of(worker))
+    for batches in (count, 13, 16):
+        of_worker: dict[int, list[int]] = {worker: [] for worker in range(count)}
+        for rank in range(ranks):
+            for worker, share in zip(workers.served_by(rank), workers.shares(batches, rank), strict=True):
+                of_worker[worker] += share
+        alone = [list(share) for share in Workers(count, 1).shares(batches, 0)]
+        assert [sorted(of_worker[worker]) for worker in range(count)] == alone
+        assert list(chain.from_iterable(alone)) == list(range(batches))
+    groups: Any = workers.groups()
+    assert all(rank in group for group in groups[-1:] for rank in workers.leaders())
+
+
+def test_fragments_are_of_equal_size() -> None:
+    sizes = [100, 7, 7, 7, 100, 7, 7, 7, 50]
+    found = divide(sizes, 3)
+    assert sorted(chain.from_iterable(found)) == list(range(9))
+    totals = [sum(sizes[index] for index in each) for each in found]
+    assert max(totals) - min(totals) <= 60
