@@ -65,7 +65,8 @@ class Deadline:
                 with suppress(RuntimeError):  # a rank has ended, and the store with it
                     self._report(self._link[0], self._link[2])
             if time.monotonic() > self._until_s:
-                alive, running = None, {}
+                alive: dict[int, bool] | None = None
+                running: dict[int, list[str]] = {}
                 if self._link is not None and self._rank == 0:
                     alive, running = self._listen(*self._link)
                 if not self._ended.is_set():
