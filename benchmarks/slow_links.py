@@ -33,7 +33,8 @@ from time_to_loss import Run
 from hvdtrain.observe.past_journal import read_journal
 from tests.support.two_hosts import UnavailableError, two_hosts
 
-EVERY = 32
+EVERY, WINDOW = 32, 16
+"""Steps between two exchanges, and the most between two agreements of all ranks."""
 RARE = {
     "diloco": {"parallel.sync": f"diloco:{EVERY}"},
     "diloco_int4": {"parallel.sync": f"diloco:{EVERY}", "outer.compression": "int4"},
@@ -61,11 +62,11 @@ def setting(options: Mapping[str, object]) -> Setting:
     return Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours=further)
 
 
-def mean_step_s(job: Job, steps: int) -> float:
-    """The mean of the next `steps` steps: journals of workers get several lines at once."""
-    before = len(job.steps())
-    job.until(lambda seen: len(seen) >= before + steps)
-    return statistics.mean(step["step_s"] for step in job.steps()[before : before + steps])
+def mean_step_s(job: Job, steps: int, window: int) -> float:
+    """The mean of `steps` steps, after those of the `window` in which the job was stopped before."""
+    first = len(job.steps()) + window
+    job.until(lambda seen: len(seen) >= first + steps)
+    return statistics.mean(step["step_s"] for step in job.steps()[first : first + steps])
 
 
 def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
@@ -81,14 +82,14 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
         jobs = stack.enter_context(warmed_up(starts, EVERY))
         gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
         for name in (*RARE, "int8"):
-            share = jobs[name].bytes_a_step(EVERY) / gradients  # one all-reduce of two ranks sends all gradients once
+            share = jobs[name].bytes_a_step(2 * EVERY) / gradients  # one all-reduce of two ranks sends all gradients once
             found.append(figure(f"slow_links/bytes_per_sample/{name}", [share], "ratio"))
         for rate, rounds in RATES.items():
             hosts.throttle(rate)
             these = {name: job for name, job in jobs.items() if name not in TOO_SLOW.get(rate, ())}
 
             def turn(job: Job) -> float:
-                return mean_step_s(job, 8 if job.name in (*EVERY_STEP, *PEERS, COMPUTE) else 2 * EVERY)
+                return mean_step_s(job, 2 * EVERY, WINDOW) if job.name in RARE else mean_step_s(job, 8, 1)
 
             seconds = take_turns(these, turn, 1 if quick else rounds)
             over = {name: ratios(own, seconds[COMPUTE]) for name, own in seconds.items() if name != COMPUTE}
