@@ -82,7 +82,7 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
         jobs = stack.enter_context(warmed_up(starts, EVERY))
         gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
         for name in (*RARE, "int8"):
-            share = jobs[name].bytes_a_step(2 * EVERY) / gradients  # one all-reduce of two ranks sends all gradients once
+            share = jobs[name].bytes_a_step(2 * EVERY) / gradients  # an all-reduce of two ranks sends all once
             found.append(figure(f"slow_links/bytes_per_sample/{name}", [share], "ratio"))
         for rate, rounds in RATES.items():
             hosts.throttle(rate)

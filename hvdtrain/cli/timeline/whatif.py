@@ -34,6 +34,15 @@ def main(command: str, argv: list[str]) -> int:
     change = Change(**{field.name: getattr(options, field.name) for field in fields(Change)})
     evidence = read_evidence(options.run)
     probed = CodingProbe(options.run)
+    _check_sync(change, check=options.check)
+    if change.sync is not None:
+        from hvdtrain.timeline.whatif.outer_exchange import predict_rarely
+        from hvdtrain.timeline.whatif.prediction_text import rare_data, rare_lines
+
+        rare = predict_rarely(evidence, change, probed)
+        shown = json.dumps(rare_data(evidence, change, rare), indent=1)
+        print(shown if options.json else "\n".join(rare_lines(evidence, change, rare)))
+        return 0
     prediction = predict(evidence, change, probed)
     find_engine(prediction.job.engine, prediction.job.compression, prediction.job.shard)
     held = [held_bytes(evidence, job) for job in (evidence.job, prediction.job)]
@@ -48,6 +57,16 @@ def main(command: str, argv: list[str]) -> int:
     if options.json:
         print(json.dumps(data, indent=1))
     return 0
+
+
+def _check_sync(change: Change, *, check: bool) -> None:
+    given = [name for name in ("workers", "outer_compression") if getattr(change, name) is not None]
+    if change.sync is None and given:
+        raise ConfigError(f"--{given[0]} has no effect without --sync", next_step="add for example --sync diloco:32")
+    if change.sync is not None and check:
+        raise ConfigError(
+            "--check does not try --sync", found="rounds of more steps than a trial has", next_step="omit --check"
+        )
 
 
 def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bool) -> dict[str, object]:
@@ -105,6 +124,9 @@ def parser(command: str) -> Parser:
     add("--shard", choices=shards, help="what is divided among ranks: a value of --parallel.shard")
     add("--bucket_mib", help="a value of --parallel.bucket_mib, in MiB", **number)
     add("--global_batch", help="samples per step over all ranks", **count)
+    add("--sync", metavar="NAME", help="a value of --parallel.sync, such as diloco:32; with --workers")
+    add("--workers", help="a value of --parallel.workers", **count)
+    add("--outer_compression", metavar="NAME", help="a value of --outer.compression, such as int4; with --sync")
     add("--data_ms", help="time per step to wait for data, in ms; 0 means that data is always ready", **number)
     add("--slow_rank_percent", help="how much slower one rank computes, in percent", **number)
     add("--json", action="store_true", help="print JSON")

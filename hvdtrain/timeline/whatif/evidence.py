@@ -154,6 +154,9 @@ class Change:
     slow_rank_percent: float | None = None
     shard: str | None = None
     engine: str | None = None
+    sync: str | None = None
+    workers: int | None = None
+    outer_compression: str | None = None
 
 
 def changed_job(evidence: Evidence, change: Change) -> Job:

@@ -10,7 +10,7 @@ from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_ste
 from hvdtrain.timeline.whatif.engine_passes import engine_notes
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
-from hvdtrain.timeline.whatif.links import with_bandwidth
+from hvdtrain.timeline.whatif.links import Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
 _CODING_UNCERTAINTY = (0.5, 0.3)
@@ -125,6 +125,22 @@ def wait_and_wire(evidence: Evidence) -> tuple[float, float]:
     return found.wait_s, found.wire_s
 
 
+def changed_link(evidence: Evidence, job: Job, change: Change) -> tuple[Link, float, str]:
+    """Return the link between the ranks of a job after a change, its uncertainty as a share, and its source.
+
+    Errors:
+        ConfigError: nothing is known about it.
+    """
+    found = link_between(evidence, job, change.bandwidth_gbit)
+    link, uncertainty = found.link, found.uncertainty
+    assert link is not None
+    if change.bandwidth_gbit is not None:
+        link, uncertainty = with_bandwidth(link, change.bandwidth_gbit), _BANDWIDTH_UNCERTAINTY
+    if change.latency_us is not None:
+        link = replace(link, hop_s=change.latency_us * 1e-6)
+    return link, uncertainty, found.source
+
+
 @dataclass(frozen=True)
 class _Model:
     evidence: Evidence
@@ -211,12 +227,7 @@ class _Model:
 
     def assemble(self, job: Job, change: Change) -> AssembledStep:
         """Return the step of a job after a change."""
-        link = link_between(self.evidence, job, change.bandwidth_gbit).link
-        assert link is not None
-        if change.bandwidth_gbit is not None:
-            link = with_bandwidth(link, change.bandwidth_gbit)
-        if change.latency_us is not None:
-            link = replace(link, hop_s=change.latency_us * 1e-6)
+        link, _, _ = changed_link(self.evidence, job, change)
         link = replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
         return assemble_step(self.evidence, job, change, link, self.costs, 1 + self.coding_error)
 

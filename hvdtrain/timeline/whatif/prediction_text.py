@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
+from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction
 from hvdtrain.timeline.wording import ms, nbytes
 
@@ -85,6 +87,43 @@ def as_data(evidence: Evidence, change: Change, prediction: Prediction, held: Se
         "held_bytes": dict(zip(("now", "then"), map(asdict, held), strict=True)),
         "not_in_the_model": list(UNKNOWN),
     }
+
+
+def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> list[str]:
+    """Return the text of a prediction for workers that train apart."""
+    plan = found.plan
+    best = min(found.synchronous_s, key=lambda name: found.synchronous_s[name])
+    share = found.synchronous_bytes / found.sample_bytes if found.sample_bytes else math.inf
+    each = f"{plan.fragments} fragments, one every {plan.interval} steps" if plan.fragments > 1 else "all parameters"
+    rows = [
+        ("step of a worker", _ms(found.inner_s)),
+        (f"outer exchange, every {plan.interval} steps: collective", _ms(found.wire_s)),
+        ("coding and update", _ms(found.coding_s)),
+        ("both, not hidden", _ms(found.exposed_s)),
+        ("sent in it by a rank that exchanges", nbytes(found.sent_bytes)),
+        ("sent for each sample", nbytes(found.sample_bytes)),
+        ("by fp32 all-reduces in each step", f"{nbytes(found.synchronous_bytes)} ({share:.0f} times as much)"),
+        *((f"a step that exchanges gradients, {name}", _ms(s)) for name, s in found.synchronous_s.items()),
+    ]
+    wide = max(len(name) for name, _ in rows)
+    return [
+        f"{evidence.path}: {_job(evidence.job)}",
+        f"what if: {change_options(change)}: {_job(found.job)}, {plan.workers} workers; {each}, {plan.coding}",
+        "",
+        f"a step: {_ms(found.step_s)} (mean over rounds), {found.step_s / found.now_s:.2f} of now;"
+        f" 95% interval [{ms(found.low_s * 1e3)} .. {ms(found.high_s * 1e3)} ms] if the model holds",
+        f"{found.step_s / found.synchronous_s[best]:.2f} of a step that exchanges gradients with compression {best}",
+        "",
+        *(f"  {name:<{wide}}  {value}" for name, value in rows),
+        "",
+        *(f"- {note}" for note in found.notes),
+    ]
+
+
+def rare_data(evidence: Evidence, change: Change, found: RarePrediction) -> dict[str, Any]:
+    """Return the same for programs, in seconds and bytes."""
+    given = {name: value for name, value in asdict(change).items() if value is not None}
+    return {"version": VERSION, "run": str(evidence.path), "change": given, **asdict(found)}
 
 
 def change_options(change: Change) -> str:

@@ -1,0 +1,105 @@
+"""Predictions for workers that train apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.cli.timeline import main
+from hvdtrain.timeline.whatif.evidence import Change, Evidence
+from hvdtrain.timeline.whatif.outer_exchange import RarePrediction, predict_rarely
+from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.whatif_run import run_folder
+
+MIB = 1 << 20
+COMPUTE_S = 0.166
+"""Of the made-up run: all its parts."""
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Evidence:
+    return read_evidence(run_folder(tmp_path / "run", size=4, local_size=1, wait_ms=9.0, passes=2))
+
+
+def rarely(evidence: Evidence, sync: str, gbit: float = 0.1, **change: Any) -> RarePrediction:
+    asked = {"workers": 4, "outer_compression": "none", **change}
+    return predict_rarely(evidence, Change(sync=sync, bandwidth_gbit=gbit, **asked))
+
+
+def test_one_step_without_coding_sends_what_an_all_reduce_sends(evidence: Evidence) -> None:
+    found = rarely(evidence, "diloco:1")
+    assert found.sent_bytes == 2 * 8 * MIB * 3 / 4 + 512 * 4 * 2 * 3 / 4
+    assert found.sample_bytes == found.synchronous_bytes
+    wire_s = predict(evidence, Change(bandwidth_gbit=0.1)).then.wire_s
+    assert found.wire_s == pytest.approx(wire_s, rel=0.05)
+
+
+def test_more_steps_and_a_faster_link_take_less_time(evidence: Evidence) -> None:
+    rare = [rarely(evidence, f"diloco:{every}").step_s for every in (1, 2, 8, 32)]
+    assert rare == sorted(rare, reverse=True) and rare[0] > rare[-1] > COMPUTE_S
+    fast = [rarely(evidence, "diloco:8", gbit).step_s for gbit in (0.01, 0.1, 1.0, 1e6)]
+    assert fast == sorted(fast, reverse=True)
+    assert fast[-1] == pytest.approx(rarely(evidence, "diloco:8", 1e6).inner_s + rare_coding_s(evidence) / 8, rel=1e-3)
+
+
+def rare_coding_s(evidence: Evidence) -> float:
+    return rarely(evidence, "diloco:8").coding_s
+
+
+def test_payloads_are_smaller_by_their_bits(evidence: Evidence) -> None:
+    sent = [rarely(evidence, "diloco:8", outer_compression=name).sent_bytes for name in ("int8", "int4", "int2")]
+    assert sent[0] / sent[1] == pytest.approx(2, rel=0.07) and sent[1] / sent[2] == pytest.approx(2, rel=0.07)
+    assert sent[0] == pytest.approx(3 * 2 * MIB, rel=0.02)  # one payload to each of three others
+
+
+def test_a_delay_hides_the_exchange(evidence: Evidence) -> None:
+    hidden = rarely(evidence, "streaming:64", outer_compression="int4")
+    assert hidden.plan.fragments == 4 and hidden.wire_s < hidden.plan.delay * hidden.inner_s
+    assert hidden.exposed_s == hidden.coding_s
+    slow = rarely(evidence, "streaming:64", 0.0001, outer_compression="int4")
+    assert slow.exposed_s == pytest.approx(slow.coding_s + slow.wire_s - slow.plan.delay * slow.inner_s)
+
+
+def test_ranks_that_serve_a_worker_together_exchange_inside(evidence: Evidence) -> None:
+    two = rarely(evidence, "diloco:8", workers=2)
+    assert two.inner_s > rarely(evidence, "diloco:8", workers=4).inner_s  # gradients between two hosts, at 0.1 Gbit/s
+    eight = rarely(evidence, "diloco:8", workers=8)
+    assert eight.inner_s == pytest.approx(rarely(evidence, "diloco:8").inner_s, rel=0.01)  # two workers a rank
+    assert eight.sent_bytes == rarely(evidence, "diloco:8").sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sync", "diloco:32"], "needs --parallel.workers"),
+        (["--sync", "diloco:32", "--workers", "1"], "2 or more"),
+        (["--sync", "diloco:32", "--workers", "9"], "only 8 micro-batch"),
+        (["--sync", "often", "--workers", "2"], "invalid --parallel.sync"),
+        (["--sync", "every_step", "--workers", "2"], "in each step"),
+        (["--sync", "diloco:32", "--workers", "2", "--outer_compression", "int3"], "invalid --outer.compression"),
+        (["--sync", "diloco:32", "--workers", "2", "--shard", "optimizer"], "is not for --engine"),
+        (["--sync", "diloco:32", "--workers", "2", "--check"], "does not try"),
+        (["--workers", "2"], "no effect without --sync"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(
+    evidence: Evidence, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["whatif", str(evidence.path), "--bandwidth_gbit", "0.1", *options]) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+def test_text_and_json(evidence: Evidence, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["whatif", str(evidence.path), "--sync", "streaming:32", "--workers", "4", "--bandwidth_gbit", "0.1"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["low_s"] < found["step_s"] < found["high_s"]
+    assert f"{found['step_s'] * 1e3:.0f} ms" in text and "--sync streaming:32" in text
+    assert "4 fragments, one every 8 steps, int8" in text and "learn less" in text
