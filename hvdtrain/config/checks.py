@@ -108,8 +108,13 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
 
 
 def _check_workers(config: Config) -> None:
-    """Check that the options fit to workers that train apart. Errors: ConfigError."""
+    """Check that the options fit to workers that train apart, and to shares by speed. Errors: ConfigError."""
     plan, train, sync = outer_plan(config), config.train, f"--parallel.sync {config.parallel.sync}"
+    if config.parallel.balance == "speed" and config.parallel.engine == "fsdp":
+        raise ConfigError(
+            "--parallel.engine fsdp does not support --parallel.balance speed: all its ranks run equally many passes",
+            next_step="--parallel.balance equal, or --parallel.engine horovod",
+        )
     if plan is None:
         if config.parallel.workers is not None:
             raise ConfigError(
@@ -120,6 +125,7 @@ def _check_workers(config: Config) -> None:
     for option, value, instead in (
         ("--precision fp16", config.precision == "fp16", "--precision bf16"),
         ("--train.micro_batch auto", train.micro_batch == SIZE_AUTO, "a number"),
+        ("--parallel.balance speed", config.parallel.balance == "speed", "--parallel.balance equal"),
         ("--train.ema", train.ema is not None, "no average: the outer step averages already"),
         ("--parallel.buffers check", config.parallel.buffers == "check", "--parallel.buffers mean"),
         ("--parallel.compression auto", config.parallel.compression == "auto", "a compression by name"),

@@ -31,6 +31,7 @@ from hvdtrain.yaml_file import flatten, read_yaml
 
 NOT_IDENTITY = (
     *("run_dir", "resume", "log_level", "train.stop_at", "observe.", "memory.", "parallel.device", "parallel.bind"),
+    "parallel.balance",
 )
 """Prefixes of options that may change when a run resumes."""
 

@@ -76,6 +76,8 @@ class ParallelConfig:
         workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
             several ranks a worker. The loss curve depends on this number, and not on the number of ranks
             (default: none)
+        balance: how micro-batches are divided among ranks: equal, or by their measured speed, which does not change the
+            loss curve
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
@@ -91,6 +93,7 @@ class ParallelConfig:
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None
+    balance: Literal["equal", "speed"] = "equal"
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
     bind: Literal["auto", "gpu", "numa", "none"] = "auto"

@@ -22,6 +22,7 @@ from hvdtrain.data.order import (
     micro_batches,
     mix_seed,
     positions_without,
+    rank_share,
     take_micro_batches,
 )
 from hvdtrain.data.sample_order import SampleOrder
@@ -46,6 +47,7 @@ class Stream:
         left_out: ranges [begin, end) of positions to skip, in order.
         uniform: whether ranks with fewer micro-batches draw `repeated` ones.
         data_state: place in an iterable data set, of `HostBatch.data_state`.
+        shares: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
         workers: that train apart; each has its share of the micro-batches. None without such workers.
     """
 
@@ -58,7 +60,12 @@ class Stream:
     left_out: Sequence[Sequence[int]] = ()
     uniform: bool = False
     data_state: dict[str, Any] = field(default_factory=dict)
+    shares: tuple[int, ...] | None = None
     workers: Workers | None = None
+
+    def equal_shares(self) -> list[int]:
+        """Return the micro-batches of each rank in a step, if they are divided equally."""
+        return [len(rank_share(-(-self.global_batch // self.micro_batch), r, self.size)) for r in range(self.size)]
 
     def step(self, position: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank in the step that starts at `position`."""
@@ -67,9 +74,13 @@ class Stream:
     def by_worker(self, position: int) -> list[list[MicroBatch]]:
         """Return the same for each worker that this rank serves; without workers, one list."""
         parts = positions_without(position, self.global_batch, self.left_out)
+        count = count_micro_batches(parts, self.micro_batch)
+        if self.shares is not None and sum(self.shares) == count:
+            start = sum(self.shares[: self.rank])
+            return [take_micro_batches(parts, self.micro_batch, range(start, start + self.shares[self.rank]))]
         if self.workers is None:
             return [micro_batches(parts, self.micro_batch, self.rank, self.size)]
-        shares = self.workers.shares(count_micro_batches(parts, self.micro_batch), self.rank)
+        shares = self.workers.shares(count, self.rank)
         return [take_micro_batches(parts, self.micro_batch, share) for share in shares]
 
     def repeated(self, position: int) -> list[MicroBatch]:

@@ -28,7 +28,7 @@ class StartHeader:
     """Description of a start: of a command, a round of an elastic job, or a roll back."""
 
     start: int  # its number, counted from 0
-    why: str  # started, round, or rolled_back
+    why: str  # started, round, rolled_back, or balanced
     from_step: int  # the step that it resumes from
     position: int  # position in the stream after that step
     size: int  # number of ranks

@@ -41,7 +41,7 @@ class _Mean(nn.Module):
         return values
 
 
-def _task(optimizer: str = "AdamW") -> Any:
+def task_builder(optimizer: str = "AdamW") -> Any:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 30), _Mean(), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
     data = torch.utils.data.TensorDataset(torch.randn(60, 6))
@@ -66,7 +66,7 @@ def _train(folder: Path, *plan: Period, options: Sequence[str] = (), optimizer: 
         "--observe.tensorboard=false",
         f"--run_dir={folder / 'run'}",
     ]
-    train_in_rounds(*own, *options, plan=plan, build=_task(optimizer))
+    train_in_rounds(*own, *options, plan=plan, build=task_builder(optimizer))
     return Recorded(folder, 0, "", "")
 
 

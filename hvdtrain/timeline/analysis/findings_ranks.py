@@ -17,6 +17,9 @@ _MANY_PAUSES = 3
 _MANY_RANKS = 4
 _MOSTLY = 0.8
 
+_COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
+"""Causes with which each micro-batch of a rank takes longer."""
+
 _CURES = {
     "gc": "create fewer objects per step there, or call gc.freeze() once everything is created",
     "cpu": "give each thread there a core: fewer ranks, a smaller OMP_NUM_THREADS, or no other programs on that host",
@@ -54,7 +57,18 @@ def _late(facts: Facts) -> Iterator[Finding]:
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
+        if causes and _may_balance(facts, causes[0].name):
+            advice += "; or give it fewer micro-batches: --parallel.balance speed"
         yield Finding("straggler", text, row.cost_ms.value, advice)
+
+
+def _may_balance(facts: Facts, cause: str) -> bool:
+    """Return whether shares by speed may help a rank that is late because of `cause`."""
+    parallel = [facts.option("parallel", name) for name in ("balance", "engine", "sync")]
+    usual = [
+        value in (None, default) for value, default in zip(parallel, ("equal", "horovod", "every_step"), strict=True)
+    ]
+    return all(usual) and cause in _COMPUTING
 
 
 def _cure(facts: Facts, cause: str) -> str | None:

@@ -65,7 +65,7 @@ class Feed:
 def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, why: str) -> None:
     """Begin a file of `ledger` for the steps after `progress`, which is equal on all ranks. Collective: yes.
 
-    `why` is started, round (of an elastic job), or rolled_back.
+    `why` is started, round (of an elastic job), rolled_back, or balanced (other shares of the global batch).
     """
     # Hosts without a shared disk may know other starts; rank 0's host may have missed some.
     start = max(allgather_json(comm, next_start(ledger.folder) if comm.local_rank == 0 else 0, name="ledger/start"))

@@ -16,6 +16,7 @@ from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.training.callbacks.base import Training
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
+from hvdtrain.training.loop.balance import Balance
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.step import Stepper, StepResult
@@ -78,6 +79,7 @@ class Trainer:
         sums: further integers that each step sums over ranks.
         compiled: counts of torch.compile; None if nothing is compiled.
         apart: runs the steps of workers that train apart; None without such workers.
+        balance: divides the global batch by the speed of ranks; None for equal shares.
     """
 
     current: Round
@@ -90,6 +92,7 @@ class Trainer:
     sums: StepSums
     compiled: CompileCounts | None = None
     apart: WorkerSteps | None = None
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         """Make the histograms."""
@@ -200,6 +203,8 @@ class Trainer:
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
         result = self.stepper.run(parts, len(mine), values, len(repeated))
         timed.end(self.stepper.spans)
+        if self.balance is not None:
+            self.balance.add_step(timed.seconds, len(mine))
         self._advance(result, timed)
         yield result
 

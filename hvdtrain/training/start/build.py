@@ -24,11 +24,12 @@ from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.loop.balance import Balance
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
-from hvdtrain.training.loop.step_sums import CombinedSums
+from hvdtrain.training.loop.step_sums import CombinedSums, StepSums
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
@@ -148,6 +149,14 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if isinstance(engine, ExchangeEngine) and engine.undecided:
         host = read_host(worker.info.variables)
         trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
+    balance = Balance(current, feed, recorder.say) if config.parallel.balance == "speed" and comm.size > 1 else None
+    parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
+    parts += [balance] if balance is not None else []
+    if balance is not None and sum(stream.equal_shares()) < 2 * comm.size:
+        recorder.warn(
+            f"--parallel.balance speed has little to divide: {sum(stream.equal_shares())} micro-batches on {comm.size}"
+            " ranks; a smaller --train.micro_batch helps"
+        )
     return Trainer(
         current=current,
         stepper=stepper,
@@ -156,7 +165,8 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         step_checks=StepChecks(current, stepper, feed),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
-        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy),
+        sums=CombinedSums(*parts),
+        balance=balance,
         compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
         apart=apart,
     )

@@ -1,0 +1,88 @@
+"""Shares of the global batch by the measured speed of ranks (``--parallel.balance speed``)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from hvdtrain.training.loop.feed import Feed
+from hvdtrain.training.round import Round
+
+EVERY = 8
+"""Steps between two agreements; a rank's speed is the median of these, or of the half of them after a change."""
+_WORTH = 0.95
+"""The slowest rank must take at most this share of its time, or the shares stay as they are."""
+_WORK = ("copy", "forward", "backward")
+"""Parts of a step that are a rank's own work; reading data overlaps with loader processes."""
+
+
+def speed_shares(pass_s: Sequence[float], count: int) -> list[int]:
+    """Return the micro-batches of each rank with which the slowest rank is done first, 1 or more each. Pure.
+
+    Args:
+        pass_s: seconds that a rank takes for a micro-batch.
+        count: of all micro-batches; as many as ranks, or more.
+    """
+    shares = [1] * len(pass_s)
+    ends = [(2 * seconds, rank) for rank, seconds in enumerate(pass_s)]  # if it gets one more
+    heapq.heapify(ends)
+    for _ in range(count - len(shares)):
+        _, rank = ends[0]
+        shares[rank] += 1
+        heapq.heapreplace(ends, ((shares[rank] + 1) * pass_s[rank], rank))
+    return shares
+
+
+@dataclass
+class Balance:
+    """Measures how long this rank takes for a micro-batch, and changes the shares where all ranks gain.
+
+    A part of the sums of each step. The shares are a function of the sums, so they are equal on all ranks. Boundaries
+    of micro-batches do not change, so neither does the loss curve.
+    """
+
+    current: Round
+    feed: Feed
+    say: Callable[[str], None]
+    _pass_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVERY), init=False)
+
+    def add_step(self, seconds: Mapping[str, float], passes: int) -> None:
+        """Note the seconds of this rank's parts of a step with so many forward passes."""
+        if passes:
+            self._pass_s.append(sum(seconds.get(part, 0.0) for part in _WORK) / passes)
+
+    def values(self) -> list[int]:
+        """Return this rank's microseconds for a micro-batch at its place, if the step ends with an agreement."""
+        comm, step = self.current.comm, self.current.worker.state.progress.step
+        found = [0] * comm.size
+        if (step + 1) % EVERY == 0 and 2 * len(self._pass_s) >= EVERY:
+            found[comm.rank] = max(1, round(1e6 * median(self._pass_s)))
+        return found
+
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Change the shares if the slowest rank would be done clearly sooner. Collective: yes."""
+        if not all(sums):
+            return
+        stream, progress = self.feed.stream, self.current.worker.state.progress
+        before = stream.shares or stream.equal_shares()
+        after = speed_shares(sums, sum(before))
+        slowest, then = (max(s * n for s, n in zip(sums, shares, strict=True)) for shares in (before, after))
+        if then > _WORTH * slowest or progress.step >= self.current.stop:
+            return
+        self._pass_s.clear()
+        self.feed.stream = replace(stream, shares=tuple(after))
+        self.feed.begin(progress, self.current.stop, "balanced")
+        facts: dict[str, Any] = {"shares": after, "pass_s": [each * 1e-6 for each in sums]}
+        self.current.recorder.event({"event": "shares", "at_step": step, **facts})
+        self.say(
+            f"micro-batches by speed from step {step + 1} on: {_some(after)} on ranks 0, 1, ... (before"
+            f" {_some(before)}); the slowest rank computes {then / slowest:.2f} of the time"
+        )
+
+
+def _some(shares: Sequence[int]) -> str:
+    return f"{', '.join(map(str, shares[:8]))}{', ...' if len(shares) > 8 else ''}"
