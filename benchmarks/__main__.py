@@ -38,6 +38,7 @@ SCRIPTS = (
     "startup",
     "rendezvous",
     "straggler",
+    "balance",
     "compressors",
     "exchange",
     "transport",
