@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.base import Comm, GroupingComm
 from hvdtrain.comm.mesh import subset
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
@@ -28,7 +28,7 @@ from hvdtrain.data.workers import Workers
 from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.make import named_parameters
 from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.train_state import stored_as
 
@@ -489,13 +489,25 @@ def make_periodic(
     comm: Comm,
     make: Callable[[Comm, str], Engine],
     compression: str,
-    device: torch.device,
+    *,
+    elastic: bool,
 ) -> PeriodicEngine:
-    """Make the engine. Collective: yes. Arguments: see `PeriodicEngine`."""
+    """Make the engine; in an `elastic` job, ranks may leave. Collective: yes. Other arguments: see `PeriodicEngine`.
+
+    Errors:
+        ConfigError: several ranks would serve a worker in an elastic job of Horovod.
+    """
     workers = Workers(plan.workers, comm.size)
     own, leaders = list(workers.ranks_of(workers.served_by(comm.rank)[0])), workers.leaders()
     links = Links(comm, SoloComm(), comm, workers)
     if len(leaders) < comm.size:
+        if elastic and isinstance(comm, GroupingComm):
+            raise ConfigError(
+                f"{comm.size} ranks serve {plan.workers} workers in an elastic job, so some serve one together",
+                expected=f"at most {plan.workers} ranks: if one of a group is lost, Horovod ends the other ranks",
+                next_step=f"--elastic 1:{plan.workers}, more --parallel.workers, or a job without --elastic",
+                everywhere=True,
+            )
         hosts = allgather_json(comm, socket.gethostname(), name="workers/hosts")
         group = subset(comm, own, hosts) if len(own) > 1 else SoloComm()
         links = Links(comm, group, subset(comm, leaders, hosts) if comm.rank in leaders else None, workers)

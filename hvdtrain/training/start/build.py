@@ -90,7 +90,7 @@ def engine_of_worker(
 
     if plan is None:
         return make(comm, parallel.compression)
-    return make_periodic(worker.state.model, plan, comm, make, parallel.compression, worker.device)
+    return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
 
 
 def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: EnergyUse) -> Trainer:
