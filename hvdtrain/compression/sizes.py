@@ -210,7 +210,7 @@ OUTER_BLOCKS = {"int8": (8, 256), "int4": (4, 128), "int2": (2, 256)}
 """Bits of a code, and values that share an fp32 scale. Smaller blocks have smaller errors, and more scales."""
 
 OUTER_CHUNK = 4096
-"""Values of a chunk, of which a share is sent: positions in it take 12 bits."""
+"""Values of a chunk. A share of them is sent, with positions of 12 bits."""
 
 
 def outer_count(share: float) -> int:

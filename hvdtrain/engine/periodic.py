@@ -462,7 +462,7 @@ def _of_worker(tensors: Mapping[str, Tensor], worker: int) -> Iterator[tuple[str
 
 
 def without_workers(state: StateDict) -> StateDict:
-    """Return a whole state with one optimizer, whose tensors are the mean over the workers.
+    """Return a whole state with one optimizer. Its tensors are the mean over the workers.
 
     What workers have learned since the last outer step is left out, and so is the outer optimizer.
     """

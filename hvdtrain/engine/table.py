@@ -220,7 +220,7 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
         raise ConfigError(
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} does not support --parallel.sync"
             f" {parallel.sync}",
-            expected="an engine whose ranks have whole parameters",
+            expected="an engine that gives each rank whole parameters",
             next_step=f"use {_with(lambda k: k.periodic)}, or --parallel.sync every_step",
         )
     return kind

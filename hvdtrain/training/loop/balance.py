@@ -51,7 +51,7 @@ class Balance:
     _pass_s: deque[float] = field(default_factory=lambda: deque(maxlen=EVERY), init=False)
 
     def add_step(self, seconds: Mapping[str, float], passes: int) -> None:
-        """Note the seconds of this rank's parts of a step with so many forward passes."""
+        """Note the seconds of this rank's parts of a step. `passes`: its forward passes."""
         if passes:
             self._pass_s.append(sum(seconds.get(part, 0.0) for part in _WORK) / passes)
 
