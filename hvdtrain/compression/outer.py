@@ -6,7 +6,6 @@ owners, and any size of code. Error feedback is the caller's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -19,8 +18,9 @@ from hvdtrain.compression.sizes import OUTER_BLOCKS, OUTER_CHUNK, outer_count, o
 _AT_ONCE = 1 << 17
 """Values that a CPU encodes at a time, so that scratch memory stays in its cache."""
 _SMALLEST = 1e-30
-_THRESHOLD, _INNER, _OUTER = 0.9816, 0.4528, 1.510
-"""The best quantizer of a normal distribution with 4 levels: Max, "Quantizing for Minimum Distortion", 1960."""
+_SPLIT = 1.23
+"""Over the mean magnitude, where large ones begin: 0.9816 of the standard deviation of normal values, which is best
+(Max, "Quantizing for Minimum Distortion", 1960)."""
 _POSITION_BITS = 12
 
 
@@ -57,15 +57,15 @@ class Bf16(OuterCoding):
 
 
 class Blocks(OuterCoding):
-    """Codes of 8, 4 or 2 bits in blocks with a scale.
+    """Codes of 8, 4 or 2 bits in blocks.
 
-    8 and 4 bits are uniform, and the scale is the largest magnitude. 2 bits have the levels that lose least of a normal
-    distribution, and the scale is the root mean square.
+    8 and 4 bits are uniform; the largest magnitude is the scale. 2 bits are a sign and one of two magnitudes
+    (`two_levels`): where a block has many zeros, such as unused rows of an embedding, the small one is near zero.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._bits, self._block = OUTER_BLOCKS[name]
+        self._bits, self._block, self._scales = OUTER_BLOCKS[name]
         self._top = (1 << (self._bits - 1)) - 1
 
     def payload_bytes(self, length: int) -> int:
@@ -73,42 +73,64 @@ class Blocks(OuterCoding):
         return outer_payload(self._name, 0, length)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Divide by the scale, and round."""
+        """Divide by the scale and round, or compare with the mean magnitude."""
         codes, scales = self._views(out)
         for rows, blocks in _rows(values, self._block):
-            high = blocks.square().mean(1).sqrt_() if self._bits == 2 else blocks.abs().amax(1).div_(self._top)
-            if self._bits == 2 and rows.stop == len(scales):  # zeros that pad the last block do not count
-                high[-1] *= math.sqrt(self._block / ((len(values) - 1) % self._block + 1))
-            scales[rows] = high
-            scaled = blocks * torch.where(high > _SMALLEST, 1 / high, 0.0).unsqueeze(1)
             if self._bits == 2:
-                found = (scaled > 0).to(torch.uint8)
-                found += scaled > _THRESHOLD
-                found += scaled > -_THRESHOLD
-            else:
-                found = scaled.round_().add_(self._top).to(torch.uint8)
-            codes[rows] = _pack(found, self._bits)
+                rest = (len(values) - 1) % self._block + 1 if rows.stop == len(scales) else self._block
+                magnitudes = blocks.abs()
+                is_large = magnitudes > _SPLIT * _mean(magnitudes, self._block, rest)
+                scales[rows] = two_levels(magnitudes, is_large, self._block, rest)
+                codes[rows] = _pack(is_large.to(torch.uint8) + 2 * (blocks < 0), 2)
+                continue
+            high = blocks.abs().amax(1, keepdim=True).div_(self._top)
+            scales[rows] = high
+            scaled = blocks * torch.where(high > _SMALLEST, 1 / high, 0.0)
+            codes[rows] = _pack(scaled.round_().add_(self._top).to(torch.uint8), self._bits)
 
     def add(self, payload: Tensor, total: Tensor) -> None:
-        """Multiply levels by scales, and add."""
+        """Multiply codes by scales, and add."""
         codes, scales = self._views(payload)
         start = 0
         for rows, count in _counts(len(total), self._block, total.device):
             found = _unpack(codes[rows], self._bits)
             if self._bits == 2:
-                levels = torch.tensor([-_OUTER, -_INNER, _INNER, _OUTER], device=total.device)
-                decoded = levels[found.int()]
+                decoded = _signed(found, scales[rows])
             else:
-                decoded = found.float().sub_(self._top)
-            decoded.mul_(scales[rows].unsqueeze(1))
+                decoded = found.float().sub_(self._top).mul_(scales[rows])
             total[start : start + count].add_(decoded.view(-1)[:count])
             start += count
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes, (blocks, bytes), and scales, (blocks,)."""
+        """Return codes, (blocks, bytes), and scales, (blocks, 1 or 2)."""
         width = self._block * self._bits // 8
-        scales = len(payload) // (width + 4)
-        return payload[: scales * width].view(scales, width), payload[scales * width :].view(torch.float32)
+        blocks = len(payload) // (width + 4 * self._scales)
+        codes, scales = torch.tensor_split(payload, [blocks * width])
+        return codes.view(blocks, width), scales.view(torch.float32).view(blocks, self._scales)
+
+
+def two_levels(magnitudes: Tensor, is_large: Tensor, width: int, rest: int) -> Tensor:
+    """Return the means of the small and of the large magnitudes of each row, (rows, 2).
+
+    The means are the best levels for any distribution (Lloyd, "Least squares quantization in PCM", 1982). Of the last
+    row, only `rest` of `width` magnitudes count; the others are zero.
+    """
+    large = is_large.sum(1)
+    small = width - large
+    small[-1] -= width - rest
+    sums = torch.where(is_large, magnitudes, 0.0).sum(1)
+    return torch.stack([(magnitudes.sum(1) - sums) / small.clamp(min=1), sums / large.clamp(min=1)], 1)
+
+
+def _mean(magnitudes: Tensor, width: int, rest: int) -> Tensor:
+    found = magnitudes.mean(1, keepdim=True)
+    found[-1] *= width / rest
+    return found
+
+
+def _signed(codes: Tensor, levels: Tensor) -> Tensor:
+    """Return the values of codes of a sign and one of two levels."""
+    return levels.gather(1, (codes & 1).long()) * (1.0 - (codes & 2).float())
 
 
 class ChunkedTopK(OuterCoding):
@@ -133,9 +155,7 @@ class ChunkedTopK(OuterCoding):
         for rows, chunks in _rows(values, OUTER_CHUNK):
             found, index = chunks.abs().topk(self._count, dim=1, sorted=False)
             is_large = found >= found.mean(1, keepdim=True)
-            large = is_large.sum(1)
-            magnitudes[rows, 0] = (found * ~is_large).sum(1) / (self._count - large).clamp(min=1)
-            magnitudes[rows, 1] = torch.where(is_large, found, 0.0).sum(1) / large.clamp(min=1)
+            magnitudes[rows] = two_levels(found, is_large, self._count, self._count)
             is_negative = chunks.gather(1, index) < 0
             codes[rows] = _pack(is_large.to(torch.uint8) + 2 * is_negative, 2)
             positions[rows] = _pack_positions(index)
@@ -147,8 +167,7 @@ class ChunkedTopK(OuterCoding):
         positions, codes, magnitudes = self._views(payload)
         start = 0
         for rows, count in _counts(len(total), OUTER_CHUNK, total.device):
-            found = _unpack(codes[rows], 2)[:, : self._count]
-            values = magnitudes[rows].gather(1, (found & 1).long()) * (1.0 - (found & 2).float())
+            values = _signed(_unpack(codes[rows], 2)[:, : self._count], magnitudes[rows])
             chunks = torch.zeros(len(values), OUTER_CHUNK, device=total.device)
             chunks.scatter_(1, _unpack_positions(positions[rows])[:, : self._count], values)
             total[start : start + count].add_(chunks.view(-1)[:count])

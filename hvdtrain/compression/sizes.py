@@ -206,8 +206,8 @@ def powersgd(bucket: Bucket, ranks: int, number: float) -> Payload:
     return {"allreduce": 4 * elements} if elements else {}
 
 
-OUTER_BLOCKS = {"int8": (8, 256), "int4": (4, 128), "int2": (2, 256)}
-"""Bits of a code, and values that share an fp32 scale. Smaller blocks have smaller errors, and more scales."""
+OUTER_BLOCKS = {"int8": (8, 256, 1), "int4": (4, 128, 1), "int2": (2, 256, 2)}
+"""Bits of a code, values of a block, and its fp32 scales. Smaller blocks have smaller errors, and more scales."""
 
 OUTER_CHUNK = 4096
 """Values of a chunk. A share of them is sent, with positions of 12 bits."""
@@ -224,8 +224,8 @@ def outer_payload(name: str, number: float, length: int) -> int:
     `name` and `number` are those of a coding in `compression.outer`; "none" has fp32 values.
     """
     if name in OUTER_BLOCKS:
-        bits, block = OUTER_BLOCKS[name]
-        return -(-length // block) * (block * bits // 8 + 4)
+        bits, block, scales = OUTER_BLOCKS[name]
+        return -(-length // block) * (block * bits // 8 + 4 * scales)
     if name == "topk":
         count = outer_count(number)
         positions, signs = -(-count // 2) * 3, -(-count // 4)

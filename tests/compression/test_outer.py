@@ -95,7 +95,7 @@ def test_two_payloads_add_up_and_pieces_change_nothing(name: str, monkeypatch: p
 def test_a_large_value_survives(name: str) -> None:
     values = torch.randn(4096) * 1e-6
     values[77] = -3.0
-    assert sent(name, values)[77] == pytest.approx(-3.0, rel=0.01 if name != "int2" else 10)
+    assert sent(name, values)[77] == pytest.approx(-3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -109,9 +109,16 @@ def test_nothing_waits_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         code.add(payload, values)
 
 
+def test_zeros_next_to_values_stay_small() -> None:
+    """Half of the rows of an embedding were not used."""
+    values = torch.randn(256).index_fill(0, torch.arange(0, 256, 2), 0.0)
+    found = sent("int2", values)
+    assert found[::2].abs().max() < 0.1 and (found - values).norm() < 0.45 * values.norm()
+
+
 def test_sizes() -> None:
     sizes = [parse_outer(name).payload_bytes(1 << 20) / (1 << 20) for name in ("none", "bf16", "int8", "int4", "int2")]
-    assert sizes == pytest.approx([4, 2, 1, 0.5, 0.25], rel=0.07)
+    assert sizes == pytest.approx([4, 2, 1, 0.5, 0.25], rel=0.13)
     assert parse_outer("topk").payload_bytes(1 << 20) == 256 * 225  # 123 of 4096 values, at 14 bits
     assert parse_outer("none").load() is None
 
