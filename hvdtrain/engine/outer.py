@@ -48,6 +48,7 @@ class OuterFacts:
     """Figures of an outer step.
 
     Attributes:
+        step: after which it began.
         fragment: its number.
         sent_bytes: by this rank.
         wait_s: seconds in which this rank waited for others.
@@ -56,6 +57,7 @@ class OuterFacts:
         cosines: between that change and the mean of all.
     """
 
+    step: int
     fragment: int
     sent_bytes: int = 0
     wait_s: float = 0.0
@@ -124,15 +126,18 @@ class OuterExchange:
         self.facts: list[OuterFacts] = []
         self._flights: dict[int, _Flight] = {}
 
-    def start(self, fragment: int, parameters: Mapping[int, Sequence[Tensor]], weights: Sequence[float]) -> None:
-        """Begin the exchange of a fragment. Collective: yes.
+    def start(
+        self, step: int, fragment: int, parameters: Mapping[int, Sequence[Tensor]], weights: Sequence[float]
+    ) -> None:
+        """Begin the exchange of a fragment after a step. Collective: yes.
 
         Args:
+            step: its number.
             fragment: its number.
             parameters: those of each served worker.
             weights: of all workers; their sum is 1.
         """
-        flight = _Flight(OuterFacts(fragment), weights, [], self._zeros(fragment), [])
+        flight = _Flight(OuterFacts(step, fragment), weights, [], self._zeros(fragment), [])
         self._flights[fragment] = flight
         leaders = self._links.leaders
         if leaders is None:

@@ -138,7 +138,7 @@ class PeriodicEngine(Engine):
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchanges, and of workers."""
-        found = self.inner.buffers()
+        found = [*self.inner.buffers()]
         for worker in self._workers.values():
             found += [*worker.parameters, *worker.buffers]
             found += [value for slots in worker.slots.values() for value in slots.values() if isinstance(value, Tensor)]
@@ -254,7 +254,7 @@ class PeriodicEngine(Engine):
         weights = [count / total if total else 1 / len(self._tokens) for count in self._tokens]
         self._tokens = [0.0] * len(weights)
         for fragment in range(self.plan.fragments) if last else [(number - 1) % self.plan.fragments]:
-            self._outer.start(fragment, self._parameters(), weights)
+            self._outer.start(step, fragment, self._parameters(), weights)
             self._due[fragment] = self.steps + (0 if last else self.plan.delay)
         self._share_buffers(weights)
         if last or not self.plan.delay:

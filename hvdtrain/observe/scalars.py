@@ -125,6 +125,17 @@ def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return numbers(found)
 
 
+def outer_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return drift, the least cosine of a worker, and the wait of rank 0 (ms), from an event ``outer_step``."""
+    return numbers(
+        {
+            "outer/drift": record["drift"],
+            "outer/cosine": min(record["cosines"]),
+            "outer/wait_ms": 1e3 * record["wait_s"],
+        }
+    )
+
+
 def memory_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the memory of rank 0 by kind (MiB), from an event ``memory``."""
     return numbers({f"memory_mib/{kind.replace(' ', '_')}": mib for kind, mib in record["mib"].items()})

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.past_journal import PastSteps
-from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, memory_scalars, numbers, rank_scalars, stacked
+from hvdtrain.observe.scalars import (
+    BANDS,
+    Interval,
+    machine_scalars,
+    memory_scalars,
+    numbers,
+    outer_scalars,
+    rank_scalars,
+    stacked,
+)
 from hvdtrain.runtime.clock import steady_s
 
 if TYPE_CHECKING:
@@ -98,6 +107,8 @@ class TensorBoard:
             self._add(page.scalars(rank_scalars(record)), record)
         elif event == "memory":
             self._add(page.scalars(memory_scalars(record)), record)
+        elif event == "outer_step":
+            self._add(page.scalars(outer_scalars(record)), record)
         elif event == "explained":
             self._explained(record)
         elif event == "rolled_back":

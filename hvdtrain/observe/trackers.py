@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.scalars import Interval, memory_scalars, numbers
+from hvdtrain.observe.scalars import Interval, memory_scalars, numbers, outer_scalars
 from hvdtrain.yaml_file import flatten
 
 EVERY_S = 1.0
@@ -62,6 +62,8 @@ class Tracker:
             self._log({"loss/heldout": record["loss"], **metrics}, record["at_step"])
         elif event == "memory":
             self._log(memory_scalars(record), record["at_step"])
+        elif event == "outer_step":
+            self._log(outer_scalars(record), record["at_step"])
         elif event == "explained":
             self._point()
             self._log({f"report/{name}": value for name, value in record["figures"].items()}, record["at_step"])

@@ -216,6 +216,8 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_predicted_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the memory of --train.micro_batch auto"):
         predict_memory(*_parsed(*LANGUAGE, "--train.micro_batch=auto"), 2)
+    with pytest.raises(ConfigError, match=r"does not predict --parallel.sync diloco:8"):
+        predict_memory(*_parsed(*LANGUAGE, "--parallel.sync=diloco:8", "--parallel.workers=2"), 2)
     with pytest.raises(ConfigError, match=r"ddp does not support --parallel.compression int8"):
         predict_memory(*_parsed(*LANGUAGE, "--parallel.engine=ddp", "--parallel.compression=int8"), 2)
 

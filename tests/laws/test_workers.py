@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import Task
+from hvdtrain.compression.table import parse_outer
+from hvdtrain.errors import TaskError
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.report.terminal import to_text
+from hvdtrain.timeline.run import load
 from hvdtrain.verify.data import verify_data
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
@@ -152,3 +158,37 @@ def test_a_run_may_go_on_with_other_workers_or_none(options: Sequence[str], tmp_
     assert not verify_data(last.run).wrong
     adam = last.state().tensors["exchange"]["worker/3/optimizer/0.weight/step"]
     assert float(adam) == STEPS
+
+
+def test_parameters_that_are_frozen_later_are_refused(tmp_path: Path) -> None:
+    """Their changes would stay with each worker."""
+    make, passes = task_builder(), [0]
+
+    def build() -> Task:
+        task: Task = make()
+
+        def loss(model: Any, batch: Any) -> Any:
+            passes[0] += model.training
+            if passes[0] == 30:
+                model[0].weight.requires_grad_(False)
+            return task.loss(model, batch)
+
+        return replace(task, loss=loss)
+
+    own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--parallel.workers=4"]
+    with pytest.raises(TaskError, match=r"frozen or unfrozen parameters: 0\.weight"):
+        train_in_rounds(*own, *METHODS["local"], f"--run_dir={tmp_path / 'run'}", plan=[_ranks(1)], build=build)
+
+
+def test_the_report_has_the_outer_steps(tmp_path: Path) -> None:
+    """Of 24 steps, 3 are synchronous; then there is one after 6 steps each, and at the end."""
+    found = _train(tmp_path / "run", _ranks(2), options=METHODS["diloco, int8"])
+    events = found.events("outer_step")
+    assert [event["at_step"] for event in events] == [9, 15, 21, 24]
+    assert all(len(event["cosines"]) == len(event["change_norms"]) == 4 for event in events)
+    assert all(-1 <= cosine <= 1 for event in events for cosine in event["cosines"])
+    outer = analyse(load(found.run)).outer
+    assert outer is not None and (outer.sync, outer.workers, outer.count) == ("diloco:6", 4, 4)
+    assert outer.sent_bytes == 2 * parse_outer("int8").payload_bytes(1171)  # of two workers, to one other rank
+    assert 0 < outer.cosine <= 1 and outer.drift > 0
+    assert "4 workers, diloco:6: 4 outer steps" in to_text(analyse(load(found.run)))

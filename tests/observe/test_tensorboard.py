@@ -238,6 +238,13 @@ def test_a_machine_sample_belongs_to_the_next_step(tmp_path: Path) -> None:
     assert series(tmp_path, "machine/gpu_throttled") == {1: 1.0, 2: 1.0}
 
 
+def test_outer_steps(tmp_path: Path) -> None:
+    outer = {"event": "outer_step", "at_step": 1, "wait_s": 0.25, "drift": 0.5, "cosines": [0.9, 0.75]}
+    _write(tmp_path, STARTED, step_record(1, 1e9), outer)
+    assert series(tmp_path, "outer/drift") == {1: 0.5} and series(tmp_path, "outer/cosine") == {1: 0.75}
+    assert series(tmp_path, "outer/wait_ms") == {1: 250.0}
+
+
 def test_memory_by_kind(tmp_path: Path) -> None:
     held = {"event": "memory", "at_step": 1, "where": "GPU", "mib": {"parameters": 2.0, "activations and rest": 7.5}}
     _write(tmp_path, STARTED, step_record(1, 1e9), held)

@@ -227,7 +227,7 @@ class Trainer:
             self._advance(result, timed)
             yield result
         for facts in outer:
-            self.current.recorder.event({"event": "outer_step", "at_step": step, **asdict(facts), "drift": facts.drift})
+            self.current.recorder.event({"event": "outer_step", **asdict(facts), "drift": facts.drift})
 
     def _begin_step(self, step: int) -> TimedStep:
         spans = self.stepper.spans

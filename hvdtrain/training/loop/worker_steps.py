@@ -17,16 +17,15 @@ from hvdtrain.training.loop.step import Stepper, StepResult
 
 _OF_STEP = 4
 """Numbers of each step: sums over workers of losses, weights, squared norms, and skipped steps."""
-_OF_WORKER = 3
-"""Numbers of each worker: tokens of these steps, and of its newest change the squared norm, and the cosine with the
-mean change."""
 
 
 @dataclass
 class OuterStep:
-    """An outer step, as the journal has it.
+    """The exchange of a fragment, as the journal has it.
 
     Attributes:
+        at_step: the step after which it began.
+        fragment: its number.
         sent_bytes: by rank 0.
         wait_s: seconds in which rank 0 waited for it.
         mean_norm: L2 norm of the mean change of all workers.
@@ -34,6 +33,8 @@ class OuterStep:
         cosines: between the change of each worker and the mean.
     """
 
+    at_step: int
+    fragment: int
     sent_bytes: int
     wait_s: float
     mean_norm: float
@@ -101,31 +102,40 @@ class WorkerSteps:
         links, results = engine.links, self._results
         self._results = []
         engine.park()
-        facts = engine.pop_facts()
-        numbers = torch.zeros(_OF_STEP * len(results) + _OF_WORKER * links.workers.count, dtype=torch.float64)
+        count = _OF_STEP * len(results)
+        numbers = torch.zeros(count + links.workers.count + len(values), dtype=torch.float64)
+        numbers[count + links.workers.count :] = torch.tensor(values)
         if links.leaders is not None:
-            steps = numbers[: _OF_STEP * len(results)].view(-1, _OF_STEP)
-            own = numbers[len(steps) * _OF_STEP :].view(-1, _OF_WORKER)
-            for place, found in zip(steps, results, strict=True):
+            for place, found in zip(numbers[:count].view(-1, _OF_STEP), results, strict=True):
                 place += torch.tensor([_numbers(result) for result in found], dtype=torch.float64).sum(0)
             for index, worker in enumerate(links.served):
-                own[worker, 0] = sum(found[index].weight for found in results if found[index].applied)
-                for fact in facts:
-                    own[worker, 1] += float(fact.norms[index]) ** 2
-                    own[worker, 2] += float(fact.cosines[index]) / len(facts)
-        numbers = torch.cat([numbers, torch.tensor(values, dtype=torch.float64)])
+                numbers[count + worker] = sum(found[index].weight for found in results if found[index].applied)
         with spans("wait"):
             sums = self.stepper.comm.allreduce(numbers, name="workers/numbers").wait().tolist()
-        of_workers = sums[_OF_STEP * len(results) :][: _OF_WORKER * links.workers.count]
-        end = len(sums) - len(values)
-        found_results = [
-            self._result(sums[_OF_STEP * number :][:_OF_STEP], [round(v) for v in sums[end:]] if last else [])
-            for number in range(len(results))
-            for last in [number == len(results) - 1]
-        ]
+        of_steps = [sums[start : start + _OF_STEP] for start in range(0, count, _OF_STEP)]
+        found_results = [self._result(each, []) for each in of_steps[:-1]]
+        found_results.append(
+            self._result(of_steps[-1], [round(value) for value in sums[count + links.workers.count :]])
+        )
         with spans("wait"):
-            engine.end_window(step, of_workers[::_OF_WORKER], last=step == self.horizon)
-        return found_results, _outer_step(facts, of_workers)
+            engine.end_window(step, sums[count : count + links.workers.count], last=step == self.horizon)
+            return found_results, self._outer_steps(engine.pop_facts())
+
+    def _outer_steps(self, facts: Sequence[OuterFacts]) -> list[OuterStep]:
+        """Return the figures of exchanges that have arrived, of all workers. Collective: yes, if there are any."""
+        if not facts:
+            return []
+        links = self.engine.links
+        numbers = torch.zeros(len(facts), 2, links.workers.count, dtype=torch.float64)
+        if links.leaders is not None:
+            for place, fact in zip(numbers, facts, strict=True):
+                for index, worker in enumerate(links.served):
+                    place[0, worker], place[1, worker] = float(fact.norms[index]), float(fact.cosines[index])
+        sums = self.stepper.comm.allreduce(numbers, name="workers/outer").wait().tolist()
+        return [
+            OuterStep(fact.step, fact.fragment, fact.sent_bytes, fact.wait_s, fact.mean_norm, *of_workers)
+            for fact, of_workers in zip(facts, sums, strict=True)
+        ]
 
     def _result(self, numbers: Sequence[float], sums: list[int]) -> StepResult:
         losses, weight, squares, skipped = numbers
@@ -137,12 +147,3 @@ class WorkerSteps:
 def _numbers(result: StepResult) -> list[float]:
     loss = result.loss * result.weight if result.weight > 0 else 0.0
     return [loss, result.weight, result.grad_norm**2, float(not result.applied)]
-
-
-def _outer_step(facts: Sequence[OuterFacts], of_workers: Sequence[float]) -> list[OuterStep]:
-    if not facts:
-        return []
-    sent, wait_s = sum(fact.sent_bytes for fact in facts), sum(fact.wait_s for fact in facts)
-    norms = [math.sqrt(square) for square in of_workers[1::_OF_WORKER]]
-    mean = math.sqrt(sum(fact.mean_norm**2 for fact in facts))
-    return [OuterStep(sent, wait_s, mean, norms, list(of_workers[2::_OF_WORKER]))]
