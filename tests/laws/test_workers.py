@@ -8,13 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.compression.table import parse_outer
+from hvdtrain.config.parse import parse_argv
+from hvdtrain.config.sync import OuterPlan, outer_plan
+from hvdtrain.data.mixture import sample_order
+from hvdtrain.engine.outer import divide
+from hvdtrain.engine.periodic import without_workers
 from hvdtrain.errors import TaskError
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.run import load
@@ -47,6 +54,15 @@ class _Mean(nn.Module):
         return values
 
 
+class _Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
 def task_builder(optimizer: str = "AdamW") -> Any:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 30), _Mean(), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
@@ -57,7 +73,8 @@ def task_builder(optimizer: str = "AdamW") -> Any:
 
     def build() -> Task:
         own = copy.deepcopy(model)
-        return Task(own, loss, data, data, optimizer=getattr(torch.optim, optimizer)(own.parameters(), lr=1e-2))
+        kind = _Counting if optimizer == "counting" else getattr(torch.optim, optimizer)
+        return Task(own, loss, data, data, optimizer=kind(own.parameters(), lr=1e-2))
 
     return build
 
@@ -99,6 +116,84 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, tmp_path:
         other = _train(tmp_path / f"{count}", _ranks(count), options=METHODS[method])
         assert other.losses() == _close(method, count, one.losses())
         assert _heldout(other) == _close(method, count, _heldout(one))
+        if count <= 4:  # in a group, each rank sees other samples
+            for name, tensor in one.state().tensors["model"].items():
+                tolerance = 1e-3 if "int8" in method else 1e-5
+                assert torch.allclose(other.state().tensors["model"][name].double(), tensor.double(), atol=tolerance)
+
+
+def _reference(plan: OuterPlan) -> list[float]:
+    """Return the losses of plain loops with torch's optimizers, one for each worker and one for what they share."""
+    task: Task = task_builder()()
+    order = sample_order(task.train_data, 60, 0)
+    shared = [p.detach().clone() for p in task.model.parameters()]
+    models = [copy.deepcopy(task.model) for _ in range(4)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    fragments = divide([tensor.numel() for tensor in shared], plan.fragments)
+    outer = [
+        torch.optim.SGD([shared[i] for i in each], plan.lr, plan.momentum, nesterov=plan.momentum > 0)
+        for each in fragments
+    ]
+    coding = parse_outer(plan.coding).load()
+    residuals: dict[tuple[int, int], Tensor] = {}
+    pending: dict[int, tuple[int, list[Tensor]]] = {}
+    losses = []
+
+    def exchange(fragment: int, due: int) -> None:
+        total = [torch.zeros_like(shared[i]) for i in fragments[fragment]]
+        for worker, model in enumerate(models):
+            own = [*model.parameters()]
+            change = torch.cat([(shared[i] - own[i].detach()).reshape(-1) for i in fragments[fragment]])
+            if coding is not None:
+                change += plan.feedback * residuals.get((worker, fragment), torch.zeros_like(change))
+                payload = torch.zeros(coding.payload_bytes(len(change)), dtype=torch.uint8)
+                coding.encode(change, payload)
+                sent = torch.zeros_like(change)
+                coding.add(payload, sent)
+                residuals[worker, fragment] = change - sent
+                change = sent
+            share = (2, 2, 2, 1)[worker] / 7
+            for into, part in zip(total, change.split([t.numel() for t in total]), strict=True):
+                into += share * part.view(into.shape)
+        pending[fragment] = due, total
+
+    def apply(step: int) -> None:
+        for fragment in [f for f, (due, _) in pending.items() if due <= step]:
+            for i, change in zip(fragments[fragment], pending.pop(fragment)[1], strict=True):
+                shared[i].grad = change
+            outer[fragment].step()
+            for model in models:
+                for i, own in enumerate(model.parameters()):
+                    if i in fragments[fragment]:
+                        own.data = plan.mix * own.data + (1 - plan.mix) * shared[i]
+
+    for step in range(1, STEPS + 1):
+        indices = order.indices(np.arange(14 * (step - 1), 14 * step)).tolist()
+        sums = 0.0
+        for worker, (begin, end) in enumerate(((0, 4), (4, 8), (8, 12), (12, 14))):
+            batch = [torch.stack([task.train_data[i][0] for i in indices[begin:end]])]  # type: ignore[index]
+            loss, weight = task.loss(models[worker], batch)
+            inner[worker].zero_grad()
+            (loss / weight).backward()
+            nn.utils.clip_grad_norm_(models[worker].parameters(), 1.0)
+            inner[worker].step()
+            sums += float(loss.detach())
+        losses.append(sums / 14)
+        apply(step)
+        number, rest = divmod(step, plan.interval)
+        if not rest and step < STEPS:
+            exchange((number - 1) % plan.fragments, step + plan.delay)
+            apply(step)
+    return losses
+
+
+@pytest.mark.parametrize("sync", ["local:4", "diloco:6", "streaming:8", "sparseloco:4"])
+def test_methods_are_those_of_plain_loops(sync: str, tmp_path: Path) -> None:
+    options = (f"--parallel.sync={sync}",)
+    found = _train(tmp_path / "run", _ranks(2), options=options)
+    plan = outer_plan(parse_argv([*options, "--parallel.workers=4"], None).config)
+    assert plan is not None
+    assert found.losses() == pytest.approx(_reference(plan), rel=2e-4)
 
 
 PLANS = {
@@ -144,6 +239,22 @@ def test_one_step_and_the_mean_is_gradient_averaging(tmp_path: Path) -> None:
         optimizer="SGD",
     )
     assert mean.losses() == pytest.approx(plain.losses(), rel=2e-6)
+
+
+def test_an_optimizer_that_counts_in_its_groups_counts_the_steps_of_a_worker(tmp_path: Path) -> None:
+    for count in (1, 4):
+        run = _train(tmp_path / f"{count}", _ranks(count), options=METHODS["local"], optimizer="counting")
+        assert run.state().values["groups"] == {"0": {"count": STEPS}}
+
+
+def test_one_optimizer_has_the_mean_of_all_workers() -> None:
+    exchange = {f"worker/{w}/optimizer/a/exp_avg": torch.tensor([w, 4.0 * w]) for w in range(3)}
+    exchange |= {f"worker/{w}/number/a/steps": torch.tensor(7) for w in range(3)}
+    exchange["outer/momentum/0"] = torch.ones(2)
+    values = {"exchange": {"workers": 3, "begun": True}, "optimizer": {}}
+    found = without_workers(StateDict({"model": {"a": torch.zeros(2)}, "optimizer": {}, "exchange": exchange}, values))
+    assert found.tensors["optimizer"]["a/exp_avg"].tolist() == [1.0, 4.0]
+    assert found.values == {"exchange": None, "optimizer": {"a/steps": 7}} and "exchange" not in found.tensors
 
 
 @pytest.mark.parametrize("options", [("--parallel.sync=every_step", "--parallel.workers=null"), METHODS["local"]])

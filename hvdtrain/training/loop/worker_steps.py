@@ -85,6 +85,7 @@ class WorkerSteps:
         for number, (worker, count) in enumerate(zip(engine.links.served, counts, strict=True)):
             if number:  # a worker's optimizer may count in its groups
                 for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
+                    group.clear()
                     group.update(values)
             engine.activate(worker)
             results.append(self._own.run(islice(batches, count), count, []))
