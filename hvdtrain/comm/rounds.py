@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,15 +30,6 @@ _WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
 _INNERMOST = 3
 _AGAIN_S = 0.05
 """Between two checks for new connections while the round cannot be completed."""
-
-
-Groups = Callable[[int], Sequence[Sequence[int]]]
-"""Returns the ranks of each group that will exchange apart, of a number of ranks."""
-
-
-def no_groups(size: int) -> Sequence[Sequence[int]]:
-    """Return none."""
-    return []
 
 
 class Rounds(ABC):
@@ -162,14 +153,11 @@ class StockRounds(Rounds):
 
 
 class DriverRounds(Rounds):
-    """A job of hvdtrain's own elastic driver.
+    """A job of hvdtrain's own elastic driver. `info` is from the environment, before the first round."""
 
-    `info` is from the environment, before the first round. `groups`: those that will exchange apart.
-    """
-
-    def __init__(self, client: DriverClient, info: RankInfo, groups: Groups = no_groups) -> None:
+    def __init__(self, client: DriverClient, info: RankInfo) -> None:
         super().__init__(info)
-        self._client, self._groups = client, groups
+        self._client = client
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
         """Join the next round, or a later one where that fails. Collective: yes."""
@@ -207,7 +195,7 @@ class DriverRounds(Rounds):
         try:
             self._check_whole()
             begin_session()
-            comm = HorovodComm(groups=self._groups(place.size))
+            comm = HorovodComm()
         finally:
             met.set()
             if cutter.is_alive():

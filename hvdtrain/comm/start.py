@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import mesh_groups
-from hvdtrain.comm.rounds import DriverRounds, Groups, OneRound, Rounds, StockRounds, no_groups
+from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, TORCHRUN, RankInfo
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
+
+Groups = Callable[[int], Sequence[Sequence[int]]]
+"""Returns the ranks of each group that will exchange apart, of a number of ranks."""
+
+
+def no_groups(size: int) -> Sequence[Sequence[int]]:
+    """Return none."""
+    return []
 
 
 def start_rounds(
@@ -24,7 +34,7 @@ def start_rounds(
     refuse_unused_launcher(info, horovod=horovod)
     client = connect_to_driver(info.variables)
     if client is not None:
-        return DriverRounds(client, info, groups)
+        return DriverRounds(client, info)
     comm = start_comm(info, dp_shard, groups)
     if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
         return StockRounds(comm)

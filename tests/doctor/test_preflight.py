@@ -178,7 +178,7 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("pipe", "missing/bad", "."):
-        with pytest.raises(ConfigError, match="name another file|no regular file"):
+        with pytest.raises(ConfigError, match=r"--write "):
             preflight_command._write(tmp_path / path, ())
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "preflight", "--write", "pipe"],

@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvdtrain.data.loader import Stream
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.balance import speed_shares
+from hvdtrain.training.loop.balance import Balance, speed_shares
 from hvdtrain.verify.data import verify_data
 from tests.laws.test_workers import task_builder
 from tests.support.gallery import Recorded
@@ -43,6 +45,22 @@ def test_the_slowest_rank_is_done_first(pass_s: list[float], count: int, expecte
             moved = [n - (r == giver) + (r == taker) for r, n in enumerate(found)]
             if giver != taker and min(moved) >= 1:
                 assert max(s * n for s, n in zip(pass_s, moved, strict=True)) >= slowest
+
+
+def test_small_differences_change_nothing() -> None:
+    """The shares of 16 micro-batches stay if the slowest rank would gain less than 5%."""
+    begun: list[str] = []
+    stream = Stream([0] * 99, 0, 16, 1, 0, 2)  # type: ignore[arg-type]
+    feed: Any = SimpleNamespace(stream=stream, begin=lambda progress, stop, why: begun.append(why))
+    state = SimpleNamespace(progress=SimpleNamespace(step=8))
+    recorder = SimpleNamespace(event=lambda record: None)
+    current: Any = SimpleNamespace(worker=SimpleNamespace(state=state), stop=99, recorder=recorder)
+    balance = Balance(current, feed, lambda line: None)
+    for sums in ([100, 118], [0, 250], [100, 100]):
+        balance.on_sums(8, sums)
+        assert not begun and feed.stream.shares is None
+    balance.on_sums(8, [100, 160])
+    assert begun == ["balanced"] and feed.stream.shares == (10, 6)
 
 
 def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1)),)) -> Recorded:

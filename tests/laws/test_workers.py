@@ -21,6 +21,7 @@ from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.outer import divide
 from hvdtrain.engine.periodic import without_workers
 from hvdtrain.errors import TaskError
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.report.terminal import to_text
@@ -271,6 +272,30 @@ def test_a_run_may_go_on_with_other_workers_or_none(options: Sequence[str], tmp_
     assert float(adam) == STEPS
 
 
+def test_a_worker_with_a_loss_that_is_not_finite_skips_its_step(tmp_path: Path) -> None:
+    """The others go on; the step counts as skipped."""
+    make, passes = task_builder(), [0]
+
+    def build() -> Task:
+        task: Task = make()
+
+        def loss(model: Any, batch: Any) -> Any:
+            passes[0] += model.training
+            found, weight = task.loss(model, batch)
+            return found * (float("nan") if passes[0] == 31 else 1.0), weight  # of 7 passes a step
+
+        return replace(task, loss=loss)
+
+    own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--parallel.workers=4"]
+    own += [f"--run_dir={tmp_path / 'run'}", "--observe.tensorboard=false"]
+    train_in_rounds(*own, *METHODS["local"], plan=[_ranks(1)], build=build)
+    run = Recorded(tmp_path, 0, "", "")
+    steps = read_steps(run.run / "journal.jsonl")
+    assert [number for number, step in steps.items() if step["skipped"]] == [5]
+    assert np.isfinite([step["loss"] for number, step in steps.items() if number != 5]).all()
+    assert [event["at_step"] for event in run.events("skipped_step")] == [5]
+
+
 def test_parameters_that_are_frozen_later_are_refused(tmp_path: Path) -> None:
     """Their changes would stay with each worker."""
     make, passes = task_builder(), [0]
@@ -296,6 +321,8 @@ def test_the_report_has_the_outer_steps(tmp_path: Path) -> None:
     found = _train(tmp_path / "run", _ranks(2), options=METHODS["diloco, int8"])
     events = found.events("outer_step")
     assert [event["at_step"] for event in events] == [9, 15, 21, 24]
+    # Evaluations are due after every 8 steps; the shared parameters have gained these steps only later.
+    assert [event["at_step"] for event in found.events("evaluation")] == [0, 9, 21, 24]
     assert all(len(event["cosines"]) == len(event["change_norms"]) == 4 for event in events)
     assert all(-1 <= cosine <= 1 for event in events for cosine in event["cosines"])
     outer = analyse(load(found.run)).outer
