@@ -42,9 +42,13 @@ class TimedStep:
     seconds: Counter[str] = field(default_factory=Counter)
 
     def end(self, spans: Spans) -> None:
-        """End it now, or later than before."""
+        """Note that it is over, unless more work of this step follows; then call it again."""
         self.seconds.update(spans.pop_seconds())
         self.end_ns = spans.now()
+
+    def record(self, spans: Spans) -> None:
+        """Record its span, before those of later steps."""
+        spans.record("step", self.start_ns, end_ns=self.end_ns, step=self.step)
 
     @property
     def step_s(self) -> float:
@@ -203,6 +207,7 @@ class Trainer:
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
         result = self.stepper.run(parts, len(mine), values, len(repeated))
         timed.end(self.stepper.spans)
+        timed.record(self.stepper.spans)
         if self.balance is not None:
             self.balance.add_step(timed.seconds, len(mine))
         self._advance(result, timed)
@@ -210,8 +215,11 @@ class Trainer:
 
     def _steps_apart(self, apart: WorkerSteps, values: list[int]) -> Iterator[StepResult]:
         progress, spans = self._state.progress, self.stepper.spans
-        step, position, all_timed = progress.step, progress.position, []
+        step, position = progress.step, progress.position
+        all_timed: list[TimedStep] = []
         for _ in range(apart.engine.steps_apart(self.current.stop - step)):
+            if all_timed:
+                all_timed[-1].record(spans)
             step += 1
             timed = self._begin_step(step)
             by_worker = self.feed.stream.by_worker(position)
@@ -223,6 +231,7 @@ class Trainer:
             all_timed.append(timed)
         results, outer = apart.agree(step, values)
         all_timed[-1].end(spans)
+        all_timed[-1].record(spans)
         for result, timed in zip(results, all_timed, strict=True):
             self._advance(result, timed)
             yield result
@@ -233,9 +242,10 @@ class Trainer:
         spans = self.stepper.spans
         self.current.recorder.begin_step(step)
         spans.step = step
+        start_ns = spans.now()
         lr_factor = self._lr_factor(step - 1)
         self._set_lr(lr_factor)
-        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, spans.now())
+        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, start_ns)
 
     def _advance(self, result: StepResult, timed: TimedStep) -> None:
         """Count a step, and record it."""
@@ -245,7 +255,6 @@ class Trainer:
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         progress.lr = timed.lr
-        self.stepper.spans.record("step", timed.start_ns, end_ns=timed.end_ns, step=timed.step)
         self._record_step(result, timed)
 
     def _lr_factor(self, step: int) -> float:
