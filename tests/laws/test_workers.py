@@ -117,10 +117,10 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, tmp_path:
         other = _train(tmp_path / f"{count}", _ranks(count), options=METHODS[method])
         assert other.losses() == _close(method, count, one.losses())
         assert _heldout(other) == _close(method, count, _heldout(one))
-        if count <= 4:  # in a group, each rank sees other samples
+        # Buffers, too: but ranks that exchange gradients see other samples, in a group and in synchronous steps.
+        if count <= 4 and "--outer.start_steps=3" not in METHODS[method]:
             for name, tensor in one.state().tensors["model"].items():
-                tolerance = 1e-3 if "int8" in method else 1e-5
-                assert torch.allclose(other.state().tensors["model"][name].double(), tensor.double(), atol=tolerance)
+                assert torch.allclose(other.state().tensors["model"][name].double(), tensor.double(), atol=1e-5)
 
 
 def _reference(plan: OuterPlan) -> list[float]:
