@@ -8,7 +8,6 @@ else took time). The jobs take turns of seconds (see jobs.py).
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +17,7 @@ from step import median_step_s
 from torch import Tensor, nn
 
 from hvdtrain import Task
+from hvdtrain.runtime.environment import environ, rank_info
 from hvdtrain.task.language_model import language_model
 
 TURN_S, WARM_UP = 15.0, 24
@@ -27,7 +27,7 @@ IDEAL = 4 / 3
 def half_speed() -> Task:
     """The default task; rank 1 computes each loss twice."""
     task = language_model()
-    if os.environ.get("OMPI_COMM_WORLD_RANK") != "1":
+    if rank_info(environ()).rank != 1:
         return task
 
     def twice(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
