@@ -57,13 +57,18 @@ def test_small_differences_change_nothing() -> None:
     begun: list[str] = []
     stream = Stream([0] * 99, 0, 16, 1, 0, 2)  # type: ignore[arg-type]
     feed: Any = SimpleNamespace(stream=stream, begin=lambda progress, stop, why: begun.append(why))
-    state = SimpleNamespace(progress=SimpleNamespace(step=8))
+    progress = SimpleNamespace(step=8, skipped_in_row=0)
+    state = SimpleNamespace(progress=progress)
     recorder = SimpleNamespace(event=lambda record: None)
     current: Any = SimpleNamespace(worker=SimpleNamespace(state=state), stop=99, recorder=recorder)
     balance = Balance(current, feed, lambda line: None)
     for sums in ([100, 118], [0, 250], [100, 100]):
         balance.on_sums(8, sums)
         assert not begun and feed.stream.shares is None
+    progress.skipped_in_row = 1  # each rank looks for the cause in its own micro-batches
+    balance.on_sums(8, [100, 160])
+    assert not begun
+    progress.skipped_in_row = 0
     balance.on_sums(8, [100, 160])
     assert begun == ["balanced"] and feed.stream.shares == (10, 6)
 

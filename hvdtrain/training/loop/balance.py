@@ -69,9 +69,9 @@ class Balance:
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Change the shares if the slowest rank would be done clearly sooner. Collective: yes."""
-        if not all(sums):
-            return
         stream, progress = self.feed.stream, self.current.worker.state.progress
+        if not all(sums) or progress.skipped_in_row:  # ranks may repeat their passes of a skipped step
+            return
         before = stream.shares or stream.equal_shares()
         after = speed_shares(sums, sum(before))
         slowest, then = (max(s * n for s, n in zip(sums, shares, strict=True)) for shares in (before, after))
