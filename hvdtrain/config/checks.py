@@ -108,13 +108,8 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
 
 
 def _check_workers(config: Config) -> None:
-    """Check that the options fit to workers that train apart, and to shares by speed. Errors: ConfigError."""
+    """Check that the options fit to workers that train apart. Errors: ConfigError."""
     plan, train, sync = outer_plan(config), config.train, f"--parallel.sync {config.parallel.sync}"
-    if config.parallel.balance == "speed" and config.parallel.engine == "fsdp":
-        raise ConfigError(
-            "--parallel.engine fsdp does not support --parallel.balance speed: all its ranks run equally many passes",
-            next_step="--parallel.balance equal, or --parallel.engine horovod",
-        )
     if plan is None:
         if config.parallel.workers is not None:
             raise ConfigError(

@@ -78,6 +78,8 @@ class EngineKind:
         places_model: whether it moves the model to the device, part by part: the whole need not fit there.
         offloads: whether it can keep the optimizer in the memory of the host.
         periodic: whether ranks of workers that train apart can use it.
+        balances: names of the compressions with which the passes of a rank wait for no other rank, so that its speed
+            can be measured.
     """
 
     name: str
@@ -91,6 +93,7 @@ class EngineKind:
     places_model: bool = False
     offloads: bool = False
     periodic: bool = False
+    balances: tuple[str, ...] = ()
 
     def load(self) -> Callable[[EngineParts], Engine]:
         """Return the function that makes the engine. Imports torch."""
@@ -109,6 +112,7 @@ TABLE = (
         elastic=True,
         horovod=True,
         periodic=True,
+        balances=(*COMPRESSIONS, AUTO),
     ),
     EngineKind(
         "horovod",
@@ -119,7 +123,12 @@ TABLE = (
         horovod=True,
         offloads=True,
     ),
-    EngineKind("ddp", "hvdtrain.engine.ddp:make_ddp", ("none", "fp16", "bf16", "powersgd")),
+    EngineKind(
+        "ddp",
+        "hvdtrain.engine.ddp:make_ddp",
+        ("none", "fp16", "bf16", "powersgd"),
+        balances=("none", "fp16", "bf16"),  # torch's PowerSGD waits for its sums in backward
+    ),
     # It always divides the parameters, so that this need not be said.
     EngineKind(
         "fsdp",
@@ -213,6 +222,13 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     parallel, offload = config.parallel, config.memory.offload != "none"
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard
     kind = find_engine(*options, offload=offload, elastic=elastic)
+    if parallel.balance == "speed" and parallel.compression.partition(":")[0] not in kind.balances:
+        raise ConfigError(
+            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} and --parallel.compression"
+            f" {parallel.compression} does not support --parallel.balance speed",
+            expected="passes in which a rank waits for no other, so that its speed can be measured",
+            next_step=f"--parallel.balance equal, or {_with(lambda k: bool(k.balances))} --parallel.compression none",
+        )
     plan = outer_plan(config)
     if plan is not None:
         parse_outer(plan.coding)

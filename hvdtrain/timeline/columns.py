@@ -144,6 +144,7 @@ class RunTrace:
         events: the newest events ``memory`` and ``compiled`` by name, if there are any.
         cost: of all starts of the run; None if unknown.
         outer: events ``outer_step``.
+        shares: events ``shares``.
     """
 
     path: Path
@@ -159,6 +160,7 @@ class RunTrace:
     events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cost: Cost | None = None
     outer: Sequence[Mapping[str, Any]] = ()
+    shares: Sequence[Mapping[str, Any]] = ()
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

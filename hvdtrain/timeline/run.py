@@ -109,7 +109,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
-    rest = (events, cost_of(past), this.events_named("outer_step"))
+    rest = (events, cost_of(past), this.events_named("outer_step"), this.events_named("shares"))
     run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, *rest)
     return run, logs
 

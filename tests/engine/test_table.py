@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from hvdtrain.config.schema import ParallelConfig
-from hvdtrain.engine.table import TABLE, find_engine, needs_horovod
+from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.engine.table import TABLE, engine_of, find_engine, needs_horovod
 from hvdtrain.errors import ConfigError
 
 
@@ -44,6 +44,30 @@ def test_only_an_engine_for_it_trains_in_an_elastic_job() -> None:
 def test_ddp_divides_nothing() -> None:
     with pytest.raises(ConfigError, match=r"--parallel\.engine ddp does not support --parallel\.shard optimizer"):
         find_engine("ddp", shard="optimizer")
+
+
+@pytest.mark.parametrize(
+    ("options", "balances"),
+    [
+        ({}, True),
+        ({"compression": "powersgd:4"}, True),
+        ({"compression": "auto"}, True),
+        ({"engine": "ddp", "compression": "bf16"}, True),
+        ({"engine": "ddp", "compression": "powersgd:4"}, False),
+        ({"shard": "optimizer"}, False),
+        ({"shard": "gradients"}, False),
+        ({"engine": "fsdp"}, False),
+        ({"engine": "fsdp", "dp_shard": 2}, False),
+    ],
+)
+def test_shares_by_speed_need_passes_that_wait_for_no_rank(options: dict[str, Any], balances: bool) -> None:
+    config = Config(parallel=ParallelConfig(balance="speed", **options))
+    if balances:
+        assert engine_of(config).balances
+        return
+    with pytest.raises(ConfigError, match=r"does not support --parallel\.balance speed") as caught:
+        engine_of(config)
+    assert "--parallel.balance equal" in str(caught.value.next_step)
 
 
 def test_which_engines_need_horovod() -> None:

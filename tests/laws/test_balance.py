@@ -10,11 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.data.loader import Stream
+from hvdtrain.data.order import sample_indices
+from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.balance import Balance, speed_shares
+from hvdtrain.training.loop.balance import Balance, make_balance, speed_shares
 from hvdtrain.verify.data import verify_data
 from tests.laws.test_workers import task_builder
 from tests.support.gallery import Recorded
@@ -52,21 +57,62 @@ def test_small_differences_change_nothing() -> None:
     begun: list[str] = []
     stream = Stream([0] * 99, 0, 16, 1, 0, 2)  # type: ignore[arg-type]
     feed: Any = SimpleNamespace(stream=stream, begin=lambda progress, stop, why: begun.append(why))
-    state = SimpleNamespace(progress=SimpleNamespace(step=8))
+    progress = SimpleNamespace(step=8, skipped_in_row=0)
+    state = SimpleNamespace(progress=progress)
     recorder = SimpleNamespace(event=lambda record: None)
     current: Any = SimpleNamespace(worker=SimpleNamespace(state=state), stop=99, recorder=recorder)
     balance = Balance(current, feed, lambda line: None)
     for sums in ([100, 118], [0, 250], [100, 100]):
         balance.on_sums(8, sums)
         assert not begun and feed.stream.shares is None
+    progress.skipped_in_row = 1  # each rank looks for the cause in its own micro-batches
+    balance.on_sums(8, [100, 160])
+    assert not begun
+    progress.skipped_in_row = 0
     balance.on_sums(8, [100, 160])
     assert begun == ["balanced"] and feed.stream.shares == (10, 6)
 
 
-def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1)),)) -> Recorded:
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 0.5), ("cuda", 0.25)])
+def test_reading_data_is_work_of_a_rank_unless_a_gpu_computes_meanwhile(device: str, expected: float) -> None:
+    state = SimpleNamespace(progress=SimpleNamespace(step=7))
+    worker = SimpleNamespace(state=state, device=torch.device(device))
+    current: Any = SimpleNamespace(worker=worker, comm=SimpleNamespace(rank=1, size=2))
+    balance = Balance(current, Any, lambda line: None)  # type: ignore[arg-type]
+    for _ in range(8):
+        balance.add_step({"data": 1.0, "forward": 0.6, "backward": 0.4, "wait": 9.0}, 4)
+    assert balance.values() == [0, 1e6 * expected]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "advice"), [(3, "--train.micro_batch 1"), (1, "a larger --train.global_batch")]
+)
+def test_too_few_micro_batches_are_refused_or_reported_in_an_elastic_job(global_batch: int, advice: str) -> None:
+    warnings: list[str] = []
+    config = Config(parallel=ParallelConfig(balance="speed"))
+    current: Any = SimpleNamespace(
+        run=SimpleNamespace(config=config),
+        comm=SimpleNamespace(size=2),
+        rounds=SimpleNamespace(elastic=True),
+        recorder=SimpleNamespace(warn=warnings.append, say=print),
+    )
+    feed: Any = SimpleNamespace(stream=Stream([0] * 99, 0, 2 * global_batch - 1, 2, 0, 2))  # type: ignore[arg-type]
+    assert make_balance(current, feed) is not None
+    assert advice in warnings[0]
+    current.rounds.elastic = False
+    with pytest.raises(ConfigError, match="little to divide") as caught:
+        make_balance(current, feed)
+    assert advice in str(caught.value.next_step)
+    feed.stream = replace(feed.stream, global_batch=8)
+    assert make_balance(current, feed) is not None and len(warnings) == 1
+    current.run.config = Config()
+    assert make_balance(current, feed) is None
+
+
+def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1)),), make: Any = None) -> Recorded:
     """Train; worker 1 is slow in the first half of the passes, and worker 0 in the other."""
     folder.mkdir()
-    make, seen = task_builder(), Counter[str]()
+    make, seen = make or task_builder(), Counter[str]()
 
     def build() -> Task:
         task: Task = make()
@@ -105,3 +151,22 @@ def test_ranks_may_change_with_shares_by_speed(tmp_path: Path) -> None:
     assert speed.losses() == pytest.approx(_train(tmp_path / "equal").losses(), rel=1e-6, abs=1e-6)
     assert len({len(event["shares"]) for event in speed.events("shares")}) == 2
     assert not verify_data(speed.run).wrong
+
+
+def test_a_roll_back_keeps_shares_by_speed_and_the_ledger(tmp_path: Path) -> None:
+    options = ("--elastic.roll_back=both", "--elastic.loss_s=0")
+    samples = torch.randn(1000, 6, generator=torch.Generator().manual_seed(1))
+    samples[sample_indices(np.array([600]), 1000, 0)] *= 1e9  # its loss jumps in step 38
+    data = torch.utils.data.TensorDataset(samples)
+    build = task_builder()
+
+    def make() -> Task:
+        return replace(build(), train_data=data)
+
+    equal = _train(tmp_path / "equal", *options, make=make)
+    speed = _train(tmp_path / "speed", "--parallel.balance=speed", *options, make=make)
+    assert [event["positions"] for event in speed.events("rolled_back")] == [[592, 608]]
+    assert speed.events("shares")
+    assert speed.losses() == pytest.approx(equal.losses(), rel=1e-6, abs=1e-6)
+    report = verify_data(speed.run)
+    assert not report.wrong and report.left_out == [(592, 608)]

@@ -14,10 +14,10 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow
 from hvdtrain.timeline.analysis.findings import find
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
-from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks, warm_up
+from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import RunTrace, StepTable
@@ -36,7 +36,7 @@ def analyse(run: RunTrace) -> Analysis:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
     rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
-    stragglers = find_stragglers(rounds) if rounds is not None else None
+    stragglers = _stragglers(rounds, run) if rounds is not None else None
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     found = find(Facts(run, spent, exchange, blame, stragglers))
@@ -83,6 +83,17 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     if not found or not isinstance(workers, int):
         return None
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
+
+
+def _stragglers(rounds: Rounds, run: RunTrace) -> Stragglers:
+    """Find them. Where micro-batches follow the speed of ranks, what was before does not count."""
+    last = last_shares(run)
+    begun = min((at for event in run.shares if isinstance(at := event.get("at_step"), int)), default=0)
+    kept = np.flatnonzero(rounds.step > begun)
+    if last is None or rounds.source != "stamps" or not len(kept):
+        return find_stragglers(rounds)
+    since = replace(rounds, work_ms=rounds.work_ms[:, kept], column=rounds.column[kept], step=rounds.step[kept])
+    return find_stragglers(since, last.pass_ms)
 
 
 def _regular(run: RunTrace) -> RunTrace:

@@ -8,13 +8,14 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
 
 _SHARE, _LEAST_MS = 0.02, 0.2
 """Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
 _MANY_RANKS = 4
+_MANY_SHARES = 8
 _MOSTLY = 0.8
 
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
@@ -36,6 +37,7 @@ _CURES = {
 def rank_findings(facts: Facts) -> Iterator[Finding]:
     """Yield findings about stragglers, pauses and jitter."""
     yield from _late(facts)
+    yield from _shares(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts.stragglers)
         yield from _jitter(facts, facts.stragglers)
@@ -64,11 +66,23 @@ def _late(facts: Facts) -> Iterator[Finding]:
 
 def _may_balance(facts: Facts, cause: str) -> bool:
     """Return whether shares by speed may help a rank that is late because of `cause`."""
-    parallel = [facts.option("parallel", name) for name in ("balance", "engine", "sync")]
-    usual = [
-        value in (None, default) for value, default in zip(parallel, ("equal", "horovod", "every_step"), strict=True)
-    ]
-    return all(usual) and cause in _COMPUTING
+    usual = {"balance": "equal", "engine": "horovod", "shard": "none", "sync": "every_step"}
+    options = {name: facts.option("parallel", name) for name in usual}
+    return cause in _COMPUTING and all(options[name] in (None, value) for name, value in usual.items())
+
+
+def _shares(facts: Facts) -> Iterator[Finding]:
+    """Report the last shares by speed, and the slowest rank, for which the others no longer wait."""
+    last = last_shares(facts.run)
+    if last is None:
+        return
+    slow, fast = int(np.argmax(last.pass_ms)), int(np.argmin(last.pass_ms))
+    some = ", ".join(map(str, last.shares[:_MANY_SHARES])) + (", ..." if len(last.shares) > _MANY_SHARES else "")
+    text = (
+        f"micro-batches follow the speed of ranks: {some} on ranks 0, 1, ... since step {last.at_step + 1}; rank {slow}"
+        f" takes {last.pass_ms[slow] / last.pass_ms[fast]:.1f} times as long for one as rank {fast}"
+    )
+    yield Finding("shares", text, None, f"find out what slows rank {slow}: run hvdtrain doctor on its host")
 
 
 def _cure(facts: Facts, cause: str) -> str | None:

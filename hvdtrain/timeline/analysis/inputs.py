@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,25 @@ _CPU_SHARE = 0.05
 """Share of a step."""
 _MOST = 0.5
 _LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
+
+
+class Shares(NamedTuple):
+    """Micro-batches by the speed of ranks, after `at_step`; by rank, their number and the time of one."""
+
+    at_step: int
+    shares: Sequence[float]
+    pass_ms: Sequence[float]
+
+
+def last_shares(run: RunTrace) -> Shares | None:
+    """Return the shares at the end of a run; None if they never followed speed, or the event is invalid."""
+    for event in run.shares[-1:]:
+        at_step, shares, pass_s = (event.get(name) for name in ("at_step", "shares", "pass_s"))
+        lists = [each for each in (shares, pass_s) if isinstance(each, list) and len(each) == run.size > 1]
+        numbers = [each for values in lists for each in values if isinstance(each, (int, float)) and each > 0]
+        if isinstance(at_step, int) and len(numbers) == 2 * run.size:
+            return Shares(at_step, numbers[: run.size], [1e3 * each for each in numbers[run.size :]])
+    return None
 
 
 @dataclass(frozen=True)

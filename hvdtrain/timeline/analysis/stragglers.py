@@ -63,19 +63,25 @@ class Stragglers:
     reason: str
 
 
-def find_stragglers(rounds: Rounds) -> Stragglers:
+def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Stragglers:
     """Find the ranks for which the others wait.
 
     A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
     among the other ranks.
+
+    Args:
+        rounds: of all ranks.
+        grain_ms: of each rank, the least that moves between ranks: a micro-batch, if they follow the speed of ranks.
+            A smaller cost does not count.
     """
     rounds, pauses = _without_pauses(rounds)
     work = rounds.work_ms
     ranks, count = work.shape
     found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
-    matters = [max(least, error_ms) for error_ms in rounds.clock_error_ms.tolist()]
+    grain = grain_ms or [0.0] * ranks
+    matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(work, found, alike)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.round import Round
 
@@ -16,8 +17,10 @@ EVERY = 8
 """Steps between two agreements; a rank's speed is the median of these, or of the half of them after a change."""
 _WORTH = 0.95
 """The slowest rank must take at most this share of its time, or the shares stay as they are."""
-_WORK = ("copy", "forward", "backward")
-"""Parts of a step that are a rank's own work; reading data overlaps with loader processes."""
+_WORK = ("data", "copy", "forward", "backward")
+"""Parts of a step that are a rank's own work. A GPU computes while the host reads data: there it does not count."""
+_LEAST = 2
+"""Micro-batches for each rank: with fewer, there is little to divide."""
 
 
 def speed_shares(pass_s: Sequence[float], count: int) -> list[int]:
@@ -52,8 +55,9 @@ class Balance:
 
     def add_step(self, seconds: Mapping[str, float], passes: int) -> None:
         """Note the seconds of this rank's parts of a step. `passes`: its forward passes."""
+        parts = _WORK[1:] if self.current.worker.device.type == "cuda" else _WORK
         if passes:
-            self._pass_s.append(sum(seconds.get(part, 0.0) for part in _WORK) / passes)
+            self._pass_s.append(sum(seconds.get(part, 0.0) for part in parts) / passes)
 
     def values(self) -> list[int]:
         """Return this rank's microseconds for a micro-batch at its place, if the step ends with an agreement."""
@@ -65,9 +69,9 @@ class Balance:
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Change the shares if the slowest rank would be done clearly sooner. Collective: yes."""
-        if not all(sums):
-            return
         stream, progress = self.feed.stream, self.current.worker.state.progress
+        if not all(sums) or progress.skipped_in_row:  # ranks may repeat their passes of a skipped step
+            return
         before = stream.shares or stream.equal_shares()
         after = speed_shares(sums, sum(before))
         slowest, then = (max(s * n for s, n in zip(sums, shares, strict=True)) for shares in (before, after))
@@ -82,6 +86,25 @@ class Balance:
             f"micro-batches by speed from step {step + 1} on: {_some(after)} on ranks 0, 1, ... (before"
             f" {_some(before)}); the slowest rank computes {then / slowest:.2f} of the time"
         )
+
+
+def make_balance(current: Round, feed: Feed) -> Balance | None:
+    """Make it if the options ask for it, and there is another rank.
+
+    Errors:
+        ConfigError: there are too few micro-batches. In an elastic job, with other ranks later, that is a warning.
+    """
+    stream, size = feed.stream, current.comm.size
+    if current.run.config.parallel.balance != "speed" or size == 1:
+        return None
+    count, smaller = sum(stream.equal_shares()), stream.global_batch // (_LEAST * size)
+    if count < _LEAST * size:
+        what = f"--parallel.balance speed has little to divide: {count} micro-batches a step on {size} ranks"
+        change = f"--train.micro_batch {smaller}, or smaller" if smaller else "a larger --train.global_batch"
+        if not current.rounds.elastic:
+            raise ConfigError(what, expected=f"{_LEAST} or more for each rank", next_step=change)
+        current.recorder.warn(f"{what}; use {change}")
+    return Balance(current, feed, current.recorder.say)
 
 
 def _some(shares: Sequence[int]) -> str:

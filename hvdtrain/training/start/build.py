@@ -24,7 +24,7 @@ from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
-from hvdtrain.training.loop.balance import Balance
+from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -149,14 +149,9 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if isinstance(engine, ExchangeEngine) and engine.undecided:
         host = read_host(worker.info.variables)
         trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
-    balance = Balance(current, feed, recorder.say) if config.parallel.balance == "speed" and comm.size > 1 else None
+    balance = make_balance(current, feed)
     parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
     parts += [balance] if balance is not None else []
-    if balance is not None and sum(stream.equal_shares()) < 2 * comm.size:
-        recorder.warn(
-            f"--parallel.balance speed has little to divide: {sum(stream.equal_shares())} micro-batches on {comm.size}"
-            " ranks; a smaller --train.micro_batch helps"
-        )
     return Trainer(
         current=current,
         stepper=stepper,

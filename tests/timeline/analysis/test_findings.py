@@ -167,6 +167,47 @@ def test_a_late_rank_that_waits_for_data_is_advised_more_workers(workers: int, a
     assert re.findall(r"--loader.workers (\d+)", finding.advice) == [str(advised)]
 
 
+@pytest.mark.parametrize(
+    ("options", "advised"), [({}, True), ({"balance": "speed"}, False), ({"shard": "optimizer"}, False)]
+)
+def test_a_rank_that_computes_slowly_may_get_fewer_micro_batches(options: dict[str, str], advised: bool) -> None:
+    run = run_of(table_of(_work(), more_ms={"forward": _each(4.0, rank=2)}), config={"parallel": options})
+    finding = next(f for f in analyse(run).findings if f.kind == "straggler")
+    assert ("--parallel.balance speed" in finding.advice) == advised
+
+
+SHARES = {"event": "shares", "at_step": 100, "shares": [6, 6, 3, 6], "pass_s": [0.003, 0.003, 0.006, 0.003]}
+
+
+def _by_speed(late_ms: float, event: dict[str, Any]) -> Analysis:
+    """Rank 2 is much later until step 100, and by `late_ms` from then on."""
+    more = _each(20.0, rank=2)
+    more[2, 100:] = late_ms
+    config = {"parallel": {"balance": "speed"}}
+    return analyse(run_of(table_of(_work(), more_ms={"forward": more}), config=config, shares=[event]))
+
+
+def test_shares_by_speed_are_reported_and_what_is_left_is_not_blamed() -> None:
+    found = _by_speed(4.0, SHARES)
+    assert not found.blame.late and "no rank costs more than 6" in found.blame.reason
+    (finding,) = [f for f in found.findings if f.kind in ("straggler", "shares")]
+    assert "6, 6, 3, 6 on ranks" in finding.text and "step 101; rank 2 takes 2.0 times as long" in finding.text
+
+
+def test_a_rank_that_is_late_by_more_than_a_micro_batch_is_blamed_in_spite_of_shares() -> None:
+    found = _by_speed(9.0, SHARES)
+    assert found.blame.late == [2]
+    assert found.blame.ranks[0].cost_ms.value == pytest.approx(9.0, rel=0.05), "since the shares follow speed"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"shares": None}, {"pass_s": [1, 2, 3]}, {"pass_s": [1, 2, 3, 0]}, {"at_step": "1"}, {"shares": ["1"] * 4}],
+)
+def test_an_invalid_event_of_shares_is_ignored(wrong: dict[str, Any]) -> None:
+    assert "shares" not in _kinds(_by_speed(9.0, {**SHARES, **wrong}))
+
+
 @pytest.mark.parametrize("pinned", ["auto", "off"])
 def test_copying_to_the_device_is_not_waiting_for_data(pinned: str) -> None:
     table = table_of(_work(), more_ms={"copy": _each(10.0), "data": -0.05 * _work()})
