@@ -2,58 +2,65 @@
 
 Steps: two hosts of one core each (see tests/support/two_hosts.py; needs root), one rank of 1 thread on each, a Llama of
 15 million parameters, 4 x 128 tokens a rank; two workers, of one rank each. All jobs are started once and take turns
-(see jobs.py) of two rounds of `EVERY` steps, so that each outer step counts. `slow_links/100mbit/step/NAME` is the mean
+(see jobs.py) of rounds of `ROUND` steps, so that each outer step counts. `slow_links/100mbit/step/NAME` is the mean
 step over that of ranks without exchange in the same round, `step` the lowest of ours that exchanges rarely.
 `bytes_per_sample` is what leaves a host in a round over what all-reduces of all gradients in fp32 send: 2 (n - 1) / n
 of them in each step.
 
-Losses: the default language model for `STEPS` steps with each method, on two ranks of this machine: the curve depends
-on neither ranks nor links. `loss_at_equal_samples/NAME` is the held-out loss after all steps over that of a
-synchronous run of the same seed. `time_to_loss/NAME` is the time to the held-out loss that the synchronous run has
-after `TARGET` steps, with the steps measured at 100 Mbit/s, over the same for int8 in every step.
+Losses: the default language model for `STEPS` steps with each method, one process for each core of this machine: the
+curve depends on neither ranks nor links. `loss_at_equal_samples/NAME` is the held-out loss after all steps over that of
+a synchronous run of the same seed. `samples_to_loss/NAME` are the steps to the held-out loss that the synchronous run
+has after `TARGET` of them, over these. Times `step/NAME` over the step of int8 in every step, this is the time to that
+loss, `100mbit/time_to_loss/NAME`.
+
+`--runs FOLDER` keeps finished runs and does not repeat those that are there.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from common import Figure, figure, main, ratios
+from common import Figure, figure, options, ratios, report
 from host_jobs import HostsJob
 from jobs import SGD, Job, Setting, environment, take_turns, warmed_up
 from models import MODELS
 from time_to_loss import Run
 
-from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.observe.past_journal import is_finished, read_journal
 from tests.support.two_hosts import UnavailableError, two_hosts
 
-EVERY, WINDOW = 32, 16
-"""Steps between two exchanges, and the most between two agreements of all ranks."""
-RARE = {
-    "diloco": {"parallel.sync": f"diloco:{EVERY}"},
-    "diloco_int4": {"parallel.sync": f"diloco:{EVERY}", "outer.compression": "int4"},
-    "streaming": {"parallel.sync": f"streaming:{EVERY}"},
-    "streaming_int2": {"parallel.sync": f"streaming:{EVERY}", "outer.compression": "int2"},
-    "sparseloco": {"parallel.sync": f"sparseloco:{EVERY}"},
+ROUND, WINDOW = 32, 16
+"""Steps in which each method exchanges all parameters, and the most between two agreements of all ranks."""
+OUTER = {"outer.lr": 0.8, "outer.momentum": 0.5}
+RARE: dict[str, dict[str, object]] = {
+    "diloco": {"parallel.sync": "diloco:8", "outer.compression": "int2", **OUTER},
+    "streaming": {"parallel.sync": "streaming:8", "outer.compression": "int2", **OUTER},
+    "local": {"parallel.sync": "local:8", "outer.compression": "int4"},
+    "sparseloco": {"parallel.sync": "sparseloco:8"},
+    "streaming_32": {"parallel.sync": "streaming:32", "outer.compression": "int2", **OUTER},
 }
-"""Options of ours that exchange rarely."""
-EVERY_STEP = {"int8": {"parallel.compression": "int8"}}
+"""Options of ours that exchange rarely. Chosen with seed 7 and 400 steps."""
+EVERY_STEP: dict[str, dict[str, object]] = {"int8": {"parallel.compression": "int8"}}
 PEERS = ("ddp_fp16", "ddp_powersgd")
 COMPUTE = "no_exchange"
-RATES = {"100mbit": 2, "10mbit": 1}
+RATES = {"100mbit": 3, "10mbit": 2}
 """Rounds at each rate."""
 TOO_SLOW = {"10mbit": (*EVERY_STEP, *PEERS)}
 """Contenders that take minutes a step."""
 STEPS, TARGET, EVALUATED, SEEDS = 1000, 400, 40, (0, 1, 2)
 START = STEPS // 10
 """Synchronous steps at the beginning."""
-CURVES = ("diloco", "diloco_int4", "streaming", "sparseloco")
+SYNCHRONOUS = "synchronous"
 
 
 def setting(options: Mapping[str, object]) -> Setting:
@@ -79,17 +86,17 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
         hosts = stack.enter_context(two_hosts())
         kinds = {name: ("ours", setting(ours[name])) if name in ours else (name, setting({})) for name in names}
         starts = {name: partial(HostsJob, name, *kinds[name], hosts=hosts) for name in names}
-        jobs = stack.enter_context(warmed_up(starts, EVERY))
+        jobs = stack.enter_context(warmed_up(starts, ROUND))
         gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
         for name in (*RARE, "int8"):
-            share = jobs[name].bytes_a_step(2 * EVERY) / gradients  # an all-reduce of two ranks sends all once
+            share = jobs[name].bytes_a_step(ROUND) / gradients  # an all-reduce of two ranks sends all once
             found.append(figure(f"slow_links/bytes_per_sample/{name}", [share], "ratio"))
         for rate, rounds in RATES.items():
             hosts.throttle(rate)
             these = {name: job for name, job in jobs.items() if name not in TOO_SLOW.get(rate, ())}
 
             def turn(job: Job) -> float:
-                return mean_step_s(job, 2 * EVERY, WINDOW) if job.name in RARE else mean_step_s(job, 8, 1)
+                return mean_step_s(job, ROUND, WINDOW) if job.name in RARE else mean_step_s(job, 8, 1)
 
             seconds = take_turns(these, turn, 1 if quick else rounds)
             over = {name: ratios(own, seconds[COMPUTE]) for name, own in seconds.items() if name != COMPUTE}
@@ -103,49 +110,59 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
 
 def train(name: str, seed: int, folder: Path) -> Run:
     """One curve, from start to end."""
-    options = {**RARE, "synchronous": {}}[name]
-    more = {"parallel.workers": 2, "outer.start_steps": START} if options else {}
-    flags = [f"--{option}={value}" for option, value in {**options, **more}.items()]
-    argv = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--", "train", f"--run_dir={folder}"]
-    argv += [f"--seed={seed}", f"--train.steps={STEPS}", f"--train.eval_every={EVALUATED}", "--checkpoint.every=0"]
-    argv += ["--train.eval_samples=256", "--observe.tensorboard=false", *flags]
-    subprocess.run(argv, env=environment(), check=True, capture_output=True)
-    records = read_journal(folder / "journal.jsonl")
+    journal = folder / f"{seed}-{name}" / "journal.jsonl"
+    if not is_finished(journal):
+        options = {**RARE, SYNCHRONOUS: {}}[name]
+        more = {"parallel.workers": 2, "outer.start_steps": START} if options else {}
+        flags = [f"--{option}={value}" for option, value in {**options, **more}.items()]
+        argv = [sys.executable, "-m", "hvdtrain", "train", f"--run_dir={journal.parent}", f"--seed={seed}", *flags]
+        argv += [f"--train.steps={STEPS}", f"--train.eval_every={EVALUATED}", "--checkpoint.every=0"]
+        argv += ["--train.eval_samples=256", "--observe.tensorboard=false", "--observe.timeline=off"]
+        shutil.rmtree(journal.parent, ignore_errors=True)
+        subprocess.run(argv, env=environment(), check=True, capture_output=True)
+    records = read_journal(journal)
     losses = {record["at_step"]: record["loss"] for record in records if record.get("event") == "evaluation"}
     print(f"seed {seed}, {name}: held-out loss {losses[STEPS]:.4f}", flush=True)
     return Run([record["step_s"] for record in records if "step_s" in record], losses)
 
 
-def losses(quick: bool, at_100: Mapping[str, float]) -> list[Figure]:
-    runs: dict[str, list[Run]] = {name: [] for name in ("synchronous", *CURVES)}
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in SEEDS[:1] if quick else SEEDS:
-            for name in runs:
-                runs[name].append(train(name, seed, Path(scratch) / f"{seed}-{name}"))
-    return [f for name in CURVES for f in compared(name, runs[name], runs["synchronous"], at_100)]
-
-
-def compared(name: str, runs: Sequence[Run], synchronous: Sequence[Run], at_100: Mapping[str, float]) -> list[Figure]:
-    """The figures of one method, seed by seed."""
-    over = [own.losses[STEPS] / other.losses[STEPS] for own, other in zip(runs, synchronous, strict=True)]
-    found = [figure(f"slow_links/loss_at_equal_samples/{name}", over, "ratio")]
-    if at_100:
-        steps_to = [own.steps_to(other.losses[TARGET]) for own, other in zip(runs, synchronous, strict=True)]
-        times = [count * at_100[name] / (TARGET * at_100["int8"]) for count in steps_to]
-        found.append(figure(f"slow_links/100mbit/time_to_loss/{name}", times, "ratio"))
+def losses(methods: Sequence[str], seeds: Sequence[int], folder: Path, at_100: Mapping[str, float]) -> list[Figure]:
+    names = [(name, seed) for seed in seeds for name in (SYNCHRONOUS, *methods)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        runs = dict(zip(names, pool.map(lambda each: train(*each, folder), names), strict=True))
+    found = []
+    for name in methods:
+        pairs = [(runs[name, seed], runs[SYNCHRONOUS, seed]) for seed in seeds]
+        over = [own.losses[STEPS] / other.losses[STEPS] for own, other in pairs]
+        samples = [own.steps_to(other.losses[TARGET]) / TARGET for own, other in pairs]
+        found.append(figure(f"slow_links/loss_at_equal_samples/{name}", over, "ratio"))
+        found.append(figure(f"slow_links/samples_to_loss/{name}", samples, "ratio"))
+        if name in at_100:
+            times = [each * at_100[name] / at_100["int8"] for each in samples]
+            found.append(figure(f"slow_links/100mbit/time_to_loss/{name}", times, "ratio"))
     return found
 
 
-def measure(quick: bool) -> list[Figure]:
-    """All figures; those of steps only where this machine can be made into two hosts."""
+def main() -> None:
+    """Measure steps where this machine can be made into two hosts, and losses."""
+    parser = options(__doc__)
+    parser.add_argument("--only", choices=("steps", "losses"))
+    parser.add_argument("--runs", type=Path, metavar="FOLDER")
+    parser.add_argument("--methods", nargs="+", choices=RARE, default=[*RARE])
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    arguments = parser.parse_args()
     figures: list[Figure] = []
     at_100: dict[str, float] = {}
-    try:
-        figures, at_100 = steps(quick)
-    except UnavailableError as reason:
-        print(f"steps are left out: {reason}", file=sys.stderr)
-    return figures if quick else [*figures, *losses(quick, at_100)]
+    if arguments.only != "losses":
+        try:
+            figures, at_100 = steps(arguments.quick)
+        except UnavailableError as reason:
+            print(f"steps are left out: {reason}", file=sys.stderr)
+    if arguments.only != "steps" and not arguments.quick:
+        with tempfile.TemporaryDirectory() as scratch:
+            figures += losses(arguments.methods, arguments.seeds, arguments.runs or Path(scratch), at_100)
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":
-    main(__doc__, measure)
+    main()

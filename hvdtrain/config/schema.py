@@ -72,7 +72,8 @@ class ParallelConfig:
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
             diloco:N, their changes, to which an outer optimizer applies Nesterov momentum; streaming:N, the same in
-            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too
+            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too. With
+            auto, ranks exchange in each step, and the end of the run says what takes the least time to a loss
         workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
             several ranks a worker. The loss curve depends on this number, and not on the number of ranks
             (default: none)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hvdtrain.config.schema import Config
 
 EVERY_STEP = "every_step"
+AUTO_SYNC = "auto"
+"""Exchanges in each step; the end of the run proposes a method."""
 METHODS = ("local", "diloco", "streaming", "sparseloco")
 
 
@@ -19,7 +21,7 @@ class Sync:
     """A value of ``--parallel.sync``.
 
     Attributes:
-        method: every_step, or one of `METHODS`.
+        method: every_step, auto, or one of `METHODS`.
         every: steps between two exchanges of a parameter.
     """
 
@@ -30,13 +32,13 @@ class Sync:
 def parse_sync(text: str) -> Sync:
     """Return what a value of ``--parallel.sync`` means, such as "diloco:32". Errors: ConfigError."""
     method, _, every = text.partition(":")
-    if text == EVERY_STEP:
+    if text in (EVERY_STEP, AUTO_SYNC):
         return Sync(text)
     if method in METHODS and every.isascii() and every.isdigit() and 1 <= int(every) < 2**31:
         return Sync(method, int(every))
     raise ConfigError(
         f"invalid --parallel.sync {text!r}",
-        expected=f"{EVERY_STEP}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
+        expected=f"{EVERY_STEP}, {AUTO_SYNC}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
         next_step="for example --parallel.sync diloco:32 --parallel.workers 2",
     )
 
@@ -88,7 +90,7 @@ _STREAMING = 4
 def outer_plan(config: Config) -> OuterPlan | None:
     """Return the plan of a run; None if it exchanges in every step. Errors: ConfigError if options do not fit."""
     sync, outer, workers = parse_sync(config.parallel.sync), config.outer, config.parallel.workers
-    if sync.method == EVERY_STEP:
+    if sync.method not in METHODS:
         return None
     if workers is None:
         raise ConfigError(

@@ -21,10 +21,12 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.train_state import Progress
 from hvdtrain.timeline.analysis.analysis import figures
+from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.round import Round
 from tests.support.analyses import analysis
 from tests.support.toy import toy
+from tests.support.whatif_run import run_folder
 
 
 def _train(folder: Path, **observe: Any) -> Any:
@@ -132,6 +134,23 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     found = explain_run(current)
     assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)
+
+
+def test_a_run_ends_with_a_proposal_where_asked_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"train": {"steps": 8}, "parallel": {"sync": "auto"}}
+    hvdtrain.train({**options, "run_dir": str(tmp_path / "one")}, toy)
+    (warning,) = _events(tmp_path / "one", "warning")
+    assert warning["text"] == "no way to exchange is proposed: --sync auto compares exchanges, but there is one rank"
+    several = read_evidence(run_folder(tmp_path / "several", size=4, local_size=1, link=[(8, 2e-3), (1 << 20, 9.0)]))
+    monkeypatch.setattr("hvdtrain.timeline.whatif.read_run.read_evidence", lambda folder: several)
+    capsys.readouterr()
+    hvdtrain.train({**options, "run_dir": str(tmp_path / "slow")}, toy)
+    (proposal,) = _events(tmp_path / "slow", "proposal")
+    assert proposal["at_step"] == 8 and proposal["options"].startswith("--parallel.sync")
+    said = capsys.readouterr()
+    assert proposal["options"] in said.out + said.err
 
 
 def test_a_full_disk_costs_the_event_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser
+from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ def main(command: str, argv: list[str]) -> int:
     evidence = read_evidence(options.run)
     probed = CodingProbe(options.run)
     _check_sync(change, check=options.check)
+    if change.sync == AUTO_SYNC:
+        from hvdtrain.timeline.whatif.prediction_text import ways_data, ways_lines
+        from hvdtrain.timeline.whatif.time_to_loss import compare_ways
+
+        found = compare_ways(evidence, change, probed)
+        shown = json.dumps(ways_data(evidence, change, found), indent=1)
+        print(shown if options.json else "\n".join(ways_lines(evidence, change, found)))
+        return 0
     if change.sync is not None:
         from hvdtrain.timeline.whatif.outer_exchange import predict_rarely
         from hvdtrain.timeline.whatif.prediction_text import rare_data, rare_lines
@@ -63,6 +72,10 @@ def _check_sync(change: Change, *, check: bool) -> None:
     given = [name for name in ("workers", "outer_compression") if getattr(change, name) is not None]
     if change.sync is None and given:
         raise ConfigError(f"--{given[0]} has no effect without --sync", next_step="add for example --sync diloco:32")
+    if change.sync == AUTO_SYNC and change.outer_compression is not None:
+        raise ConfigError(
+            f"--outer_compression has no effect with --sync {AUTO_SYNC}, which compares several", next_step="omit it"
+        )
     if change.sync is not None and check:
         raise ConfigError(
             "--check does not try --sync", found="rounds of more steps than a trial has", next_step="omit --check"
@@ -124,7 +137,7 @@ def parser(command: str) -> Parser:
     add("--shard", choices=shards, help="what is divided among ranks: a value of --parallel.shard")
     add("--bucket_mib", help="a value of --parallel.bucket_mib, in MiB", **number)
     add("--global_batch", help="samples per step over all ranks", **count)
-    add("--sync", metavar="NAME", help="a value of --parallel.sync, such as diloco:32; with --workers")
+    add("--sync", metavar="NAME", help="a value of --parallel.sync, such as diloco:32, with --workers; auto compares")
     add("--workers", help="a value of --parallel.workers", **count)
     add("--outer_compression", metavar="NAME", help="a value of --outer.compression, such as int4; with --sync")
     add("--data_ms", help="time per step to wait for data, in ms; 0 means that data is always ready", **number)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, IDLE, LATE, OTHER_EXCHANGE, PARAMETERS
@@ -23,6 +24,8 @@ _SLOW_BUS = 0.5
 _LITTLE_BYTES = 1 << 20
 _MUCH = 0.2
 """Share of the wall time of a Timeline alone."""
+_MOST = 0.5
+"""Share of a step: a costlier exchange should be rarer."""
 _MANY = 50
 _TURNS_WITH_TICKS = 5
 _COMPILATIONS = (
@@ -96,6 +99,8 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     if largest in (TRANSFER, EXCHANGE, PARAMETERS) and compression in (None, "none"):
         less = "bf16" if facts.has_other_engine() else "auto finds what pays off"
         return f"send less: --parallel.compression {less}; {begin}".removesuffix("; ")
+    if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
+        return f"{begin}compare rarer exchanges: hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}"
     return f"{begin}or a faster link" if begin else f"a faster link; or {_MORE_SAMPLES}"
 
 

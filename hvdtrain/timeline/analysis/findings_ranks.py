@@ -66,9 +66,8 @@ def _late(facts: Facts) -> Iterator[Finding]:
 
 def _may_balance(facts: Facts, cause: str) -> bool:
     """Return whether shares by speed may help a rank that is late because of `cause`."""
-    usual = {"balance": "equal", "engine": "horovod", "shard": "none", "sync": "every_step"}
-    options = {name: facts.option("parallel", name) for name in usual}
-    return cause in _COMPUTING and all(options[name] in (None, value) for name, value in usual.items())
+    equal = facts.option("parallel", "balance") in (None, "equal")
+    return cause in _COMPUTING and equal and facts.may_train_apart()
 
 
 def _shares(facts: Facts) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.compression.sizes import ITEM_BYTES
+from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
 from hvdtrain.timeline.analysis.stragglers import Stragglers
@@ -100,6 +101,10 @@ class Facts:
         """Return whether the run has an engine that is not the default one."""
         engine, shard = (self.option("parallel", name) for name in ("engine", "shard"))
         return (engine or "horovod", shard or "none") != ("horovod", "none")
+
+    def may_train_apart(self) -> bool:
+        """Return whether the run exchanges in each step, by an engine whose workers could also train apart."""
+        return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP, AUTO_SYNC)
 
     def bucket_mib(self, factor: float) -> str | None:
         """Return the option for buckets `factor` times as large; None if it would change nothing.

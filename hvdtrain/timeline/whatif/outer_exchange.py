@@ -129,14 +129,8 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
         synchronous_s={
             name: predict(evidence, replace(synchronous, compression=name), costs).then.step_s for name in _SYNCHRONOUS
         },
-        notes=[*inner.notes, *([f"link between workers: {source}"] if leaders > 1 else []), _NOTE],
+        notes=[*inner.notes, *([f"link between workers: {source}"] if leaders > 1 else [])],
     )
-
-
-_NOTE = (
-    "at equal samples, workers that train apart learn less than ranks that exchange in every step: how much less is not"
-    " predicted"
-)
 
 
 def _of_worker(job: Job, workers: Workers, change: Change) -> Change:

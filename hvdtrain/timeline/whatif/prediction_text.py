@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction
+from hvdtrain.timeline.whatif.time_to_loss import Comparison
 from hvdtrain.timeline.wording import ms, nbytes
 
 VERSION = 1
@@ -23,6 +25,7 @@ UNKNOWN = (
     "how many steps training needs: another compression or global batch may learn more slowly",
 )
 """Effects that a run's measurements cannot show."""
+MORE_SAMPLES = "workers that train apart need more samples for a loss than ranks that exchange in every step"
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,7 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction, held: Sequ
 def as_data(evidence: Evidence, change: Change, prediction: Prediction, held: Sequence[HeldBytes]) -> dict[str, Any]:
     """Return the data for programs, in seconds and bytes. `held` is what a rank holds now and then."""
     return {
-        "version": VERSION,
-        "run": str(evidence.path),
-        "change": {name: value for name, value in asdict(change).items() if value is not None},
+        **_head(evidence, change),
         **asdict(prediction),
         "held_bytes": dict(zip(("now", "then"), map(asdict, held), strict=True)),
         "not_in_the_model": list(UNKNOWN),
@@ -116,21 +117,58 @@ def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> lis
         "",
         *(f"  {name:<{wide}}  {value}" for name, value in rows),
         "",
-        *(f"- {note}" for note in found.notes),
+        *(f"- {note}" for note in (*found.notes, f"{MORE_SAMPLES}; --sync {AUTO_SYNC} compares times to a loss")),
     ]
 
 
 def rare_data(evidence: Evidence, change: Change, found: RarePrediction) -> dict[str, Any]:
     """Return the same for programs, in seconds and bytes."""
-    given = {name: value for name, value in asdict(change).items() if value is not None}
-    return {"version": VERSION, "run": str(evidence.path), "change": given, **asdict(found)}
+    return {**_head(evidence, change), **asdict(found)}
+
+
+def ways_data(evidence: Evidence, change: Change, found: Comparison) -> dict[str, Any]:
+    """Return a comparison of ways to exchange for programs, in seconds."""
+    return {**_head(evidence, change), **asdict(found)}
+
+
+def ways_lines(evidence: Evidence, change: Change, found: Comparison) -> list[str]:
+    """Return the text of a comparison of ways to exchange."""
+    header = ("exchange", "step", "samples", "time")
+    least = found.ways[0].time_s
+    rows = [header] + [
+        (way.name, _ms(way.step_s), f"{way.samples:.2f}", f"{way.time_s / least:.2f}") for way in found.ways
+    ]
+    wide = max(len(row[0]) for row in rows)
+    return [
+        f"{evidence.path}: {_job(evidence.job)}",
+        f"what if: {change_options(change)}: {found.workers} workers",
+        "",
+        *(f"  {name:<{wide}}  {step:>10}  {samples:>8}  {time:>6}" for name, step, samples, time in rows),
+        "",
+        *proposal(found),
+        "",
+        "- samples, time: to one loss, over an exchange in each step, and over the best",
+        *(f"- {note}" for note in found.notes),
+    ]
+
+
+def proposal(found: Comparison) -> list[str]:
+    """Return what to use, and why."""
+    best, usual = found.best, found.usual
+    if best is usual:
+        return [f"use an exchange in each step: no other reaches a loss sooner beyond doubt; {best.options}"]
+    low, share, high = (each / usual.time_s for each in (best.low_s, best.time_s, best.high_s))
+    return [
+        f"to one loss it takes {share:.2f} [{low:.2f} .. {high:.2f}] of the time with {usual.options}:",
+        f"  {best.options}",
+    ]
 
 
 def change_options(change: Change) -> str:
     """Return the options that describe the change."""
-    given = {name: value for name, value in asdict(change).items() if value is not None}
     return " ".join(
-        f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in given.items()
+        f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
+        for name, value in _given(change).items()
     )
 
 
@@ -146,6 +184,14 @@ def comparison_lines(
         f"predicted from unchanged runs {_ms(predicted_s)}, measured {_ms(mean_s)}: {predicted_s / mean_s - 1:+.1%},"
         f" {'inside' if low_s <= mean_s <= high_s else 'outside'} [{ms(low_s * 1e3)} .. {ms(high_s * 1e3)} ms]",
     ]
+
+
+def _head(evidence: Evidence, change: Change) -> dict[str, Any]:
+    return {"version": VERSION, "run": str(evidence.path), "change": _given(change)}
+
+
+def _given(change: Change) -> dict[str, Any]:
+    return {name: value for name, value in asdict(change).items() if value is not None}
 
 
 def _job(job: Job) -> str:

@@ -295,6 +295,25 @@ def test_exposed_communication_is_reported_with_its_main_part(phase: str, flag: 
     assert flag in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("exchange_ms", "options", "advised"),
+    [
+        (200.0, {}, True),
+        (200.0, {"sync": "auto"}, True),
+        (20.0, {}, False),
+        (200.0, {"sync": "diloco:8"}, False),
+        (200.0, {"engine": "ddp"}, False),
+    ],
+)
+def test_rarer_exchanges_are_advised_where_most_of_a_step_is_an_exchange(
+    exchange_ms: float, options: dict[str, str], advised: bool
+) -> None:
+    config = {"parallel": {"compression": "int8", "bucket_mib": 8.0, **options}}
+    found = analyse(run_of(table_of(_work(), exchange_ms=exchange_ms), config=config))
+    finding = next(f for f in found.findings if f.kind == "exposed")
+    assert ("--sync auto" in finding.advice) == advised
+
+
 def test_what_is_compressed_is_not_told_to_be() -> None:
     run = run_of(table_of(_work(), exchange_ms=6.0), config={"parallel": {"compression": "fp16", "bucket_mib": 8.0}})
     finding = next(f for f in analyse(run).findings if f.kind == "exposed")

@@ -84,6 +84,8 @@ def test_ranks_that_serve_a_worker_together_exchange_inside(evidence: Evidence) 
         (["--sync", "diloco:32", "--workers", "2", "--shard", "optimizer"], "is not for --engine"),
         (["--sync", "diloco:32", "--workers", "2", "--check"], "does not try"),
         (["--workers", "2"], "no effect without --sync"),
+        (["--sync", "auto", "--size", "1"], "there is one rank"),
+        (["--sync", "auto", "--outer_compression", "int8"], "which compares several"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(
@@ -102,4 +104,4 @@ def test_text_and_json(evidence: Evidence, capsys: pytest.CaptureFixture[str]) -
     found = json.loads(capsys.readouterr().out)
     assert found["low_s"] < found["step_s"] < found["high_s"]
     assert f"{found['step_s'] * 1e3:.0f} ms" in text and "--sync streaming:32" in text
-    assert "4 fragments, one every 8 steps, int8" in text and "learn less" in text
+    assert "4 fragments, one every 8 steps, int8" in text and "more samples" in text
