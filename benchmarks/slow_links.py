@@ -111,7 +111,7 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
 def train(name: str, seed: int, folder: Path) -> Run:
     """One curve, from start to end."""
     journal = folder / f"{seed}-{name}" / "journal.jsonl"
-    if not is_finished(journal):
+    if not (journal.exists() and is_finished(journal)):
         options = {**RARE, SYNCHRONOUS: {}}[name]
         more = {"parallel.workers": 2, "outer.start_steps": START} if options else {}
         flags = [f"--{option}={value}" for option, value in {**options, **more}.items()]

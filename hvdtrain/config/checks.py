@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config, TrainConfig
-from hvdtrain.config.sync import outer_plan
+from hvdtrain.config.sync import apportion, outer_plan
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 
@@ -127,7 +127,14 @@ def _check_workers(config: Config) -> None:
     ):
         if value:
             raise ConfigError(f"{sync} does not support {option}", next_step=f"use {instead}")
-    if (most := -(-train.global_batch // train.pass_samples)) < plan.workers:
+    most = -(-train.global_batch // train.pass_samples)
+    if plan.shares and not all(apportion(most, plan.shares)):
+        raise ConfigError(
+            f"--outer.shares {config.outer.shares} leaves a worker without any of the {most} micro-batches of a step",
+            expected="a micro-batch or more for each worker in each step",
+            next_step="smaller --train.micro_batch, a larger --train.global_batch, or other shares",
+        )
+    if most < plan.workers:
         raise ConfigError(
             f"{plan.workers} workers, but a step has only {most} micro-batch(es)",
             expected="a micro-batch or more for each worker in each step",

@@ -118,6 +118,8 @@ class OuterConfig:
             two exchanges for streaming, otherwise 0)
         mix: fraction of its own parameters that a worker keeps when it uses a delayed result (default: 0.5; 0 without
             delay)
+        shares: how many of a step's micro-batches each worker gets, in proportion, such as 2,1 where worker 0 is twice
+            as fast (default: equal ones)
     """
 
     lr: float | None = None
@@ -128,6 +130,7 @@ class OuterConfig:
     fragments: int | None = None
     delay: int | None = None
     mix: float | None = None
+    shares: str | None = None
 
 
 @dataclass(frozen=True)

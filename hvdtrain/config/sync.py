@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ class OuterPlan:
         feedback: share of what its coding has lost that a worker adds to its next change.
         coding: of payloads; "none" to exchange fp32.
         start_steps: synchronous steps at the beginning.
+        shares: of each worker in the micro-batches of a step; empty if they are equal.
     """
 
     workers: int
@@ -70,6 +72,7 @@ class OuterPlan:
     feedback: float = 1.0
     coding: str = "int8"
     start_steps: int = 0
+    shares: tuple[int, ...] = ()
 
     @property
     def interval(self) -> int:
@@ -118,4 +121,28 @@ def outer_plan(config: Config) -> OuterPlan | None:
             expected=f"0 to {interval - 1}, for --parallel.sync {config.parallel.sync} in {fragments} fragment(s)",
         )
     mix = outer.mix if outer.mix is not None else (0.5 if delay else 0.0)
-    return OuterPlan(workers, sync.every, fragments, delay, mix, start_steps=outer.start_steps, **chosen)  # type: ignore[arg-type]
+    rest = {"start_steps": outer.start_steps, "shares": _shares(outer.shares, workers), **chosen}
+    return OuterPlan(workers, sync.every, fragments, delay, mix, **rest)  # type: ignore[arg-type]
+
+
+def _shares(text: str | None, workers: int) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    parts = text.split(",")
+    if len(parts) != workers or not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**31 for part in parts):
+        raise ConfigError(
+            f"invalid --outer.shares {text!r}",
+            expected=f"{workers} whole numbers above 0, one for each worker",
+            next_step=f"for example {','.join(map(str, range(workers, 0, -1)))}, where worker 0 is the fastest",
+        )
+    return tuple(map(int, parts))
+
+
+def apportion(count: int, parts: Sequence[int]) -> list[int]:
+    """Divide `count` in proportion to `parts`: by the largest remainders, the first of equal ones get more."""
+    whole = sum(parts)
+    found = [count * part // whole for part in parts]
+    by_rest = sorted(range(len(parts)), key=lambda index: -(count * parts[index] % whole))
+    for index in by_rest[: count - sum(found)]:
+        found[index] += 1
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvdtrain.config.sync import apportion
 from hvdtrain.data.order import rank_share
 
 
@@ -13,11 +14,13 @@ class Workers:
     """`count` workers, which `ranks` ranks serve.
 
     With fewer ranks than workers, a rank serves consecutive workers, one after the other. With more ranks than workers,
-    consecutive ranks serve a worker together.
+    consecutive ranks serve a worker together. `parts` are the workers' shares of each step's micro-batches; without
+    them, shares are equal.
     """
 
     count: int
     ranks: int
+    parts: tuple[int, ...] = ()
 
     def served_by(self, rank: int) -> range:
         """Return the workers that a rank serves."""
@@ -46,11 +49,11 @@ class Workers:
 
     def shares(self, micro_batches: int, rank: int) -> list[range]:
         """Return which of a step's micro-batches a rank runs, for each worker that it serves."""
-        found = []
+        found, counts = [], apportion(micro_batches, self.parts or (1,) * self.count)
         for worker in self.served_by(rank):
-            own, ranks = rank_share(micro_batches, worker, self.count), self.ranks_of(worker)
-            part = rank_share(len(own), rank - ranks.start, len(ranks))
-            found.append(range(own.start + part.start, own.start + part.stop))
+            start, ranks = sum(counts[:worker]), self.ranks_of(worker)
+            part = rank_share(counts[worker], rank - ranks.start, len(ranks))
+            found.append(range(start + part.start, start + part.stop))
         return found
 
 

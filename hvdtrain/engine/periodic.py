@@ -497,7 +497,7 @@ def make_periodic(
     Errors:
         ConfigError: several ranks would serve a worker in an elastic job of Horovod.
     """
-    workers = Workers(plan.workers, comm.size)
+    workers = Workers(plan.workers, comm.size, plan.shares)
     own, leaders = list(workers.ranks_of(workers.served_by(comm.rank)[0])), workers.leaders()
     links = Links(comm, SoloComm(), comm, workers)
     if len(leaders) < comm.size:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.config.parse import parse_argv
-from hvdtrain.config.sync import OuterPlan, Sync, outer_plan, parse_sync
+from hvdtrain.config.sync import OuterPlan, Sync, apportion, outer_plan, parse_sync
 from hvdtrain.data.workers import Workers
 from hvdtrain.engine.outer import divide
 from hvdtrain.engine.table import engine_of
@@ -22,7 +22,9 @@ def plan(*options: str) -> OuterPlan | None:
 def test_names_and_steps() -> None:
     assert parse_sync("every_step") == Sync("every_step", 1)
     assert parse_sync("diloco:32") == Sync("diloco", 32)
-    assert outer_plan(parse_argv([], None).config) is None
+    assert parse_sync("auto") == Sync("auto", 1)
+    for options in ([], ["--parallel.sync=auto"]):
+        assert outer_plan(parse_argv(options, None).config) is None
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ def test_other_texts_are_refused(text: str) -> None:
         (["parallel.sync=local:8"], OuterPlan(2, 8, lr=1.0, momentum=0.0)),
         (["parallel.sync=diloco:8"], OuterPlan(2, 8)),
         (["parallel.sync=diloco:8", "outer.lr=0.5", "outer.compression=none"], OuterPlan(2, 8, lr=0.5, coding="none")),
+        (["parallel.sync=diloco:8", "outer.shares=3,1"], OuterPlan(2, 8, shares=(3, 1))),
         (["parallel.sync=streaming:32"], OuterPlan(2, 32, fragments=4, delay=4, mix=0.5)),
         (["parallel.sync=streaming:6"], OuterPlan(2, 6, fragments=3, delay=1, mix=0.5)),
         (["parallel.sync=streaming:5", "outer.delay=0"], OuterPlan(2, 5)),
@@ -72,6 +75,12 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
         (["parallel.sync=diloco:8", "parallel.engine=ddp"], "does not support --parallel.sync"),
         (["parallel.sync=diloco:8", "outer.momentum=1"], "outer.momentum"),
         (["parallel.sync=diloco:8", "outer.mix=1"], "outer.mix"),
+        *(
+            (["parallel.sync=diloco:8", f"outer.shares={text}"], "invalid --outer.shares")
+            for text in ("1,2,3", "1,0", "1,x", "2")
+        ),
+        (["parallel.sync=diloco:8", "outer.shares=9,1"], "leaves a worker without any of the 4 micro-batches"),
+        (["parallel.sync=auto"], "no effect with --parallel.sync auto"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:
@@ -80,10 +89,13 @@ def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 11])
-@pytest.mark.parametrize("count", [1, 2, 4, 7])
-def test_ranks_share_out_workers_and_micro_batches(count: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "parts"),
+    [(1, ()), (2, ()), (4, ()), (7, ()), (2, (2, 1)), (2, (1, 2)), (4, (5, 1, 1, 3)), (3, (7, 7, 7))],
+)
+def test_ranks_share_out_workers_and_micro_batches(count: int, parts: tuple[int, ...], ranks: int) -> None:
     """Whatever the ranks, each worker has the same micro-batches, and each micro-batch one rank."""
-    workers = Workers(count, ranks)
+    workers = Workers(count, ranks, parts)
     for worker in range(count):
         assert [rank for rank in range(ranks) if worker in workers.served_by(rank)] == list(workers.ranks_of(worker))
     for batches in (count, 13, 16):
@@ -91,11 +103,26 @@ def test_ranks_share_out_workers_and_micro_batches(count: int, ranks: int) -> No
         for rank in range(ranks):
             for worker, share in zip(workers.served_by(rank), workers.shares(batches, rank), strict=True):
                 of_worker[worker] += share
-        alone = [list(share) for share in Workers(count, 1).shares(batches, 0)]
+        alone = [list(share) for share in Workers(count, 1, parts).shares(batches, 0)]
         assert [sorted(of_worker[worker]) for worker in range(count)] == alone
         assert list(chain.from_iterable(alone)) == list(range(batches))
     groups: Any = workers.groups()
     assert all(rank in group for group in groups[-1:] for rank in workers.leaders())
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "expected"),
+    [
+        (16, (2, 1), [11, 5]),
+        (3, (2, 1), [2, 1]),
+        (5, (1, 1, 1), [2, 2, 1]),
+        (1, (1, 1), [1, 0]),
+        (4, (1, 1000), [0, 4]),
+        (7, (1, 2, 4), [1, 2, 4]),
+    ],
+)
+def test_micro_batches_are_divided_in_proportion(count: int, parts: tuple[int, ...], expected: list[int]) -> None:
+    assert apportion(count, parts) == expected
 
 
 def test_fragments_are_of_equal_size() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,12 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, tmp_path:
                 assert torch.allclose(other.state().tensors["model"][name].double(), tensor.double(), atol=1e-5)
 
 
-def _reference(plan: OuterPlan) -> list[float]:
-    """Return the losses of plain loops with torch's optimizers, one for each worker and one for what they share."""
+def _reference(plan: OuterPlan, counts: Sequence[int]) -> list[float]:
+    """Return the losses of plain loops with torch's optimizers, one for each worker and one for what they share.
+
+    `counts` of the samples of each worker in a step.
+    """
+    bounds = [0, *accumulate(counts)]
     task: Task = task_builder()()
     order = sample_order(task.train_data, 60, 0)
     shared = [p.detach().clone() for p in task.model.parameters()]
@@ -153,7 +158,7 @@ def _reference(plan: OuterPlan) -> list[float]:
                 coding.add(payload, sent)
                 residuals[worker, fragment] = change - sent
                 change = sent
-            share = (2, 2, 2, 1)[worker] / 7
+            share = counts[worker] / 14
             for into, part in zip(total, change.split([t.numel() for t in total]), strict=True):
                 into += share * part.view(into.shape)
         pending[fragment] = due, total
@@ -171,7 +176,7 @@ def _reference(plan: OuterPlan) -> list[float]:
     for step in range(1, STEPS + 1):
         indices = order.indices(np.arange(14 * (step - 1), 14 * step)).tolist()
         sums = 0.0
-        for worker, (begin, end) in enumerate(((0, 4), (4, 8), (8, 12), (12, 14))):
+        for worker, (begin, end) in enumerate(pairwise(bounds)):
             batch = [torch.stack([task.train_data[i][0] for i in indices[begin:end]])]  # type: ignore[index]
             loss, weight = task.loss(models[worker], batch)
             inner[worker].zero_grad()
@@ -194,7 +199,19 @@ def test_methods_are_those_of_plain_loops(sync: str, tmp_path: Path) -> None:
     found = _train(tmp_path / "run", _ranks(2), options=options)
     plan = outer_plan(parse_argv([*options, "--parallel.workers=4"], None).config)
     assert plan is not None
-    assert found.losses() == pytest.approx(_reference(plan), rel=2e-4)
+    assert found.losses() == pytest.approx(_reference(plan, [4, 4, 4, 2]), rel=2e-4)
+
+
+def test_workers_of_unequal_shares_count_by_their_tokens(tmp_path: Path) -> None:
+    options = ("--parallel.sync=diloco:6", "--outer.shares=1,3,2,1", "--outer.compression=none")
+    batch = ["--train.global_batch=14", "--train.micro_batch=2", "--parallel.workers=4"]
+    plan = outer_plan(parse_argv([*options, *batch], None).config)
+    assert plan is not None
+    expected = _reference(plan, [2, 6, 4, 2])
+    for ranks in (1, 3, 7):
+        found = _train(tmp_path / f"{ranks}", _ranks(ranks), options=options)
+        assert found.losses() == pytest.approx(expected, rel=2e-4)
+        assert not verify_data(found.run).wrong
 
 
 PLANS = {

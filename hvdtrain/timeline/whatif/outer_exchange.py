@@ -98,7 +98,7 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
             f"{plan.workers} workers, but a step has only {job.micro_batches} micro-batch(es)",
             next_step=f"--global_batch {plan.workers * job.micro_batch}, or fewer workers",
         )
-    workers = Workers(plan.workers, job.ranks.size)
+    workers = Workers(plan.workers, job.ranks.size, plan.shares)
     inner = predict(evidence, _of_worker(job, workers, change), costs)
     leaders = len(workers.leaders())
     between = Ranks(leaders, math.ceil(leaders / job.ranks.hosts))

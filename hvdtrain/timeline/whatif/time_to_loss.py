@@ -35,8 +35,8 @@ MEASURED = (
     Measured("diloco:16", "int4", "--outer.lr 0.8 --outer.momentum 0.5 --outer.start_steps 100", 1.2, 1.1, 1.3),
     Measured("local:16", "int4", "--outer.start_steps 100", 1.2, 1.1, 1.3),
 )
-"""By ``benchmarks/slow_links.py``: the default model, 2 workers of 8 samples, until the loss of the synchronous run after
-400 of 1,000 steps. The first 100 steps were synchronous."""
+"""By ``benchmarks/slow_links.py``: the default model, 2 workers of 8 samples, until the loss that the synchronous run
+has after 400 of 1,000 steps. The first 100 steps were synchronous."""
 _NOTE = (
     "samples were measured with a small language model and 2 workers of 8 samples: larger models and batches need fewer"
     " (docs/slow-links.md)"
