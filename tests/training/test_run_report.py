@@ -143,7 +143,7 @@ def test_a_run_ends_with_a_proposal_where_asked_for_one(
     hvdtrain.train({**options, "run_dir": str(tmp_path / "one")}, toy)
     (warning,) = _events(tmp_path / "one", "warning")
     assert warning["text"] == "no way to exchange is proposed: --sync auto compares exchanges, but there is one rank"
-    several = read_evidence(run_folder(tmp_path / "several", size=4, local_size=1, link=[(8, 2e-3), (1 << 20, 9.0)]))
+    several = read_evidence(run_folder(tmp_path / "several", size=4, local_size=1, wait_ms=9e4, passes=2))
     monkeypatch.setattr("hvdtrain.timeline.whatif.read_run.read_evidence", lambda folder: several)
     capsys.readouterr()
     hvdtrain.train({**options, "run_dir": str(tmp_path / "slow")}, toy)
