@@ -63,17 +63,17 @@ class EvaluationProgress:
 class Soak:
     """One job and who strikes it."""
 
-    def __init__(self, folder: Path, steps: int, seed: int) -> None:
+    def __init__(self, folder: Path, train: list[str], seed: int) -> None:
         self.folder, self.run = folder, folder / "run"
         self.strikes: list[dict[str, Any]] = []
         self.seen: dict[int, EvaluationProgress] = {}
         self._random = random.Random(seed)
         self._mark = str(folder)
-        self._steps = steps
+        self._train = train
 
     def train(self, strike_s: float) -> int:
         """Run it to its end, striking for so many seconds; the exit code."""
-        rank = [sys.executable, str(RANK), str(self.folder / "order"), str(PACE_S), *task(self._steps)]
+        rank = [sys.executable, str(RANK), str(self.folder / "order"), str(PACE_S), *self._train]
         options = ["-np", str(RANKS), "--elastic", f"1:{RANKS}", "--restarts", "100"]
         launch = [sys.executable, "-c", LAUNCH, json.dumps([*rank, f"--run_dir={self.run}"]), *options]
         environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), MARK: self._mark}
@@ -132,24 +132,25 @@ class Soak:
                 looks.append((round(mib, 1), process.num_threads(), process.num_fds()))
 
 
-def task(steps: int) -> list[str]:
+def task(steps: int, further: Sequence[str]) -> list[str]:
     """What is trained: so slowly that its loss still falls at the end."""
-    return [*TASK, f"--train.steps={steps}", "--checkpoint.every=200", f"--optimizer.lr={0.5 / steps}"]
+    return [*TASK, f"--train.steps={steps}", "--checkpoint.every=200", f"--optimizer.lr={0.5 / steps}", *further]
 
 
-def alone(folder: Path, steps: int) -> dict[int, Mapping[str, Any]]:
+def alone(folder: Path, train: Sequence[str]) -> dict[int, Mapping[str, Any]]:
     """The undisturbed run's journal."""
-    command = [sys.executable, "-m", "hvdtrain", *task(steps), f"--run_dir={folder / 'alone'}"]
+    command = [sys.executable, "-m", "hvdtrain", *train, f"--run_dir={folder / 'alone'}"]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
     return dict(read_steps(folder / "alone" / "journal.jsonl"))
 
 
-def measure(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
+def measure(folder: Path, minutes: float, seed: int, further: Sequence[str]) -> dict[str, Any]:
     """Train both, and compare."""
     steps = int(minutes * 60 / STEP_S)
-    expected = alone(folder, steps)
-    soak = Soak(folder, steps, seed)
+    train = task(steps, further)
+    expected = alone(folder, train)
+    soak = Soak(folder, train, seed)
     code = soak.train(minutes * 60)
     left = [" ".join(process.cmdline()) for process in soak.left()]
     found = read_steps(soak.run / "journal.jsonl")
@@ -235,10 +236,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of striking (30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the curves there, as SVG")
+    further = "an option of training, such as --option=--parallel.sync=diloco:8; repeatable"
+    parser.add_argument("--option", action="append", default=[], metavar="OPTION", help=further)
     arguments = parser.parse_args()
     minutes = 1.0 if arguments.quick else arguments.minutes
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
-        found = measure(Path(folder), minutes, arguments.seed)
+        found = measure(Path(folder), minutes, arguments.seed, arguments.option)
     results = figures(found)
     if arguments.json:
         write_text(arguments.json, json.dumps(content(results, soak=found), indent=1) + "\n")

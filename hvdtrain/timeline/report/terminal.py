@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate, OuterSteps
 
 _BAR = 30
 _LEAST_SHARE = 0.0005
@@ -35,7 +35,7 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
     if analysis.communication is not None:
         yield from _communication(analysis.communication, each)
     if analysis.outer is not None:
-        yield f"{analysis.outer.workers} workers, {shorten(analysis.outer.sync, 24)}: {wording.outer(analysis.outer)}"
+        yield f"{_workers(analysis.outer)}: {wording.outer(analysis.outer)}"
     yield from _blame(analysis.blame)
     if analysis.carriers:
         yield f"most expensive to exchange, ms {each}:"
@@ -150,8 +150,10 @@ def _plain(text: str) -> str:
 
 def summary_lines(analysis: Analysis) -> list[str]:
     """Return step time by part, the straggler, and the most costly finding; `MOST_SUMMARY_LINES` at most."""
-    lines = list(_summary_budget(analysis.budget)) if analysis.budget is not None else []
-    lines += _summary_late(analysis.blame)
+    apart = _wrapped_head(_workers(analysis.outer), wording.outer(analysis.outer)) if analysis.outer else []
+    most = _SUMMARY_PARTS - len(apart)
+    lines = list(_summary_budget(analysis.budget, most)) if analysis.budget is not None else []
+    lines += [*apart, *_summary_late(analysis.blame)]
     if not analysis.findings:
         return [*lines, "finding: none"]
     finding = analysis.findings[0]
@@ -159,11 +161,15 @@ def summary_lines(analysis: Analysis) -> list[str]:
     return [*lines, *(_wrapped_head("  try", finding.advice) if finding.advice else ())]
 
 
-def _summary_budget(budget: Budget) -> Iterator[str]:
-    """List the largest parts in their order, and the sum of the others."""
+def _workers(outer: OuterSteps) -> str:
+    return f"{outer.workers} workers, {shorten(outer.sync, 24)}"
+
+
+def _summary_budget(budget: Budget, most: int) -> Iterator[str]:
+    """List the largest parts in their order, and the sum of the others: `most` lines."""
     places = wording.decimals(budget.step_ms.value)
     ordered = sorted(budget.parts, key=lambda part: -part.ms.value)
-    kept = ordered if len(ordered) <= _SUMMARY_PARTS else ordered[: _SUMMARY_PARTS - 1]
+    kept = ordered if len(ordered) <= most else ordered[: most - 1]
     rows = [
         (f"exposed: {part.name}" if part.name in budget.exposed else part.name, part.ms.value, part.share)
         for part in budget.parts

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.timeline.analysis.analysis import Analysis, Budget, Finding
+from hvdtrain.timeline.analysis.analysis import Analysis, Budget, Finding, OuterSteps
 from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES, summary_lines
 from tests.support.analyses import about, analysis, budget, empty, hostile, parts
 
@@ -54,3 +54,12 @@ def test_ranks_of_ticks_have_no_host() -> None:
 def test_long_words_are_cut() -> None:
     found = Finding("x", "word " * 200, 1.0, "advice " * 200)
     assert len(summary_lines(replace(analysis(8), findings=[found]))) <= MOST_SUMMARY_LINES
+
+
+def test_workers_that_train_apart_have_a_line() -> None:
+    outer = OuterSteps("diloco:8", 2, 11, 4.2e6, 1.5, 0.5, 0.9)
+    for of in (analysis(8), empty()):
+        lines = summary_lines(replace(of, outer=outer))
+        text = " ".join(line.strip() for line in lines)
+        assert len(lines) <= MOST_SUMMARY_LINES
+        assert "2 workers, diloco:8: 11 outer steps; in each 4.2 MB sent, 1.50 ms waited" in text
