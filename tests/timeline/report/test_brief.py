@@ -62,4 +62,4 @@ def test_workers_that_train_apart_have_a_line() -> None:
         lines = summary_lines(replace(of, outer=outer))
         text = " ".join(line.strip() for line in lines)
         assert len(lines) <= MOST_SUMMARY_LINES
-        assert "2 workers, diloco:8: 11 outer steps; in each 4.2 MB sent, 1.5 ms waited" in text
+        assert "2 workers, diloco:8: 11 outer steps; in each 4.20 MB sent, 1.50 ms waited" in text
