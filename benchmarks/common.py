@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "none"
-    for name in ("accelerate", "lightning", "deepspeed"):  # where a benchmark uses them
+    for name in ("accelerate", "lightning", "deepspeed", "torchft"):  # where a benchmark uses them
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from jobs import Setting
 from models import MODELS, device
+from peer_packages import use_packages
 from torch.utils.data import DataLoader
 
 from hvdtrain.config.schema import OptimizerConfig
@@ -87,6 +89,49 @@ def ddp_powersgd(model: Any, optimizer: Any, passes: int) -> Loop:
     return rank, wrapped, optimizer, exchange_if_last
 
 
+def torchft_diloco(model: Any, optimizer: Any, passes: int) -> Loop:
+    """Torchft's DiLoCo every 8 steps, in fp32 (its int8 is for GPUs): each rank is a replica of its own."""
+    use_packages()
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"] if rank == 0 else own_address(os.environ["MASTER_ADDR"])
+    if rank == 0:
+        _KEPT.append(LighthouseServer(f"0.0.0.0:{port}", int(os.environ["WORLD_SIZE"])))
+    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(),
+        None,
+        None,
+        int(os.environ["WORLD_SIZE"]),
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{port}",
+        replica_id=f"replica{rank}",
+        hostname=host,
+    )
+    outer = torch.optim.SGD(model.parameters(), 0.8, 0.5, nesterov=True)
+    exchange = DiLoCo(manager, [model], optimizer, outer, 8, pin_memory=False)
+    _KEPT.extend([store, manager, exchange, exchange.__enter__()])
+    return rank, model, optimizer, _nothing
+
+
+_KEPT: list[Any] = []
+"""What must live as long as the process."""
+
+
+def own_address(other: str) -> str:
+    """Return the address of this host on its way to another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))
+        return str(probe.getsockname()[0])
+
+
 def stock_horovod(model: Any, optimizer: Any, passes: int, compression: str = "none") -> Loop:
     """Horovod as its own examples use it."""
     import horovod.torch as hvd
@@ -120,6 +165,7 @@ PEERS: dict[str, Callable[[Any, Any, int], Loop]] = {
     "ddp": ddp,
     "ddp_fp16": ddp_fp16,
     "ddp_powersgd": ddp_powersgd,
+    "torchft_diloco": torchft_diloco,
     "stock_horovod": stock_horovod,
     "stock_horovod_fp16": partial(stock_horovod, compression="fp16"),
     "drop_in": drop_in,

@@ -1,4 +1,4 @@
-"""Peers that are packages: accelerate, lightning and deepspeed, in a folder of their own.
+"""Peers that are packages: accelerate, lightning, deepspeed and torchft, in a folder of their own.
 
 They are optional; a peer that is not installed is left out. To install them, next to what .venv has:
 
@@ -14,7 +14,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-PACKAGES = ("accelerate", "lightning", "deepspeed")
+PACKAGES = ("accelerate", "lightning", "deepspeed", "torchft")
 _DEFAULT = Path(__file__).parents[1] / "build" / "peers"
 
 

@@ -34,6 +34,7 @@ from common import Figure, figure, options, ratios, report
 from host_jobs import HostsJob
 from jobs import SGD, Job, Setting, environment, take_turns, warmed_up
 from models import MODELS
+from peer_packages import is_installed
 from time_to_loss import Run
 
 from hvdtrain.observe.past_journal import is_finished, read_journal
@@ -51,11 +52,13 @@ RARE: dict[str, dict[str, object]] = {
 }
 """Options of ours that exchange rarely. Chosen with seed 7 and 400 steps."""
 EVERY_STEP: dict[str, dict[str, object]] = {"int8": {"parallel.compression": "int8"}}
-PEERS = ("ddp_fp16", "ddp_powersgd")
+PEERS = ("ddp_fp16", "ddp_powersgd", "torchft_diloco")
 COMPUTE = "no_exchange"
+EACH_STEP = (COMPUTE, *EVERY_STEP, "ddp_fp16", "ddp_powersgd")
+"""Contenders whose steps are alike, so that a few suffice."""
 RATES = {"100mbit": 3, "10mbit": 2}
 """Rounds at each rate."""
-TOO_SLOW = {"10mbit": (*EVERY_STEP, *PEERS)}
+TOO_SLOW = {"10mbit": (*EVERY_STEP, "ddp_fp16", "ddp_powersgd", "torchft_diloco")}
 """Contenders that take minutes a step."""
 STEPS, TARGET, EVALUATED, SEEDS = 1000, 400, 40, (0, 1, 2)
 START = STEPS // 10
@@ -79,7 +82,7 @@ def mean_step_s(job: Job, steps: int, window: int) -> float:
 def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
     """The figures of steps, and the medians at 100 Mbit/s over no exchange."""
     ours = {**RARE, **EVERY_STEP}
-    names = [COMPUTE, *ours, *PEERS]
+    names = [COMPUTE, *ours, *(peer for peer in PEERS if is_installed(peer))]
     found: list[Figure] = []
     at_100: dict[str, float] = {}
     with ExitStack() as stack:
@@ -96,7 +99,7 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
             these = {name: job for name, job in jobs.items() if name not in TOO_SLOW.get(rate, ())}
 
             def turn(job: Job) -> float:
-                return mean_step_s(job, ROUND, WINDOW) if job.name in RARE else mean_step_s(job, 8, 1)
+                return mean_step_s(job, 8, 1) if job.name in EACH_STEP else mean_step_s(job, ROUND, WINDOW)
 
             seconds = take_turns(these, turn, 1 if quick else rounds)
             over = {name: ratios(own, seconds[COMPUTE]) for name, own in seconds.items() if name != COMPUTE}
