@@ -10,14 +10,13 @@ of them in each step.
 Losses: the default language model for `STEPS` steps with each method, one process for each core of this machine: the
 curve depends on neither ranks nor links. `loss_at_equal_samples/NAME` is the held-out loss after all steps over that of
 a synchronous run of the same seed. `samples_to_loss/NAME` are the steps to the held-out loss that the synchronous run
-has after `TARGET` of them, over these. Times `step/NAME` over the step of int8 in every step, this is the time to that
-loss, `100mbit/time_to_loss/NAME`.
-
-`--runs FOLDER` keeps finished runs and does not repeat those that are there.
+has after `TARGET` of them, over these. `100mbit/time_to_loss/NAME` is the time of these steps at 100 Mbit/s, over that
+of the synchronous run with int8, which the first `START` steps of all use.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -30,7 +29,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from common import Figure, figure, options, ratios, report
+from common import Figure, figure, options, pyplot, ratios, report
 from host_jobs import HostsJob
 from jobs import SGD, Job, Setting, environment, take_turns, warmed_up
 from models import MODELS
@@ -79,12 +78,11 @@ def mean_step_s(job: Job, steps: int, window: int) -> float:
     return statistics.mean(step["step_s"] for step in job.steps()[first : first + steps])
 
 
-def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
-    """The figures of steps, and the medians at 100 Mbit/s over no exchange."""
+def steps(quick: bool) -> list[Figure]:
+    """Measure steps and bytes."""
     ours = {**RARE, **EVERY_STEP}
     names = [COMPUTE, *ours, *(peer for peer in PEERS if is_installed(peer))]
     found: list[Figure] = []
-    at_100: dict[str, float] = {}
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts())
         kinds = {name: ("ours", setting(ours[name])) if name in ours else (name, setting({})) for name in names}
@@ -106,9 +104,7 @@ def steps(quick: bool) -> tuple[list[Figure], dict[str, float]]:
             found += [figure(f"slow_links/{rate}/step/{name}", own, "ratio") for name, own in over.items()]
             best = min(RARE, key=lambda name: statistics.median(over[name]))
             found.append(figure(f"slow_links/{rate}/step", over[best], "ratio"))
-            if rate == "100mbit":
-                at_100 = {name: statistics.median(own) for name, own in over.items()}
-    return found, at_100
+    return found
 
 
 def train(name: str, seed: int, folder: Path) -> Run:
@@ -129,41 +125,78 @@ def train(name: str, seed: int, folder: Path) -> Run:
     return Run([record["step_s"] for record in records if "step_s" in record], losses)
 
 
-def losses(methods: Sequence[str], seeds: Sequence[int], folder: Path, at_100: Mapping[str, float]) -> list[Figure]:
+def curves(methods: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[str, list[Run]]:
+    """The runs of each method, by seed, and those of the synchronous one."""
     names = [(name, seed) for seed in seeds for name in (SYNCHRONOUS, *methods)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         runs = dict(zip(names, pool.map(lambda each: train(*each, folder), names), strict=True))
+    return {name: [runs[name, seed] for seed in seeds] for name in (SYNCHRONOUS, *methods)}
+
+
+def losses(runs: Mapping[str, Sequence[Run]], at_100: Mapping[str, float]) -> list[Figure]:
     found = []
-    for name in methods:
-        pairs = [(runs[name, seed], runs[SYNCHRONOUS, seed]) for seed in seeds]
+    for name in runs.keys() - {SYNCHRONOUS}:
+        pairs = list(zip(runs[name], runs[SYNCHRONOUS], strict=True))
         over = [own.losses[STEPS] / other.losses[STEPS] for own, other in pairs]
         samples = [own.steps_to(other.losses[TARGET]) / TARGET for own, other in pairs]
         found.append(figure(f"slow_links/loss_at_equal_samples/{name}", over, "ratio"))
         found.append(figure(f"slow_links/samples_to_loss/{name}", samples, "ratio"))
         if name in at_100:
-            times = [each * at_100[name] / at_100["int8"] for each in samples]
+            whole = TARGET * at_100["int8"]
+            times = [_time(each * TARGET, name, at_100) / whole for each in samples]
             found.append(figure(f"slow_links/100mbit/time_to_loss/{name}", times, "ratio"))
-    return found
+    return sorted(found, key=lambda each: each.name)
+
+
+def _time(steps: float, name: str, at_100: Mapping[str, float]) -> float:
+    """In steps without exchange."""
+    return min(steps, START) * at_100["int8"] + max(0.0, steps - START) * at_100[name]
+
+
+def draw(runs: Mapping[str, Sequence[Run]], at_100: Mapping[str, float], file: Path) -> None:
+    """The mean held-out loss over time at 100 Mbit/s; in each method's first steps, gradients are exchanged by int8."""
+    plot, axes = pyplot("slow links").subplots(figsize=(8, 3.6), layout="constrained")
+    for name, color in (("int8", "#a0a0a0"), ("local", "#57ab5a"), ("streaming", "#c69026"), ("diloco", "#2f81f7")):
+        own = runs.get(SYNCHRONOUS if name == "int8" else name)
+        if own is None or name not in at_100:
+            continue
+        steps = sorted(set.intersection(*(set(run.losses) for run in own)) - {0})
+        times = [_time(step, name, at_100) for step in steps]
+        label = "exchange in each step, int8" if name == "int8" else str(RARE[name]["parallel.sync"])
+        axes.plot(times, [statistics.mean(run.losses[s] for run in own) for s in steps], color=color, label=label)
+    axes.set_xlabel("time at 100 Mbit/s, in steps without exchange")
+    axes.set_ylabel("held-out loss")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    plot.savefig(file, transparent=True, metadata={"Date": None})
 
 
 def main() -> None:
     """Measure steps where this machine can be made into two hosts, and losses."""
     parser = options(__doc__)
     parser.add_argument("--only", choices=("steps", "losses"))
-    parser.add_argument("--runs", type=Path, metavar="FOLDER")
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="take the figures of steps from these results")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep finished runs, and use those that are there")
     parser.add_argument("--methods", nargs="+", choices=RARE, default=[*RARE])
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write losses over time there, as SVG")
     arguments = parser.parse_args()
     figures: list[Figure] = []
-    at_100: dict[str, float] = {}
-    if arguments.only != "losses":
+    if arguments.steps is not None:
+        figures = [Figure(**each) for each in json.loads(arguments.steps.read_text())["results"]]
+    elif arguments.only != "losses":
         try:
-            figures, at_100 = steps(arguments.quick)
+            figures = steps(arguments.quick)
         except UnavailableError as reason:
             print(f"steps are left out: {reason}", file=sys.stderr)
     if arguments.only != "steps" and not arguments.quick:
+        prefix = "slow_links/100mbit/step/"
+        at_100 = {f.name.removeprefix(prefix): f.value for f in figures if f.name.startswith(prefix)}
         with tempfile.TemporaryDirectory() as scratch:
-            figures += losses(arguments.methods, arguments.seeds, arguments.runs or Path(scratch), at_100)
+            runs = curves(arguments.methods, arguments.seeds, arguments.runs or Path(scratch))
+        figures += losses(runs, at_100)
+        if arguments.picture:
+            draw(runs, at_100, arguments.picture)
     report(figures, arguments.json)
 
 

@@ -37,6 +37,8 @@ MEASURED = (
 )
 """By ``benchmarks/slow_links.py``: the default model, 2 workers of 8 samples, until the loss that the synchronous run
 has after 400 of 1,000 steps. The first 100 steps were synchronous."""
+_START = 0.25
+"""Synchronous steps at the beginning, over the steps of the synchronous run until that loss."""
 _NOTE = (
     "samples were measured with a small language model and 2 workers of 8 samples: larger models and batches need fewer"
     " (docs/slow-links.md)"
@@ -52,7 +54,7 @@ class Way:
         options: of `hvdtrain train`.
         step_s: the predicted step.
         samples: to the loss, over those with an exchange in each step.
-        low_s, time_s, high_s: time to the loss, for each step that a run takes which exchanges in each.
+            low_s, time_s, high_s: time to the loss, for each step that a run takes which exchanges in each.
     """
 
     name: str
@@ -102,20 +104,26 @@ def compare_ways(evidence: Evidence, change: Change, costs: Costs = nothing_meas
         Way(f"in each step, {name}", f"--parallel.compression {name}", s, 1.0, s, s, s)
         for name, s in last.synchronous_s.items()
     ]
-    ways = sorted([*each_step, *(_way(*each, workers) for each in found)], key=lambda way: way.time_s)
     usual = min(each_step, key=lambda way: way.time_s)
+    ways = sorted([*each_step, *(_way(*each, usual.step_s) for each in found)], key=lambda way: way.time_s)
     best = next((way for way in ways if way.high_s < usual.time_s), usual)
     return Comparison(workers, ways, usual, best, [*last.notes, _NOTE])
 
 
-def _way(way: Measured, found: RarePrediction, workers: int) -> Way:
+def _way(way: Measured, found: RarePrediction, start_s: float) -> Way:
+    """Return the time with `way`; its synchronous steps at the beginning take `start_s` each."""
+
+    def time_s(step_s: float, samples: float) -> float:
+        return _START * start_s + (samples - _START) * step_s
+
+    workers = found.plan.workers
     options = f"--parallel.sync {way.sync} --parallel.workers {workers} --outer.compression {way.coding} {way.options}"
     return Way(
         f"{way.sync}, {way.coding}",
         options.strip(),
         found.step_s,
         way.samples,
-        found.low_s * way.low,
-        found.step_s * way.samples,
-        found.high_s * way.high,
+        time_s(found.low_s, way.low),
+        time_s(found.step_s, way.samples),
+        time_s(found.high_s, way.high),
     )
