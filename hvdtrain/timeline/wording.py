@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from hvdtrain.timeline.analysis.analysis import Estimate, Memory, OuterSteps
+from hvdtrain.timeline.analysis.analysis import Estimate, Memory, OuterSteps, Spell
 
 
 def readable(text: str) -> str:
@@ -77,3 +78,14 @@ def outer(found: OuterSteps) -> str:
         f"{counted(found.count, 'outer step')}; in each {nbytes(found.sent_bytes)} sent, {ms(found.wait_ms)} ms waited;"
         f" cosine with the mean change {found.cosine:.2f}, drift {found.drift:.2f}"
     )
+
+
+def spells(found: Sequence[Spell]) -> str:
+    """Say when a rank was late, such as " since step 800"; nothing for one that always was."""
+    if not found:
+        return ""
+    longest = max(found, key=lambda spell: spell.last_step - spell.first_step)
+    steps = f"in steps {longest.first_step:,} to {longest.last_step:,}"
+    if len(found) > 1:
+        return f" in {len(found)} spells, the longest {steps}"
+    return f" since step {longest.first_step:,}" if longest.lasts else f" {steps}"

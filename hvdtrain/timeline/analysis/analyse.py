@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Cause, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.lateness import median_of_others
@@ -92,8 +92,7 @@ def _stragglers(rounds: Rounds, run: RunTrace) -> Stragglers:
     kept = np.flatnonzero(rounds.step > begun)
     if last is None or rounds.source != "stamps" or not len(kept):
         return find_stragglers(rounds)
-    since = replace(rounds, work_ms=rounds.work_ms[:, kept], column=rounds.column[kept], step=rounds.step[kept])
-    return find_stragglers(since, last.pass_ms)
+    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms)
 
 
 def _regular(run: RunTrace) -> RunTrace:
@@ -122,14 +121,25 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
         )
         for rank, host in enumerate(rounds.hosts)
     ]
-    causes = {}
+    causes: dict[int, list[Cause]] = {}
     if table is not None:
-        late = stragglers.late
-        causes = {rank: causes_of(rank, table, rounds.column, late, steady=rank in stragglers.steady) for rank in late}
+        for rank in stragglers.late:
+            own = stragglers.late_in(rank)
+            causes[rank] = causes_of(rank, table, own.rounds.column, own.late, steady=rank in own.steady)
     order = {rank: place for place, rank in enumerate(stragglers.late)}
     last = len(rows)
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
-    return Blame(rounds.source, rounds.work_ms.shape[1], rows, list(stragglers.late), causes, stragglers.reason)
+    spells = [_spell(rank, spell, rounds) for rank in stragglers.late for spell in stragglers.spells(rank)]
+    late = list(stragglers.late)
+    return Blame(rounds.source, rounds.work_ms.shape[1], rows, late, causes, stragglers.reason, spells)
+
+
+def _spell(rank: int, found: Stragglers, rounds: Rounds) -> Spell:
+    work, step = found.rounds.work_ms, found.rounds.step
+    behind = np.median((work - median_of_others(work))[rank])
+    lasts = bool(step[-1] == rounds.step[-1])
+    cost, share = _not_negative(found.cost_ms[rank]), float(found.last_share[rank])
+    return Spell(rank, int(step[0]), int(step[-1]), cost, share, float(behind), lasts)
 
 
 def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:

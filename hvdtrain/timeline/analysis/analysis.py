@@ -138,6 +138,27 @@ class RankRow:
 
 
 @dataclass(frozen=True)
+class Spell:
+    """Steps in which a rank was a straggler that was none in others.
+
+    Attributes:
+        first_step, last_step: numbers of recorded steps.
+        cost_ms: how much shorter each of these steps would be if the rank were like the others.
+        last_share: share of these steps in which it was the last to be ready, 0 to 1.
+        behind_ms: how much later it was ready than the median of the others: median over these steps.
+        lasts: whether it still was one in the last recorded step.
+    """
+
+    rank: Count
+    first_step: Count
+    last_step: Count
+    cost_ms: Estimate
+    last_share: Share
+    behind_ms: float
+    lasts: bool
+
+
+@dataclass(frozen=True)
 class Blame:
     """The stragglers: ranks for which the others wait.
 
@@ -148,6 +169,7 @@ class Blame:
         late: stragglers with a statistically significant cost, most costly first.
         causes: of each straggler, largest first.
         reason: why there is no straggler.
+        spells: of stragglers that were none in some of the steps, in their order.
     """
 
     source: Literal["stamps", "ticks", "none"]
@@ -156,6 +178,13 @@ class Blame:
     late: Sequence[Count]
     causes: Annotated[Mapping[int, Sequence[Cause]], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
     reason: str = ""
+    spells: Sequence[Spell] = ()
+
+    def worst_ms(self) -> dict[int, float]:
+        """Return the cost of each straggler per step, in its most costly spell."""
+        rows = {row.rank: row.cost_ms.value for row in self.ranks}
+        own = {rank: [spell.cost_ms.value for spell in self.spells if spell.rank == rank] for rank in self.late}
+        return {rank: max(costs, default=rows[rank]) for rank, costs in own.items()}
 
 
 @dataclass(frozen=True)
@@ -274,16 +303,15 @@ def part_figure(part: str) -> str:
 def figures(analysis: Analysis) -> dict[str, float]:
     """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
-    step_ms, straggler_ms (0 without a straggler), straggler_rank, exposed_ms, exposed_share, hidden_share,
-    bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
+    step_ms, straggler_ms (of the worst one in the steps in which it was late; 0 without), straggler_rank, exposed_ms,
+    exposed_share, hidden_share, bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
     """
     found: dict[str, float] = {}
     if analysis.blame.source != "none":
-        rows = {row.rank: row for row in analysis.blame.ranks}
-        late = analysis.blame.late
-        found["straggler_ms"] = rows[late[0]].cost_ms.value if late else 0.0
-        if late:
-            found["straggler_rank"] = float(late[0])
+        worst = analysis.blame.worst_ms()
+        found["straggler_ms"] = max(worst.values(), default=0.0)
+        if worst:
+            found["straggler_rank"] = float(max(worst, key=lambda rank: worst[rank]))
     if (budget := analysis.budget) is not None:
         if budget.steps:
             found["step_ms"] = budget.step_ms.value

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import NOTHING, length, partition, union, within
 from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
-from hvdtrain.timeline.analysis.rank_steps import follows, warm_up
+from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
@@ -71,18 +71,7 @@ def sample_of(table: StepTable) -> Sample:
     begin = np.where(follows(table.step), np.roll(table.end_us, 1, axis=1), table.start_us - aside)
     columns = np.arange(warm_up(table), len(table.step), dtype=np.int32)
     steps = np.append(1.0, np.diff(table.step[columns]))[: len(columns)]
-    return Sample(columns, begin[:, columns], aside[:, columns], steps, _weights(steps))
-
-
-def _weights(steps: Floats) -> Floats:
-    stretch = np.cumsum(steps > 1)
-    if not len(steps):
-        return np.zeros(0)
-    counts = np.bincount(stretch)
-    between = (steps[steps > 1] - 1) / 2
-    represented = counts + np.append(0.0, between) + np.append(between, 0.0)
-    found: Floats = (represented / counts)[stretch]
-    return found
+    return Sample(columns, begin[:, columns], aside[:, columns], steps, represented(steps))
 
 
 def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:

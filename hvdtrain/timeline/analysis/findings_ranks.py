@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Estimate, Finding
+from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
 
@@ -46,16 +46,21 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
 def _late(facts: Facts) -> Iterator[Finding]:
     rows = {row.rank: row for row in facts.blame.ranks}
     for rank in facts.blame.late:
-        row = rows[rank]
+        row, spells = rows[rank], [spell for spell in facts.blame.spells if spell.rank == rank]
         causes = facts.blame.causes.get(rank, ())
         why = f"; {causes[0].text}" if causes else ""
         whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
         together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late) > 1 else ""
-        side = "after" if row.behind_ms >= 0 else "before"
-        behind = f"it is ready {wording.ms(abs(row.behind_ms))} ms {side} the others (median)"
+        of: RankRow | Spell = max(spells, key=lambda spell: spell.cost_ms.value, default=row)
+        side = "after" if of.behind_ms >= 0 else "before"
+        behind = f"it is ready {wording.ms(abs(of.behind_ms))} ms {side} the others (median)"
+        costs = f"costs {_ms(row.cost_ms)} per step"
+        if spells:
+            costs = f"costs {_ms(of.cost_ms)} per step there, {wording.ms(row.cost_ms.value)} ms over all steps"
+        steps = "these steps" if spells else "steps"
         text = (
-            f"rank {rank}{' on ' + row.host if row.host else ''} is a straggler and costs {_ms(row.cost_ms)} per step"
-            f"{together}; {behind}, and last in {row.last_share:.0%} of steps{why}"
+            f"rank {rank}{' on ' + row.host if row.host else ''} is a straggler{wording.spells(spells)} and {costs}"
+            f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"

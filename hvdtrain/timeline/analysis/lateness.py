@@ -70,8 +70,10 @@ def tamed(work: Floats) -> Floats:
     return np.asarray(work - alone + np.clip(alone, -3 * scatter, 3 * scatter))
 
 
-def costs(work: Floats, late: Collection[int] = ()) -> Floats:
+def costs(work: Floats, late: Collection[int] = (), weights: Floats | None = None) -> Floats:
     """Return how much shorter steps would be if each rank were like the others [ranks], in the units of `work`, >= 0.
+
+    The mean over steps, by `weights` [steps].
 
     A step takes as long as its last rank. Ranks that are `late` together share the total gain: each delay is divided
     among the ranks that have it (the Shapley value; Littlechild and Owen, Management Science 20, 1973). Any other rank
@@ -85,9 +87,9 @@ def costs(work: Floats, late: Collection[int] = ()) -> Floats:
     for rank in range(len(work)):
         if rank not in late:
             others = np.where(last == rank, second, longest)
-            found[rank] = float(np.mean(longest - np.maximum(others, changed[rank])))
+            found[rank] = np.average(longest - np.maximum(others, changed[rank]), weights=weights)
     if len(late):
-        found[list(late)] = _shared(work, changed, list(late))
+        found[list(late)] = np.average(_shared(work, changed, list(late)), axis=1, weights=weights)
     return found
 
 
@@ -101,26 +103,35 @@ def _shared(work: Floats, changed: Floats, late: list[int]) -> Floats:
     rises = np.diff(ordered, axis=0, prepend=0.0) / np.arange(len(late), 0, -1)[:, None]
     share = np.empty_like(delay)
     np.put_along_axis(share, order, np.cumsum(rises, axis=0), axis=0)
-    return np.asarray(share.mean(axis=1))
+    return np.asarray(share)
 
 
-def cost_estimates(work: Floats, late: Collection[int], correlation: float) -> list[Estimate]:
+def cost_estimates(
+    work: Floats, late: Collection[int], correlation: float, weights: Floats | None = None
+) -> list[Estimate]:
     """`costs` with their 95% confidence intervals: the jackknife over blocks of consecutive steps.
 
     The estimator is repeated without each block in turn (Künsch, "The jackknife and the bootstrap for general
     stationary observations", Annals of Statistics 17, 1989), so the uncertainty of the other ranks' times counts too.
-    Blocks are longer than the correlation of steps if there are enough steps.
+    Blocks are longer than the correlation of steps if there are enough steps, and have about equal weight.
     """
     steps = work.shape[1]
+    weights = np.ones(steps) if weights is None else weights
     blocks = int(min(BATCHES, max(4, steps / (2 * correlation)), steps))
-    whole = costs(work, late)
+    whole = costs(work, late, weights)
+    reach = np.cumsum(weights)
+    edges = np.unique([0, *np.searchsorted(reach, reach[-1] * np.arange(1, blocks) / blocks), steps])
+    blocks = len(edges) - 1
     if blocks < 2:
         return [Estimate(float(value), -math.inf, math.inf) for value in whole]
-    edges = np.linspace(0, steps, blocks + 1).astype(int)
-    without = np.array([costs(np.delete(work, np.s_[a:b], axis=1), late) for a, b in pairwise(edges)])
+    without = np.array([_costs_without(work, late, weights, a, b) for a, b in pairwise(edges)])
     error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
     half = student(blocks - 1) * error
     return [Estimate(float(v), float(v - h), float(v + h)) for v, h in zip(whole, half, strict=True)]
+
+
+def _costs_without(work: Floats, late: Collection[int], weights: Floats, begin: int, end: int) -> Floats:
+    return costs(np.delete(work, np.s_[begin:end], axis=1), late, np.delete(weights, np.s_[begin:end]))
 
 
 def latest(work: Floats) -> tuple[list[int], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ class Rounds:
         source: our stamps, or ticks of Horovod.
         work_ms: from the common start until the rank is ready [ranks, rounds].
         column: of each round in the step table; for ticks, which have none, as `step` [rounds].
+        weight: number of steps that each represents [rounds].
         step_ms: the median time from a round to the next.
         clock_error_ms: bound of the error of a rank's times, compared with rank 0's [ranks].
     """
@@ -39,8 +40,25 @@ class Rounds:
     work_ms: Floats
     column: Ints
     step: Ints
+    weight: Floats
     step_ms: float
     clock_error_ms: Floats
+
+    def take(self, places: Ints) -> Rounds:
+        """Return only some of the rounds."""
+        column, step, weight = self.column[places], self.step[places], self.weight[places]
+        return replace(self, work_ms=self.work_ms[:, places], column=column, step=step, weight=weight)
+
+    def joined(self, later: Sequence[Rounds]) -> Rounds:
+        """Return these rounds and later ones."""
+        every = (self, *later)
+        return replace(
+            self,
+            work_ms=np.concatenate([each.work_ms for each in every], axis=1),
+            column=np.concatenate([each.column for each in every]),
+            step=np.concatenate([each.step for each in every]),
+            weight=np.concatenate([each.weight for each in every]),
+        )
 
 
 def warm_up(table: StepTable) -> int:
@@ -73,8 +91,24 @@ def from_stamps(table: StepTable) -> Rounds | None:
     plain = warm & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
     column = np.flatnonzero(plain if plain.sum() * 2 >= warm.sum() else warm)
     column = column[_thinned(len(column), ranks)]
-    error = table.clock_error_us / 1e3
-    return Rounds("stamps", table.hosts, work[:, column], column.astype(np.int32), table.step[column], step_ms, error)
+    step, error = table.step[column], table.clock_error_us / 1e3
+    weight = represented(np.diff(step, prepend=step[:1] - 1))
+    return Rounds("stamps", table.hosts, work[:, column], column.astype(np.int32), step, weight, step_ms, error)
+
+
+def represented(steps: Floats | Ints) -> Floats:
+    """Return how many steps each of a sample stands for. A gap between two stretches counts half to each.
+
+    `steps` from the one before in the sample [n].
+    """
+    if not len(steps):
+        return np.zeros(0)
+    stretch = np.cumsum(steps > 1)
+    counts = np.bincount(stretch)
+    between = (steps[steps > 1] - 1) / 2
+    before, after = np.append(0.0, between), np.append(between, 0.0)
+    found: Floats = ((counts + before + after) / counts)[stretch]
+    return found
 
 
 def _thinned(count: int, ranks: int) -> Ints:
@@ -116,7 +150,7 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     work = (ready[:, 1:] - end[:-1]) / 1e3
     step_ms = float(np.median(np.diff(end))) / 1e3
     number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
-    return Rounds("ticks", [""] * ranks, work, number, number, step_ms, np.zeros(ranks))
+    return Rounds("ticks", [""] * ranks, work, number, number, np.ones(len(number)), step_ms, np.zeros(ranks))
 
 
 def _turns(trace: HorovodTrace, tensor: int, ranks: int) -> Floats:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
+from hvdtrain.timeline.analysis.changes import change_points
 from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import mean_of
@@ -24,6 +26,7 @@ _LEAST_ROUNDS = 8
 _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
+_AS_MUCH = 0.5
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
@@ -51,6 +54,7 @@ class Stragglers:
         jitter_ms: wait per step for the last rank beyond the median rank, without the stragglers' part.
         pauses: longest first.
         reason: why there is no straggler.
+        segments: the same of the steps between changes, in order; empty if ranks were equally late all the time.
     """
 
     rounds: Rounds
@@ -61,10 +65,29 @@ class Stragglers:
     jitter_ms: Estimate
     pauses: Sequence[Pause]
     reason: str
+    segments: Sequence[Stragglers] = ()
+
+    def late_in(self, rank: int) -> Stragglers:
+        """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""
+        own = [segment for segment in self.segments if self._is_late(segment, rank)]
+        return self if len(own) == len(self.segments) else joined(own)
+
+    def spells(self, rank: int) -> list[Stragglers]:
+        """Return what was found in each stretch of segments in which a rank is a straggler; [] if in all of them."""
+        by_state = groupby(self.segments, lambda each: self._is_late(each, rank))
+        found = [joined(list(own)) for late, own in by_state if late]
+        return found if self.late_in(rank) is not self else []
+
+    def _is_late(self, segment: Stragglers, rank: int) -> bool:
+        """Return whether a rank is one in a segment, or costs about as much there as where it is one."""
+        costs = [each.cost_ms[rank].value for each in self.segments if rank in each.late]
+        return rank in segment.late or segment.cost_ms[rank].value > _AS_MUCH * max(costs, default=math.inf)
 
 
 def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Stragglers:
     """Find the ranks for which the others wait.
+
+    Where the lateness of a rank changes for good, the steps before and after are judged on their own.
 
     A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
@@ -76,6 +99,44 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
             A smaller cost does not count.
     """
     rounds, pauses = _without_pauses(rounds)
+    excess = rounds.work_ms - median_of_others(rounds.work_ms)
+    changes = change_points(excess, max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms))
+    edges = [0, *changes, len(rounds.step)]
+    parts = [rounds.take(np.arange(a, b, dtype=np.int32)) for a, b in pairwise(edges)] if changes else []
+    segments = [_judged(part, pauses, grain_ms) for part in parts]
+    if any(segment.late for segment in segments):
+        return joined(segments)
+    return _judged(rounds, pauses, grain_ms)
+
+
+def joined(segments: Sequence[Stragglers]) -> Stragglers:
+    """Return what was found in segments as that of all their steps."""
+    rounds = segments[0].rounds.joined([segment.rounds for segment in segments[1:]])
+    shares = [float(segment.rounds.weight.sum() / rounds.weight.sum()) for segment in segments]
+    cost = [_sum_of([each.cost_ms[rank] for each in segments], shares) for rank in range(len(rounds.hosts))]
+    last = sum(share * each.last_share for share, each in zip(shares, segments, strict=True))
+    return Stragglers(
+        rounds=rounds,
+        cost_ms=cost,
+        last_share=np.asarray(last),
+        steady=sorted({rank for each in segments for rank in each.steady}),
+        late=sorted({rank for each in segments for rank in each.late}, key=lambda rank: -cost[rank].value),
+        jitter_ms=_sum_of([segment.jitter_ms for segment in segments], shares),
+        pauses=segments[0].pauses,
+        reason="",
+        segments=segments,
+    )
+
+
+def _sum_of(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
+    """Return the mean of independent estimates by shares that sum to 1."""
+    value = sum(share * part.value for share, part in zip(shares, parts, strict=True))
+    below = math.hypot(*(share * (part.value - part.low) for share, part in zip(shares, parts, strict=True)))
+    above = math.hypot(*(share * (part.high - part.value) for share, part in zip(shares, parts, strict=True)))
+    return Estimate(value, value - below, value + above)
+
+
+def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) -> Stragglers:
     work = rounds.work_ms
     ranks, count = work.shape
     found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
@@ -83,7 +144,7 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     grain = grain_ms or [0.0] * ranks
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
-        estimates, whole, steady = _costs(work, found, alike)
+        estimates, whole, steady = _costs(work, found, alike, rounds.weight)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
@@ -93,8 +154,8 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     found = sorted(found, key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
-    jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
-    last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
+    jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
+    last = np.bincount(np.argmax(work, axis=0), weights=rounds.weight, minlength=ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason)
 
@@ -103,7 +164,9 @@ def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Esti
     return [Estimate(each.value, each.low - ms, each.high + ms) for each, ms in zip(estimates, doubt, strict=True)]
 
 
-def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[Estimate], list[int]]:
+def _costs(
+    work: Floats, late: Sequence[int], alike: float, weights: Floats
+) -> tuple[list[Estimate], list[Estimate], list[int]]:
     """Return the cost of each rank, the cost as the mean over all steps, and the ranks with a steady cost.
 
     The cost is the mean over all steps if that is precise. If outliers make it uncertain, the times without outliers
@@ -111,7 +174,7 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
     its steady lateness; and if nearly every step has an outlier of some rank, as with many ranks.
     """
     tame_work = tamed(work)
-    tame, whole = cost_estimates(tame_work, late, alike), cost_estimates(work, late, alike)
+    tame, whole = (cost_estimates(each, late, alike, weights) for each in (tame_work, work))
     steady: list[int] = []
     if np.mean((tame_work != work).any(axis=0)) > _MOSTLY:
         return whole, whole, steady
@@ -176,6 +239,5 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
         else:
             pauses.append(Pause(rank, step, ms))
         last = (rank, step)
-    keep = np.flatnonzero(~aside)
-    rest = replace(rounds, work_ms=rounds.work_ms[:, keep], column=rounds.column[keep], step=rounds.step[keep])
+    rest = rounds.take(np.flatnonzero(~aside).astype(np.int32))
     return rest, sorted(pauses, key=lambda pause: -pause.ms)

@@ -69,11 +69,11 @@ def headline(analysis: Analysis) -> list[str]:
             clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
     rows = {row.rank: row for row in analysis.blame.ranks}
     for rank in analysis.blame.late[:1]:
-        cost = rows[rank].cost_ms
+        spells = [spell for spell in analysis.blame.spells if spell.rank == rank]
+        cost = max([spell.cost_ms for spell in spells], key=lambda each: each.value, default=rows[rank].cost_ms)
         where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
-        clauses.append(
-            f"{where} is a straggler and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip()
-        )
+        costs = f"costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip()
+        clauses.append(f"{where} is a straggler{wording.spells(spells)} and {costs}{' there' if spells else ''}")
     if not analysis.blame.late and analysis.blame.source != "none":
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")

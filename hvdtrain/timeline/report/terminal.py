@@ -114,6 +114,9 @@ def _blame(blame: Blame) -> Iterator[str]:
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
         yield f"  {name:<24} ready {behind}, last in {row.last_share:4.0%} of steps, costs {quantity(row.cost_ms)} ms"
+        if spells := [spell for spell in blame.spells if spell.rank == row.rank]:
+            worst = max((spell.cost_ms for spell in spells), key=lambda each: each.value)
+            yield f"    straggler{wording.spells(spells)}: there it costs {quantity(worst)} ms"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
             yield from (f"    {shorten(cause.text, _WIDTH - 4)}" for cause in causes)
@@ -192,7 +195,9 @@ def _summary_late(blame: Blame) -> list[str]:
         return _wrapped_head(f"straggler: {'none' if blame.source != 'none' else 'unknown'}", blame.reason)
     rank = blame.late[0]
     row = next(row for row in blame.ranks if row.rank == rank)
-    cost = f"{wording.ms(row.cost_ms.value)} ms per step {wording.interval(row.cost_ms)}".rstrip()
+    spells = [spell for spell in blame.spells if spell.rank == rank]
+    estimate = max([spell.cost_ms for spell in spells], key=lambda each: each.value, default=row.cost_ms)
+    cost = f"{wording.ms(estimate.value)} ms per step {wording.interval(estimate)}".rstrip() + wording.spells(spells)
     others = f", and {len(blame.late) - 1} more" if len(blame.late) > 1 else ""
     cause = next((cause.text for cause in blame.causes.get(rank, ())), "")
     where = f" on {row.host}" if row.host else ""

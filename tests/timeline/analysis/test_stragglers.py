@@ -23,7 +23,16 @@ def _rounds(work: Floats, error_ms: float = 0.0) -> Rounds:
     ranks, steps = work.shape
     errors = np.where(np.arange(ranks) > 0, error_ms, 0.0)
     step = np.arange(steps, dtype=np.int32)
-    return Rounds("stamps", [f"host{i}" for i in range(ranks)], work, step, step, float(np.median(work)), errors)
+    return Rounds(
+        "stamps",
+        [f"host{i}" for i in range(ranks)],
+        work,
+        step,
+        step,
+        np.ones(len(step)),
+        float(np.median(work)),
+        errors,
+    )
 
 
 def _quiet(seed: int, ranks: int, steps: int, kind: str, scale: float) -> Floats:

@@ -1,0 +1,82 @@
+"""Change points: where the level of a series changes for good. Pure and deterministic.
+
+Binary segmentation (Scott and Knott, Biometrics 30, 1974) of medians of blocks, by the largest CUSUM. The noise is that
+of neighbouring blocks, so that changes do not add to it. ruptures, a library, is not used: it wants the number of
+changes or a penalty, which depends on that noise.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from hvdtrain.timeline.columns import Floats
+
+LEAST_STEPS = 8
+"""Steps on each side of a change."""
+_BLOCKS = 64
+_LEAST_BLOCK = 4
+_LEAST_BLOCKS, _ENOUGH_BLOCKS = 2, 8
+"""Blocks on each side of a change, and in all: fewer say little about the noise."""
+_MOST = 8
+_ODDS = 0.001
+"""Probability of a change that is chance, in a series of independent blocks."""
+
+
+def change_points(values: Floats, least: float) -> list[int]:
+    """Return the columns at which a new level of some row begins, ascending; `_MOST` at most.
+
+    Args:
+        values: series of equal length [rows, n].
+        least: a smaller change of a level does not count, nor does one between levels below 0; in units of `values`.
+    """
+    rows, count = values.shape
+    blocks = min(_BLOCKS, count // _LEAST_BLOCK)
+    if blocks < _ENOUGH_BLOCKS:
+        return []
+    edges = np.linspace(0, count, blocks + 1).astype(int)
+    medians = np.array([np.median(values[:, a:b], axis=1) for a, b in pairwise(edges)]).T
+    noise = 1.4826 / math.sqrt(2) * np.median(np.abs(np.diff(medians, axis=1)), axis=1)
+    noise = np.maximum(noise, least / _BLOCKS)
+    limit = math.sqrt(2 * math.log(2 * blocks * rows / _ODDS))
+    found: list[int] = []
+    todo = [(0, blocks)]
+    while todo and len(found) < _MOST:
+        begin, end = todo.pop(0)
+        change = _largest(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
+        if change is None:
+            continue
+        row, place = change
+        middle = begin + place
+        found.append(_refined(values[row], edges[begin], edges[middle - 1], edges[middle + 1], edges[end]))
+        todo += [(begin, middle), (middle, end)]
+    kept = [0]
+    for at in sorted(found):
+        if min(at - kept[-1], count - at) >= LEAST_STEPS:
+            kept.append(at)
+    return kept[1:]
+
+
+def _largest(medians: Floats, noise: Floats, least: float, limit: float) -> tuple[int, int] | None:
+    """Return the row and the block of the most significant change; None if none is significant."""
+    count = medians.shape[1]
+    if count < 2 * _LEAST_BLOCKS:
+        return None
+    left = np.arange(1, count)
+    sums = np.cumsum(medians, axis=1)
+    before = sums[:, :-1] / left
+    jump = np.abs((sums[:, -1:] - sums[:, :-1]) / (count - left) - before)
+    score = np.sqrt(left * (count - left) / count) * jump / noise[:, None]
+    score[:, : _LEAST_BLOCKS - 1] = score[:, count - _LEAST_BLOCKS :] = 0.0
+    score[jump < least] = 0.0
+    row, place = np.unravel_index(int(np.argmax(score)), score.shape)
+    return (int(row), int(place) + 1) if score[row, place] > limit else None
+
+
+def _refined(values: Floats, begin: int, low: int, high: int, end: int) -> int:
+    """Return the step in [low, high] that divides [begin, end) best into two levels, by absolute deviations."""
+    before, after = np.median(values[begin:low]), np.median(values[high:end])
+    worse = np.abs(values[low:high] - before) - np.abs(values[low:high] - after)
+    return low + int(np.argmin(np.append(0.0, np.cumsum(worse))))

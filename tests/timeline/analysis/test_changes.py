@@ -1,0 +1,57 @@
+"""Where the level of a series changes, and where it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.timeline.analysis.changes import LEAST_STEPS, change_points
+from hvdtrain.timeline.columns import Floats
+from tests.timeline.analysis.test_stragglers import KINDS, noise
+
+
+def _series(seed: int, rows: int, count: int, kind: str = "normal") -> Floats:
+    found: Floats = noise(np.random.default_rng(seed), (rows, count), kind, 1.0)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "count"), [(1, 60), (2, 400), (64, 480)])
+def test_a_change_is_found_where_it_is(rows: int, count: int, kind: str) -> None:
+    for seed in range(5):
+        values = _series(seed, rows, count, kind)
+        values[rows // 2, count // 3 :] += 12.0
+        found = change_points(values, 1.0)
+        assert min(abs(at - count // 3) for at in found) <= 0.05 * count, (seed, found)
+
+
+def test_several_rows_may_change_and_change_back() -> None:
+    values = _series(1, 4, 600)
+    values[0, :150] += 9.0
+    values[2, 150:300] += 9.0
+    values[3, 450:] += 9.0
+    assert change_points(values, 1.0) == pytest.approx([150, 300, 450], abs=3)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+@pytest.mark.parametrize(("rows", "count"), [(1, 40), (2, 60), (8, 400), (64, 480)])
+def test_noise_has_no_changes(rows: int, count: int, kind: str) -> None:
+    with_changes = sum(bool(change_points(_series(seed, rows, count, kind), 0.1)) for seed in range(100))
+    assert with_changes <= 5
+
+
+def test_small_changes_and_changes_below_zero_do_not_count() -> None:
+    values = _series(3, 2, 400) * 0.01
+    values[0, 200:] += 0.9
+    assert change_points(values, 1.0) == []
+    values[0, 200:] += 0.9
+    assert change_points(values, 1.0) == [200]
+    assert change_points(values - 5.0, 1.0) == []
+
+
+def test_few_steps_have_no_changes_and_parts_are_not_short() -> None:
+    values = np.append(np.zeros(15), np.full(15, 99.0))[None]
+    assert change_points(values, 1.0) == []
+    long = np.concatenate([np.zeros(6), np.full(60, 99.0), np.zeros(6)])[None]
+    edges = [0, *change_points(long, 1.0), 72]
+    assert min(np.diff(edges)) >= LEAST_STEPS
