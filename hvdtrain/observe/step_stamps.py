@@ -47,6 +47,7 @@ class StepStamps:
     Attributes:
         experts: None for a model without experts.
         started_at: the step before the first one.
+        stop: the last step.
         writer: puts the messages of all ranks into a `step_file.StepFile`, as ``message``; None on ranks other than 0.
     """
 
@@ -56,6 +57,7 @@ class StepStamps:
     causes: HostLoad
     experts: Experts | None
     started_at: int
+    stop: int
     writer: Background | None
     _facts: list[float] = field(default_factory=list)
     _handle: Handle | None = None
@@ -76,14 +78,17 @@ class StepStamps:
         self._next = step + (1 if number == 0 else BLOCK - number)
         if number == 0:
             self._read_facts()
-            if self.experts is not None and is_gathered(block, self.comm.size):
+            if self.experts is not None and self._is_gathered(block):
                 self.experts.begin()
         elif number == 1:
             if self.experts is not None:
                 self.experts.end()
             # One step late, because device spans of the block's last step may not be known earlier.
-            if block and is_gathered(block - 1, self.comm.size):
+            if block and self._is_gathered(block - 1):
                 self._gather(step - 1 - BLOCK, BLOCK, self._facts)
+
+    def _is_gathered(self, block: int) -> bool:
+        return is_gathered(block, self.comm.size, self.stop - self.started_at)
 
     def finish(self) -> None:
         """Gather the remaining steps, after all ranks did the same steps. Collective: yes."""

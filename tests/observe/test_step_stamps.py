@@ -93,7 +93,7 @@ def run(size: int, started_at: int, stop: int, finish: bool = True) -> Gathered:
         clocks = Clocks(comm, ["one"] * size)
         causes = NoCauses()
         writer = Keeps(gathered) if comm.rank == 0 else None
-        stamps = StepStamps(comm, spans, clocks, causes, None, started_at, writer)
+        stamps = StepStamps(comm, spans, clocks, causes, None, started_at, stop, writer)
         for step in range(started_at + 1, stop + 1):
             stamps.begin_step(step)
             one_step(spans, clock, step, comm.rank)
@@ -133,7 +133,7 @@ def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> No
     def body(comm: ThreadComm) -> None:
         clock, looks = Clock(), Looks()
         spans = Spans(clock)
-        stamps = StepStamps(comm, spans, Clocks(comm, ["one"]), NoCauses(), looks, 0, Keeps([]))
+        stamps = StepStamps(comm, spans, Clocks(comm, ["one"]), NoCauses(), looks, 0, steps, Keeps([]))
         for step in range(1, steps + 1):
             stamps.begin_step(step)
             assert looks.looking == (step % BLOCK == 1)
@@ -185,8 +185,19 @@ def test_blocks_get_sparser_and_never_end() -> None:
         assert len(gathered) * 2000 * size < (9e6 if size <= 64 else 3e8)
 
 
+def test_a_run_of_known_length_has_evenly_spaced_blocks() -> None:
+    for size, even in ((1, 128), (64, 128), (256, 32), (4096, 16)):
+        steps = 1_000_000
+        gathered = [block for block in range(steps // BLOCK) if is_gathered(block, size, steps)]
+        assert max(b - a for a, b in pairwise(gathered)) <= steps / BLOCK / even
+        late = [block for block in gathered if block > steps / BLOCK / 2]
+        assert even / 2 - 1 <= len(late) <= even / 2 + 256
+        assert len(gathered) * 2000 * size < max(30e6, 2000 * size * 130)
+    assert all(is_gathered(block, 64, 2000) for block in range(2000 // BLOCK))
+
+
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size: block == 0)
+    monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size, steps: block == 0)
     gathered = run(2, 0, 5 * BLOCK + 4)
     assert [(first, stamps.shape[1]) for first, stamps, _ in gathered] == [
         (1, BLOCK),

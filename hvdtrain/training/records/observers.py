@@ -94,7 +94,8 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         sink.start(line, now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu_identity(worker.device)).device)
-    stamps = StepStamps(comm, current.spans, clocks, causes, find_routers(worker.state.model), started_at, writer)
+    experts = find_routers(worker.state.model)
+    stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
     recorder.add_watcher(stamps)
     return start, stamps
 
