@@ -99,6 +99,7 @@ class JournalStart:
         started: the event `started`; empty for lines before the first.
         last_step: number of its last step; -1 before.
         last_time: time of its last line in seconds since 1970; 0 if unknown.
+        offsets: of the lines of its steps, in bytes.
     """
 
     started: Mapping[str, Any]
@@ -106,6 +107,7 @@ class JournalStart:
     last_step: int = -1
     last_time: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
+    offsets: array[int] = field(default_factory=lambda: array("q"))
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
@@ -117,9 +119,10 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
     starts: list[JournalStart] = []
     if not path.is_file():
         return starts
-    newest = b""
+    newest, end = b"", 0
     with open_regular(path) as file:
         for line in file:
+            end += len(line)
             number, event = _parse(line)
             if event is not None and event["event"] == "started":
                 _end_start(starts, newest)
@@ -136,8 +139,22 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
             elif number is not None:
                 starts[-1].first_step = number if starts[-1].first_step is None else starts[-1].first_step
                 starts[-1].last_step = number
+                starts[-1].offsets.append(end - len(line))
     _end_start(starts, newest)
     return starts
+
+
+def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, Any]]:
+    """Return the steps of a start; of more than `most`, as many evenly spaced ones."""
+    every = max(1, -(-len(start.offsets) // most))
+    found = []
+    with open_regular(path) as file:
+        for offset in start.offsets[::every]:
+            file.seek(offset)
+            with suppress(ValueError):
+                if isinstance(record := orjson.loads(file.readline()), dict):
+                    found.append(record)
+    return found
 
 
 def _end_start(starts: list[JournalStart], line: bytes) -> None:

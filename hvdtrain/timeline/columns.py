@@ -127,6 +127,23 @@ class StepTable:
 
 
 @dataclass(frozen=True)
+class JournalSteps:
+    """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spaced ones.
+
+    Attributes:
+        step: numbers [n], ascending.
+        step_ms: duration of each [n].
+        parts_ms: of each of `spans.JOURNAL_KEYS` [n].
+        tokens: weight of each step's batch; NaN if unknown [n].
+    """
+
+    step: NDArray[np.int64]
+    step_ms: Floats
+    parts_ms: Mapping[str, Floats]
+    tokens: Floats
+
+
+@dataclass(frozen=True)
 class RunTrace:
     """The traces of a run (its last start with stamps), or Horovod Timelines alone.
 
@@ -145,6 +162,8 @@ class RunTrace:
         cost: of all starts of the run; None if unknown.
         outer: events ``outer_step``.
         shares: events ``shares``.
+        journal: steps of the same start; None if there is no journal.
+        marks: its events by name: the numbers of the steps after which they were.
     """
 
     path: Path
@@ -161,6 +180,8 @@ class RunTrace:
     cost: Cost | None = None
     outer: Sequence[Mapping[str, Any]] = ()
     shares: Sequence[Mapping[str, Any]] = ()
+    journal: JournalSteps | None = None
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

@@ -12,15 +12,19 @@ import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
 from hvdtrain.observe.cost import cost_of
-from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
+from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
+from hvdtrain.observe.scalars import numbers
 from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.analysis.phases import extent
-from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
 
+_MOST_STEPS = 20_000
+"""Steps that are read from a journal."""
 _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
@@ -110,8 +114,35 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
     rest = (events, cost_of(past), this.events_named("outer_step"), this.events_named("shares"))
-    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, *rest)
+    journal = _journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None
+    run = RunTrace(
+        folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, *rest, journal, _marks(this)
+    )
     return run, logs
+
+
+def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
+    """Return valid lines as columns; None without any. Of a step that occurs twice, the last line counts."""
+    keys = ("step_s", *JOURNAL_KEYS.values(), "tokens")
+    rows: dict[int, list[float]] = {}
+    for record in records:
+        known = numbers({key: record.get(key) for key in keys})
+        if isinstance(step := record.get("step"), int) and "step_s" in known:
+            rows[step] = [known.get(key, math.nan if key == "tokens" else 0.0) for key in keys]
+    if not rows:
+        return None
+    step = np.array(sorted(rows))
+    columns = dict(zip(keys, np.array([rows[each] for each in step.tolist()]).T, strict=True))
+    parts = {part: 1e3 * columns[key] for part, key in JOURNAL_KEYS.items()}
+    return JournalSteps(step, 1e3 * columns["step_s"], parts, columns["tokens"])
+
+
+def _marks(start: JournalStart) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for event in start.events:
+        if isinstance(at_step := event.get("at_step"), int):
+            found.setdefault(str(event["event"]), []).append(at_step)
+    return found
 
 
 def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:

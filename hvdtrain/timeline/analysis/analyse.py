@@ -14,6 +14,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Cause, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
+from hvdtrain.timeline.analysis.history import changes, start_up
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
@@ -39,7 +40,8 @@ def analyse(run: RunTrace) -> Analysis:
     stragglers = _stragglers(rounds, run) if rounds is not None else None
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
-    found = find(Facts(run, spent, exchange, blame, stragglers))
+    of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
+    found = find(Facts(run, spent, exchange, blame, stragglers, *of_run))
     return Analysis(
         title=_title(run.path),
         size=size,
@@ -52,6 +54,8 @@ def analyse(run: RunTrace) -> Analysis:
         memory=_memory(run.events.get("memory", {})),
         cost=run.cost,
         outer=_outer(run),
+        start_up=of_run[0],
+        changes=of_run[1],
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )

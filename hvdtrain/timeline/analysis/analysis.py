@@ -159,6 +159,38 @@ class Spell:
 
 
 @dataclass(frozen=True)
+class StartUp:
+    """Slow steps at the beginning, as of a compilation: how many, by how much longer they took in all, a usual step."""
+
+    steps: Count
+    extra_ms: float
+    usual_ms: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """A stretch of steps that took longer on all ranks than usual. By the clock of rank 0, medians over steps.
+
+    Attributes:
+        begins, lasts: whether it has the first step after the start-up, and the last of the run.
+        usual_ms, step_ms: a usual step, and one of these.
+        share: of the run's steps that are in it.
+        parts_ms: by how much longer parts of the step take, if they explain much of it.
+        coincided: sentences about what else was different then.
+    """
+
+    first_step: Count
+    last_step: Count
+    begins: bool
+    lasts: bool
+    usual_ms: float
+    step_ms: float
+    share: Share
+    parts_ms: Mapping[str, float]
+    coincided: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Blame:
     """The stragglers: ranks for which the others wait.
 
@@ -278,6 +310,8 @@ class Analysis:
         memory: None if unknown.
         cost: of all starts of the run; None if unknown.
         outer: None if ranks exchange in every step.
+        start_up: None if the first steps took no longer than others.
+        changes: stretches in which all ranks were slower, in their order.
     """
 
     title: str
@@ -293,6 +327,8 @@ class Analysis:
     memory: Memory | None = None
     cost: Cost | None = None
     outer: OuterSteps | None = None
+    start_up: StartUp | None = None
+    changes: Sequence[Change] = ()
 
 
 def part_figure(part: str) -> str:

@@ -26,6 +26,10 @@ _MUCH = 0.2
 """Share of the wall time of a Timeline alone."""
 _MOST = 0.5
 """Share of a step: a costlier exchange should be rarer."""
+_START_SHARE, _START_MS = 0.1, 1000.0
+"""Per step, of a usual step, and in all, ms: a smaller start-up is not reported."""
+_NEAR = 0.05
+"""Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
 _MANY = 50
 _TURNS_WITH_TICKS = 5
 _COMPILATIONS = (
@@ -50,7 +54,7 @@ _MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*rank_findings(facts), *_stalls(facts), *_compilations(facts)]
+    found = [*rank_findings(facts), *_stalls(facts), *_compilations(facts), *_start_up(facts), *_changes(facts)]
     if facts.run.steps is not None and facts.budget is not None:
         for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)
@@ -67,6 +71,41 @@ def _compilations(facts: Facts) -> Iterator[Finding]:
         if isinstance(number, int) and number > 0:
             first = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
             yield Finding(kind, f"{text.format(number)}{first}", None, advice)
+
+
+def _start_up(facts: Facts) -> Iterator[Finding]:
+    """Report a start-up that takes much of the time."""
+    found, journal = facts.start_up, facts.run.journal
+    if found is None or journal is None:
+        return
+    cost, first = found.extra_ms / len(journal.step), wording.counted(found.steps, "step")
+    if cost >= _START_SHARE * found.usual_ms and found.extra_ms >= _START_MS:
+        longer = f"took {wording.ms(found.extra_ms / 1e3)} s longer than later ones"
+        text = f"start-up: the first {first} {longer}, which take {wording.ms(found.usual_ms)} ms"
+        advice = "it counts less in a longer run; torch.compile compiles again for each new shape of a batch"
+        yield Finding("start_up", text, cost, advice)
+
+
+def _changes(facts: Facts) -> Iterator[Finding]:
+    """Report stretches in which all ranks were slower, unless one rank was the reason."""
+    journal = facts.run.journal
+    near = _NEAR * float(journal.step[-1] - journal.step[0]) if journal is not None else 0.0
+    turns = [step for spell in facts.blame.spells for step in (spell.first_step, spell.last_step)]
+    for change in facts.changes:
+        turned = change.last_step if change.begins else change.first_step
+        if any(abs(turned - step) <= near for step in turns):
+            continue
+        when = f"in steps {change.first_step:,} to {change.last_step:,}"
+        when = f"since step {change.first_step:,}" if change.lasts else when
+        when = f"until step {change.last_step:,}" if change.begins else when
+        parts = ", ".join(f"{part} {wording.ms(ms)} ms more" for part, ms in change.parts_ms.items())
+        with_it = f"; {'; '.join(change.coincided)}" if change.coincided else ""
+        text = (
+            f"all ranks were slower {when}: a step took {wording.ms(change.step_ms)} instead of"
+            f" {wording.ms(change.usual_ms)} ms{f' ({parts})' if parts else ''}{with_it}"
+        )
+        advice = "look at the machine metrics of that time in TensorBoard: clocks, temperatures, other load"
+        yield Finding("change", text, (change.step_ms - change.usual_ms) * change.share, advice)
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
+from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 
@@ -50,6 +50,8 @@ class Facts:
     communication: Communication | None
     blame: Blame
     stragglers: Stragglers | None
+    start_up: StartUp | None = None
+    changes: Sequence[Change] = ()
 
     @property
     def step_ms(self) -> float:

@@ -14,6 +14,8 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 _WARM_UP = 2
 """Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
+_SLOW, _HALF, _MOST_OF_RUN = 1.5, 0.5, 0.25
+"""Of a usual step, of the steps of a start-up, and of all steps."""
 _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
 """Largest number of values used; longer runs are sampled in stretches."""
@@ -62,9 +64,20 @@ class Rounds:
 
 
 def warm_up(table: StepTable) -> int:
-    """Return the number of warm-up steps at the beginning of a table."""
+    """Return the number of warm-up steps at the beginning of a table: two, or those of a longer start-up."""
     count = len(table.step)
-    return min(count - 1, _WARM_UP if count >= _FEW else 1) if count > 2 else 0
+    if count <= 2:
+        return 0
+    length = np.median(table.end_us - table.start_us, axis=0)
+    return min(count - 1, max(_WARM_UP if count >= _FEW else 1, start_up_steps(length)))
+
+
+def start_up_steps(length: Floats) -> int:
+    """Return how many steps at the beginning are a start-up: at least half of them are slow, and the last one is."""
+    most = int(_MOST_OF_RUN * len(length))
+    slow = length[:most] > _SLOW * np.median(length)
+    places = np.flatnonzero(slow & (np.cumsum(slow) >= _HALF * np.arange(1, most + 1)))
+    return int(places[-1]) + 1 if len(places) else 0
 
 
 def follows(step: Ints) -> NDArray[np.bool_]:

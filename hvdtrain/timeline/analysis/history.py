@@ -1,0 +1,135 @@
+"""How the step time of a run changed: at its start, and later for all ranks. From the journal. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.timeline.analysis.analysis import Change, StartUp
+from hvdtrain.timeline.analysis.changes import change_points
+from hvdtrain.timeline.analysis.rank_steps import start_up_steps
+from hvdtrain.timeline.columns import Floats, JournalSteps, RunTrace, StepTable
+
+_WORTH_MS, _WORTH_SHARE = 0.2, 0.1
+"""A smaller change of the step, in ms or as a share, does not count."""
+_PART_SHARE = 0.2
+"""Of a change: a part with less of it is not named."""
+_NEAR = 0.02
+"""Of a run: what happened so shortly before or after a change coincides with it."""
+_FACTS = {
+    "gpu_clock_mhz": ("the clock of GPUs", "MHz", 0.03),
+    "gpu_temperature_c": ("the temperature of GPUs", "°C", 0.1),
+}
+"""Name, unit, and the least change as a share."""
+_MORE_TOKENS = 0.05
+_LONG = 0.1
+"""Of a run: a shorter stretch of fast steps is not what is usual."""
+_EVENTS = {
+    "resumed": "the run was resumed",
+    "config_changed": "options were changed",
+    "micro_batch_found": "another micro-batch was chosen",
+    "compression_chosen": "a compression was chosen",
+    "shares": "ranks got other shares of the batch",
+}
+
+
+def start_up(journal: JournalSteps) -> StartUp | None:
+    """Return the start-up of a run; None if its first steps are not recorded, or take no longer than others."""
+    count = start_up_steps(journal.step_ms)
+    if not count or (np.diff(journal.step[: count + 1]) > 1).any():
+        return None
+    usual = float(np.median(journal.step_ms[count:]))
+    return StartUp(count, float(np.sum(journal.step_ms[:count] - usual)), usual)
+
+
+def changes(run: RunTrace) -> list[Change]:
+    """Return the stretches in which steps took longer for all ranks than in the fastest long one, in their order.
+
+    The start-up is left out.
+    """
+    journal = run.journal
+    if journal is None:
+        return []
+    first = start_up_steps(journal.step_ms)
+    ms, step = journal.step_ms[first:], journal.step[first:]
+    least = max(_WORTH_MS, _WORTH_SHARE * float(np.median(ms)))
+    levels = _levels(ms, least)
+    long = [each for each in levels if each.stop - each.start >= _LONG * len(ms)]
+    usual = min(long, key=lambda each: np.median(ms[each]))
+    found = []
+    for each in levels:
+        more = float(np.median(ms[each]) - np.median(ms[usual]))
+        if more < least:
+            continue
+        parts = {
+            part: float(np.median(v[first:][each]) - np.median(v[first:][usual]))
+            for part, v in journal.parts_ms.items()
+        }
+        begin, end = int(step[each.start]), int(step[each.stop - 1])
+        turned = begin if each.start else end
+        found.append(
+            Change(
+                first_step=begin,
+                last_step=end,
+                begins=each.start == 0,
+                lasts=each.stop == len(ms),
+                usual_ms=float(np.median(ms[usual])),
+                step_ms=float(np.median(ms[each])),
+                share=(each.stop - each.start) / len(journal.step),
+                parts_ms={part: value for part, value in parts.items() if value >= _PART_SHARE * more},
+                coincided=[
+                    *_tokens(journal.tokens[first:], usual, each),
+                    *_facts(run.steps, step, usual, each),
+                    *_events(run, turned, float(step[-1] - step[0])),
+                ],
+            )
+        )
+    return found
+
+
+def _levels(ms: Floats, least: float) -> list[slice]:
+    """Return stretches of equal level; neighbours differ by `least` or more."""
+    edges = [0, *change_points(ms[None], least), len(ms)]
+    found = [slice(0, edges[1])]
+    for begin, end in pairwise(edges[1:]):
+        if abs(np.median(ms[begin:end]) - np.median(ms[found[-1]])) < least:
+            found[-1] = slice(found[-1].start, end)
+        else:
+            found.append(slice(begin, end))
+    return found
+
+
+def _tokens(tokens: Floats, usual: slice, then: slice) -> Iterator[str]:
+    was, now = (float(np.median(tokens[each])) for each in (usual, then))
+    if was > 0 and abs(now / was - 1) > _MORE_TOKENS:  # not if unknown, NaN
+        yield f"batches have {now:,.0f} tokens instead of {was:,.0f}"
+
+
+def _facts(table: StepTable | None, step: NDArray[np.int64], usual: slice, then: slice) -> Iterator[str]:
+    """Yield what differs on the devices of all ranks: medians over blocks and ranks."""
+    if table is None:
+        return
+    for fact, (name, unit, least) in _FACTS.items():
+        was, now = (_median_of(table, fact, step[each.start], step[each.stop - 1]) for each in (usual, then))
+        if abs(now / was - 1) >= least:
+            yield f"{name} is {now:,.0f} {unit} instead of {was:,.0f}"
+
+
+def _median_of(table: StepTable, fact: str, first: np.int64, last: np.int64) -> float:
+    """Return the median over the blocks of some steps; NaN if it is unknown."""
+    inside = np.unique(table.block[(table.step >= first) & (table.step <= last)])
+    values = [
+        value for block in inside for value in table.facts[block].get(fact) or () if isinstance(value, (int, float))
+    ]
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
+
+
+def _events(run: RunTrace, turned: int, length: float) -> Iterator[str]:
+    near = max(1.0, _NEAR * length)
+    for event, text in _EVENTS.items():
+        for at in [at for at in run.marks.get(event, ()) if abs(at - turned) <= near][:1]:
+            yield f"{text} at step {at:,}"

@@ -1,0 +1,117 @@
+"""The start-up of a run, and stretches in which all ranks were slower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.spans import JOURNAL_KEYS
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis, Finding
+from hvdtrain.timeline.columns import Floats, JournalSteps
+from tests.support.step_tables import noise, run_of, table_of
+
+STEPS = 400
+
+
+def _journal(forward: Floats, tokens: Floats | None = None) -> JournalSteps:
+    count = len(forward)
+    parts = {name: np.full(count, 10.0) for name in JOURNAL_KEYS}
+    parts["forward"] = forward
+    whole = np.sum([*parts.values()], axis=0)
+    return JournalSteps(np.arange(1, count + 1), whole, parts, np.full(count, 512.0) if tokens is None else tokens)
+
+
+def _forward(count: int = STEPS, seed: int = 0, scale: float = 1.0) -> Floats:
+    found: Floats = 30.0 + noise(np.random.default_rng(seed), (1, count), "heavy", scale)[0]
+    return found
+
+
+def _analysed(forward: Floats, work: Floats | None = None, **more: Any) -> Analysis:
+    work = 100 + noise(np.random.default_rng(1), (4, len(forward)), "gaussian", 0.5) if work is None else work
+    journal = _journal(forward, more.pop("tokens", None))
+    facts = more.pop("facts", None)
+    return analyse(run_of(table_of(work, facts=facts), journal=journal, **more))
+
+
+def _found(analysis: Analysis, kind: str) -> list[Finding]:
+    return [finding for finding in analysis.findings if finding.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("slow", "when", "share"),
+    [
+        (np.s_[200:], "since step 201", 0.5),
+        (np.s_[:120], "until step 120", 0.3),
+        (np.s_[100:200], "in steps 101 to 200", 0.25),
+    ],
+)
+def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice, when: str, share: float) -> None:
+    forward = _forward()
+    forward[slow] += 25.0
+    (finding,) = _found(_analysed(forward), "change")
+    expected = int(when.split()[-1])
+    said = int(finding.text.split(":")[0].split()[-1])
+    assert finding.text.startswith(f"all ranks were slower {when.split()[0]}") and abs(said - expected) <= 0.05 * STEPS
+    assert finding.cost_ms == pytest.approx(25.0 * share, rel=0.2)
+    assert "(forward 2" in finding.text and "backward" not in finding.text
+
+
+def test_what_coincided_is_said() -> None:
+    forward, tokens = _forward(), np.full(STEPS, 512.0)
+    forward[200:] += 25.0
+    tokens[200:] = 700.0
+    found = _analysed(forward, tokens=tokens, marks={"config_changed": [199, 300]})
+    (finding,) = _found(found, "change")
+    assert "batches have 700 tokens instead of 512; options were changed at step 199" in finding.text
+
+
+def test_clocks_of_gpus_that_fell_are_said() -> None:
+    forward = _forward()
+    forward[200:] += 25.0
+    work = 100 + noise(np.random.default_rng(1), (4, STEPS), "gaussian", 0.5)
+    table = table_of(work)
+    for block, facts in enumerate(table.facts):
+        facts["gpu_clock_mhz"] = [1400.0 if block < 4 else 1100.0] * 4  # type: ignore[index]
+    found = analyse(run_of(table, journal=_journal(forward)))
+    (finding,) = _found(found, "change")
+    assert "the clock of GPUs is 1,100 MHz instead of 1,400" in finding.text
+
+
+def test_a_rank_that_turned_slow_is_the_reason_and_no_other_finding() -> None:
+    forward = _forward()
+    forward[200:] += 25.0
+    work = 100 + noise(np.random.default_rng(1), (4, STEPS), "gaussian", 0.5)
+    work[0, 200:] += 25.0
+    found = _analysed(forward, work)
+    assert found.blame.late == [0] and not _found(found, "change")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_and_small_changes_are_no_finding(seed: int) -> None:
+    forward = _forward(seed=seed, scale=8.0)
+    forward[200:] += 2.0
+    assert not _analysed(forward).changes
+
+
+def test_a_start_up_is_a_cost_of_its_own() -> None:
+    forward = _forward(60)
+    forward[[0, 1, 2, 4, 5]] += 5000.0
+    work = 100 + noise(np.random.default_rng(1), (4, 60), "gaussian", 0.5)
+    work[:, [0, 1, 2, 4, 5]] += 5000.0
+    found = _analysed(forward, work)
+    (finding,) = _found(found, "start_up")
+    assert "the first 6 steps took 25.0 s longer" in finding.text
+    assert finding.cost_ms == pytest.approx(25_000 / 60, rel=0.02)
+    assert found.budget is not None and found.budget.step_ms.value == pytest.approx(101.3, rel=0.01)
+    assert not found.changes
+    for few in (_forward(60), np.append(130.0, _forward(59))):
+        assert not _found(_analysed(few), "start_up")
+
+
+def test_pauses_in_the_first_steps_are_no_start_up() -> None:
+    forward = _forward(200)
+    forward[[10, 30]] += 5000.0
+    assert _analysed(forward).start_up is None
