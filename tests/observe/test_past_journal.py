@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.observe.past_journal import PastSteps
+from hvdtrain.observe.past_journal import PastSteps, read_journal_starts, sampled_steps
 from tests.support.tensorboard_run import BATCH, Run
 
 
@@ -63,3 +63,17 @@ def test_a_clock_that_was_set_between_two_starts_changes_nothing(tmp_path: Path)
             line["time"] += jump_s * (line.get("step", 0) > 8)
         run.journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
         assert PastSteps(run.journal).read().step_before(10, 5.0) == expected == 4
+
+
+def test_steps_of_a_start_are_sampled_evenly(tmp_path: Path) -> None:
+    path, lines = tmp_path / "journal.jsonl", []
+    for start, steps in ((0, range(1, 21)), (1, range(11, 1011))):
+        lines.append({"event": "started", "start": start})
+        for step in steps:
+            lines.append({"step": step, "step_s": step / 10, "at": start})
+            lines += [{"event": "evaluation", "at_step": step}] if step % 10 == 0 else []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step":1011,"st')
+    first, second = read_journal_starts(path)
+    assert [line["step"] for line in sampled_steps(path, first, 100)] == list(range(1, 21))
+    found = sampled_steps(path, second, 100)
+    assert [line["step"] for line in found] == list(range(11, 1011, 10)) and {line["at"] for line in found} == {1}

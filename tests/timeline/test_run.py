@@ -6,6 +6,7 @@ import gzip
 import shutil
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -91,6 +92,24 @@ def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
     assert analysis.title == "r" and analysis.budget is not None
     assert analysis.budget.step_ms.value == pytest.approx(20.0)
     assert load(tmp_path / "r" / "timeline").steps is not None
+
+
+def test_steps_and_events_of_the_journal_are_read(tmp_path: Path) -> None:
+    run = _run(tmp_path / "r")
+    assert load(run).journal is None
+    steps = [{"step": n, "step_s": n / 10, "forward_s": 0.01, "tokens": 64} for n in (1, 2, 3)]
+    more: list[object] = [{"event": "config_changed", "at_step": 2}, {"event": "config_changed", "at_step": "x"}]
+    broken = [{"step": "4", "step_s": 1.0}, {"step": 4, "step_s": None}, {"step": 3, "step_s": 0.5, "tokens": "many"}]
+    _lines(
+        run / "journal.jsonl", {**_started(), "size": 1}, {"step": 9, "step_s": 9.0}, _started(), *steps, *more, *broken
+    )
+    found = load(run)
+    assert found.journal is not None
+    assert found.journal.step.tolist() == [1, 2, 3] and found.journal.step_ms.tolist() == [100, 200, 500]
+    assert found.journal.parts_ms["forward"].tolist() == [10, 10, 0]
+    assert found.journal.tokens[:2].tolist() == [64, 64] and np.isnan(found.journal.tokens[2])
+    assert found.marks == {"config_changed": [2]}
+    analyse(found)
 
 
 def _again(folder: Path, number: int, size: int, *, stamped: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -45,12 +46,22 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
 
 def _late(facts: Facts) -> Iterator[Finding]:
     rows = {row.rank: row for row in facts.blame.ranks}
-    for rank in facts.blame.late:
+    whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
+    together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late) > 1 else ""
+    left = list(facts.blame.late)
+    if 2 * len(left) > len(rows) > 2:
+        fast = _names(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
+        advice = "these set the pace: compare hvdtrain doctor on both kinds of host"
+        yield _late_together(facts, left, f"{len(left)} of {len(rows)} ranks are slower than {fast}", advice)
+        return
+    for host, ranks in _whole_hosts(rows, left).items():
+        advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
+        yield _late_together(facts, ranks, f"host {host} with {_names(ranks)} is slow", advice)
+        left = [rank for rank in left if rank not in ranks]
+    for rank in left:
         row, spells = rows[rank], [spell for spell in facts.blame.spells if spell.rank == rank]
         causes = facts.blame.causes.get(rank, ())
         why = f"; {causes[0].text}" if causes else ""
-        whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
-        together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late) > 1 else ""
         of: RankRow | Spell = max(spells, key=lambda spell: spell.cost_ms.value, default=row)
         side = "after" if of.behind_ms >= 0 else "before"
         behind = f"it is ready {wording.ms(abs(of.behind_ms))} ms {side} the others (median)"
@@ -67,6 +78,27 @@ def _late(facts: Facts) -> Iterator[Finding]:
         if causes and _may_balance(facts, causes[0].name):
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
         yield Finding("straggler", text, row.cost_ms.value, advice)
+
+
+def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:
+    """Return the finding of ranks that are slow together."""
+    rows = [row for row in facts.blame.ranks if row.rank in ranks]
+    spells = [[spell for spell in facts.blame.spells if spell.rank == rank] for rank in ranks]
+    when = wording.spells(min(spells, key=len))
+    cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
+    named = Counter(causes[0].name for rank in ranks if (causes := facts.blame.causes.get(rank, ())))
+    why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
+    text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: ready {wording.ms(behind)} ms after the others{why}"
+    return Finding("straggler", text, cost, advice)
+
+
+def _whole_hosts(rows: Mapping[int, RankRow], late: Sequence[int]) -> dict[str, list[int]]:
+    """Return the hosts of which most ranks are late, if there are other hosts, with these ranks."""
+    of_host: dict[str, list[int]] = {}
+    for rank in sorted(rows):
+        of_host.setdefault(rows[rank].host, []).append(rank)
+    found = {host: [rank for rank in ranks if rank in late] for host, ranks in of_host.items() if len(of_host) > 1}
+    return {host: own for host, own in found.items() if len(own) >= max(2, _MOSTLY * len(of_host[host]))}
 
 
 def _may_balance(facts: Facts, cause: str) -> bool:
@@ -130,11 +162,11 @@ def _pauses(stragglers: Stragglers) -> Iterator[Finding]:
         yield Finding("pause", text, None, "check what the hosts did then")
 
 
-def _names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _names(ranks: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = ()) -> str:
     """Format ranks as ``rank 3 on a`` or ``ranks 4, 5 and 2 more on a, b``."""
     shown = ", ".join(map(str, ranks[:_MANY_RANKS]))
     more = f" and {len(ranks) - _MANY_RANKS} more" if len(ranks) > _MANY_RANKS else ""
-    where = list(dict.fromkeys(hosts[rank] for rank in ranks if hosts[rank]))
+    where = list(dict.fromkeys(hosts[rank] for rank in ranks if hosts[rank])) if hosts else []
     on = f" on {', '.join(where)}" if 0 < len(where) <= _MANY_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}{on}"
 

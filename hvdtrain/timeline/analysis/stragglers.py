@@ -26,7 +26,7 @@ _LEAST_ROUNDS = 8
 _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
-_AS_MUCH = 0.5
+_AS_MUCH, _ALIKE = 0.5, 1 / 3
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
@@ -91,7 +91,7 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
 
     A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
-    among the other ranks.
+    among the other ranks. Ranks that are late together, as those of a host, share their cost: it counts as one.
 
     Args:
         rounds: of all ranks.
@@ -148,9 +148,10 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
-        if kept == found:
+        rest = [rank for rank in found if rank not in kept]
+        if not rest or sorted(together := _together(rest, estimates, doubt, matters)) == sorted(rest):
             break
-        found = kept
+        found = [*kept, *together]
     found = sorted(found, key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
@@ -158,6 +159,18 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     last = np.bincount(np.argmax(work, axis=0), weights=rounds.weight, minlength=ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason)
+
+
+def _together(
+    ranks: Sequence[int], costs: Sequence[Estimate], doubt: Sequence[float], matters: Sequence[float]
+) -> list[int]:
+    """Return the ranks of about equal cost that matter together, though none does alone; [] without any."""
+    most = max(costs[rank].value for rank in ranks)
+    alike = [rank for rank in ranks if costs[rank].value >= _ALIKE * most and costs[rank].low > 0]
+    if len(alike) < 2:
+        return []
+    low = sum(costs[rank].low for rank in alike) - max(doubt[rank] for rank in alike)
+    return alike if low > max(matters[rank] for rank in alike) else []
 
 
 def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:

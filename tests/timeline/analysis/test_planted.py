@@ -80,6 +80,36 @@ def test_a_rank_that_is_always_slow_has_no_spells(ranks: int) -> None:
         assert found.blame.late == [1] and not found.blame.spells, kind
 
 
+def _stragglers(found: Analysis) -> list[str]:
+    return [finding.text for finding in found.findings if finding.kind == "straggler"]
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "lasting"])
+def test_a_slow_host_is_one_finding_with_what_it_costs(kind: str) -> None:
+    work = _work(64, 320, kind)
+    work[8:16] += 8.0
+    found = _analysed(work)
+    (text,) = _stragglers(found)
+    assert sorted(found.blame.late) == list(range(8, 16))
+    assert text.startswith("host host1 with ranks 8, 9, 10, 11 and 4 more is slow")
+    assert sum(row.cost_ms.value for row in found.blame.ranks[:8]) == pytest.approx(7.0, rel=0.2)
+
+
+def test_ranks_on_several_hosts_do_not_hide_each_other() -> None:
+    work, slow = _work(64, 320), [3, 12, 20, 31, 40, 44, 50, 63]
+    work[slow] += 8.0
+    found = _analysed(work)
+    assert sorted(found.blame.late) == slow and len(_stragglers(found)) == 8
+    assert not [finding for finding in found.findings if finding.kind == "jitter" and "rank 3" in finding.text]
+
+
+def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
+    work = _work(16, 320)
+    work[3:] += 8.0
+    (text,) = _stragglers(_analysed(work))
+    assert text.startswith("13 of 16 ranks are slower than ranks 0, 1, 2 on host0, and costs")
+
+
 def test_without_a_fault_nobody_is_named() -> None:
     sizes = [(2, 75), (2, 400), (4, 150), (64, 320)]
     named = [
