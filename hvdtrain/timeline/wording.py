@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdtrain.timeline.analysis.analysis import Estimate, Memory, OuterSteps, Spell
+from hvdtrain.timeline.analysis.analysis import Blame, Estimate, Memory, OuterSteps, Spell
 
 
 def readable(text: str) -> str:
@@ -89,3 +89,16 @@ def spells(found: Sequence[Spell]) -> str:
     if len(found) > 1:
         return f" in {len(found)} spells, the longest {steps}"
     return f" since step {longest.first_step:,}" if longest.lasts else f" {steps}"
+
+
+def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
+    """Return the first straggler, a rank or a host, with what it costs and since when; and its ranks."""
+    first = blame.late[0]
+    rows = {row.rank: row for row in blame.ranks}
+    for host, ranks in blame.slow_hosts().items():
+        if first in ranks:
+            return f"host {host}", f"{ms(sum(rows[rank].cost_ms.value for rank in ranks))} ms per step", ranks
+    own = [spell for spell in blame.spells if spell.rank == first]
+    cost = max([spell.cost_ms for spell in own], key=lambda each: each.value, default=rows[first].cost_ms)
+    name = f"rank {first}{' on ' + rows[first].host if rows[first].host else ''}"
+    return name, f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(own), [first]

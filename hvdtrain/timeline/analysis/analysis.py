@@ -190,6 +190,9 @@ class Change:
     coincided: Sequence[str]
 
 
+_MOST_OF_HOST = 0.75
+
+
 @dataclass(frozen=True)
 class Blame:
     """The stragglers: ranks for which the others wait.
@@ -212,11 +215,23 @@ class Blame:
     reason: str = ""
     spells: Sequence[Spell] = ()
 
+    def slow_hosts(self) -> dict[str, list[int]]:
+        """Return the hosts of which most ranks are stragglers, if there are other hosts, with these ranks."""
+        of_host: dict[str, list[int]] = {}
+        for row in sorted(self.ranks, key=lambda row: row.rank):
+            of_host.setdefault(row.host, []).append(row.rank)
+        found = {host: [rank for rank in ranks if rank in self.late] for host, ranks in of_host.items()}
+        most = {host: own for host, own in found.items() if len(own) >= max(2, _MOST_OF_HOST * len(of_host[host]))}
+        return most if len(of_host) > 1 else {}
+
     def worst_ms(self) -> dict[int, float]:
-        """Return the cost of each straggler per step, in its most costly spell."""
+        """Return the cost of each straggler per step, in its most costly spell; on a slow host, that of the host."""
         rows = {row.rank: row.cost_ms.value for row in self.ranks}
         own = {rank: [spell.cost_ms.value for spell in self.spells if spell.rank == rank] for rank in self.late}
-        return {rank: max(costs, default=rows[rank]) for rank, costs in own.items()}
+        worst = {rank: max(costs, default=rows[rank]) for rank, costs in own.items()}
+        for ranks in self.slow_hosts().values():
+            worst |= dict.fromkeys(ranks, sum(worst[rank] for rank in ranks))
+        return worst
 
 
 @dataclass(frozen=True)

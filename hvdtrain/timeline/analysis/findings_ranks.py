@@ -54,7 +54,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
         advice = "these set the pace: compare hvdtrain doctor on both kinds of host"
         yield _late_together(facts, left, f"{len(left)} of {len(rows)} ranks are slower than {fast}", advice)
         return
-    for host, ranks in _whole_hosts(rows, left).items():
+    for host, ranks in facts.blame.slow_hosts().items():
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
         yield _late_together(facts, ranks, f"host {host} with {_names(ranks)} is slow", advice)
         left = [rank for rank in left if rank not in ranks]
@@ -90,15 +90,6 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
     text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: ready {wording.ms(behind)} ms after the others{why}"
     return Finding("straggler", text, cost, advice)
-
-
-def _whole_hosts(rows: Mapping[int, RankRow], late: Sequence[int]) -> dict[str, list[int]]:
-    """Return the hosts of which most ranks are late, if there are other hosts, with these ranks."""
-    of_host: dict[str, list[int]] = {}
-    for rank in sorted(rows):
-        of_host.setdefault(rows[rank].host, []).append(rank)
-    found = {host: [rank for rank in ranks if rank in late] for host, ranks in of_host.items() if len(of_host) > 1}
-    return {host: own for host, own in found.items() if len(own) >= max(2, _MOSTLY * len(of_host[host]))}
 
 
 def _may_balance(facts: Facts, cause: str) -> bool:

@@ -67,18 +67,16 @@ def headline(analysis: Analysis) -> list[str]:
         if exposed:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
             clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
-    rows = {row.rank: row for row in analysis.blame.ranks}
-    for rank in analysis.blame.late[:1]:
-        spells = [spell for spell in analysis.blame.spells if spell.rank == rank]
-        cost = max([spell.cost_ms for spell in spells], key=lambda each: each.value, default=rows[rank].cost_ms)
-        where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
-        costs = f"costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip()
-        clauses.append(f"{where} is a straggler{wording.spells(spells)} and {costs}{' there' if spells else ''}")
+    others = 0
+    if analysis.blame.late:
+        name, cost, ranks = wording.worst_straggler(analysis.blame)
+        others = len(analysis.blame.late) - len(ranks)
+        clauses.append(f"{name} is a straggler and costs {cost}")
     if not analysis.blame.late and analysis.blame.source != "none":
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
-    if len(analysis.blame.late) > 1:
-        clauses.append(f"{wording.counted(len(analysis.blame.late) - 1, 'rank')} more are late")
+    if others:
+        clauses.append(f"{wording.counted(others, 'rank')} more are late")
     return clauses or ["No step was measured"]
 
 

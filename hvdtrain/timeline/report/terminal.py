@@ -193,15 +193,10 @@ def _summary_budget(budget: Budget, most: int) -> Iterator[str]:
 def _summary_late(blame: Blame) -> list[str]:
     if not blame.late:
         return _wrapped_head(f"straggler: {'none' if blame.source != 'none' else 'unknown'}", blame.reason)
-    rank = blame.late[0]
-    row = next(row for row in blame.ranks if row.rank == rank)
-    spells = [spell for spell in blame.spells if spell.rank == rank]
-    estimate = max([spell.cost_ms for spell in spells], key=lambda each: each.value, default=row.cost_ms)
-    cost = f"{wording.ms(estimate.value)} ms per step {wording.interval(estimate)}".rstrip() + wording.spells(spells)
-    others = f", and {len(blame.late) - 1} more" if len(blame.late) > 1 else ""
-    cause = next((cause.text for cause in blame.causes.get(rank, ())), "")
-    where = f" on {row.host}" if row.host else ""
-    return _wrapped_head(f"straggler: rank {rank}{where} costs {cost}{others}", cause)
+    name, cost, ranks = wording.worst_straggler(blame)
+    more = len(blame.late) - len(ranks)
+    cause = next((cause.text for cause in blame.causes.get(ranks[0], ())), "")
+    return _wrapped_head(f"straggler: {name} costs {cost}{f', and {more} more' if more else ''}", cause)
 
 
 def _wrapped_head(head: str, text: str) -> list[str]:

@@ -11,6 +11,7 @@ from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
+from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import summary_lines, to_text
 from tests.support.step_tables import noise, run_of, table_of
 
@@ -92,7 +93,9 @@ def test_a_slow_host_is_one_finding_with_what_it_costs(kind: str) -> None:
     (text,) = _stragglers(found)
     assert sorted(found.blame.late) == list(range(8, 16))
     assert text.startswith("host host1 with ranks 8, 9, 10, 11 and 4 more is slow")
-    assert sum(row.cost_ms.value for row in found.blame.ranks[:8]) == pytest.approx(7.0, rel=0.2)
+    assert figures(found)["straggler_ms"] == pytest.approx(7.0, rel=0.2)
+    assert "host host1 is a straggler and costs" in "; ".join(headline(found)) and "more" not in headline(found)[-1]
+    assert "straggler: host host1 costs" in " ".join(summary_lines(found))
 
 
 def test_ranks_on_several_hosts_do_not_hide_each_other() -> None:

@@ -211,7 +211,7 @@ UNSURE = Estimate(2.0, float("-inf"), float("inf"))
 
 def test_a_rank_of_an_unknown_host_is_a_rank() -> None:
     found = _of_ranks(_row(0, ABOUT_2, ""), _row(1, Estimate(0.0, 0.0, 0.0), ""), late=[0], source="ticks")
-    assert headline(found) == ["rank 0 is a straggler and costs 2.00 ms [1.00 .. 3.00]"]
+    assert headline(found) == ["rank 0 is a straggler and costs 2.00 ms per step [1.00 .. 3.00]"]
     assert "Rank 0 costs" in to_html(found) and "Rank 0 on here costs" in to_html(_of_ranks(_row(0, ABOUT_2), late=[0]))
 
 
