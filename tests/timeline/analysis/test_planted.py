@@ -74,6 +74,19 @@ def test_a_rank_that_was_slow_for_a_while_is_named_with_its_spell(ranks: int, st
     assert f" in steps {spell.first_step:,} to {spell.last_step:,}" in to_text(found)
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_a_rank_that_is_slow_in_most_steps_costs_the_mean_of_all(ranks: int, kind: str) -> None:
+    for seed in range(3):
+        work = _work(ranks, 400, kind, seed)
+        late = work.copy()
+        late[1, np.random.default_rng(seed + 9).random(400) < 0.8] += 21.0
+        found, truth = _analysed(late), (late.max(axis=0) - work.max(axis=0)).mean()
+        assert found.blame.late == [1] and not found.blame.spells
+        cost = found.blame.ranks[0].cost_ms
+        assert cost.value == pytest.approx(truth, rel=0.1) and cost.low <= truth <= cost.high
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_a_rank_that_is_always_slow_has_no_spells(ranks: int) -> None:
     for kind in ("gaussian", "heavy", "lasting"):
