@@ -142,6 +142,11 @@ class JournalSteps:
     parts_ms: Mapping[str, Floats]
     tokens: Floats
 
+    @property
+    def count(self) -> int:
+        """The number of steps from the first to the last."""
+        return int(self.step[-1] - self.step[0]) + 1
+
 
 @dataclass(frozen=True)
 class RunTrace:
@@ -164,6 +169,7 @@ class RunTrace:
         shares: events ``shares``.
         journal: steps of the same start; None if there is no journal.
         marks: its events by name: the numbers of the steps after which they were.
+        evaluation_s: seconds of its evaluations between steps, in all; None if unknown.
     """
 
     path: Path
@@ -182,6 +188,7 @@ class RunTrace:
     shares: Sequence[Mapping[str, Any]] = ()
     journal: JournalSteps | None = None
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    evaluation_s: float | None = None
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

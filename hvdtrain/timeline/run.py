@@ -145,6 +145,14 @@ def _marks(start: JournalStart) -> dict[str, list[int]]:
     return found
 
 
+def _evaluation_s(start: JournalStart) -> float | None:
+    """Return the seconds of evaluations after the first step and before the last; None if one is unknown."""
+    first = start.first_step or 0
+    between = [e for e in start.events_named("evaluation") if first <= e.get("at_step", -1) < start.last_step]
+    known = [float(e["seconds"]) for e in between if isinstance(e.get("seconds"), (int, float))]
+    return sum(known) if len(known) == len(between) else None
+
+
 def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
     """Return the journal of a start with stamps: the newest with as many ranks that did all of its steps."""
     if not past:

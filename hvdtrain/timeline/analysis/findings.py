@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,7 +20,8 @@ from hvdtrain.timeline.logs import STALLED
 
 _SHARE = 0.02
 """Share of a step: smaller costs are not reported."""
-_ASIDE_SHARE = 0.1
+_ASIDE_SHARE, _FINE = 0.1, 0.02
+"""Of the time: evaluations and checkpoints that are reported, and that are not too many."""
 _SLOW_BUS = 0.5
 _LITTLE_BYTES = 1 << 20
 _MUCH = 0.2
@@ -78,7 +80,7 @@ def _start_up(facts: Facts) -> Iterator[Finding]:
     found, journal = facts.start_up, facts.run.journal
     if found is None or journal is None:
         return
-    cost, first = found.extra_ms / len(journal.step), wording.counted(found.steps, "step")
+    cost, first = found.extra_ms / journal.count, wording.counted(found.steps, "step")
     if cost >= _START_SHARE * found.usual_ms and found.extra_ms >= _START_MS:
         longer = f"took {wording.ms(found.extra_ms / 1e3)} s longer than later ones"
         text = f"start-up: the first {first} {longer}, which take {wording.ms(found.usual_ms)} ms"
@@ -89,7 +91,7 @@ def _start_up(facts: Facts) -> Iterator[Finding]:
 def _changes(facts: Facts) -> Iterator[Finding]:
     """Report stretches in which all ranks were slower, unless one rank was the reason."""
     journal = facts.run.journal
-    near = _NEAR * float(journal.step[-1] - journal.step[0]) if journal is not None else 0.0
+    near = _NEAR * journal.count if journal is not None else 0.0
     turns = [step for spell in facts.blame.spells for step in (spell.first_step, spell.last_step)]
     for change in facts.changes:
         turned = change.last_step if change.begins else change.first_step
@@ -184,13 +186,28 @@ def _collections(facts: Facts) -> Iterator[Finding]:
 
 
 def _aside(facts: Facts) -> Iterator[Finding]:
-    part = facts.part(ASIDE)
+    """Report evaluations and checkpoints that take much of the time, with periods at which they take `_FINE` each."""
+    part, journal = facts.part(ASIDE), facts.run.journal
     if part is None or part.share < _ASIDE_SHARE:
         return
-    every = facts.option("train", "eval_every") or facts.option("checkpoint", "every") or 50
-    advice = f"run them less often: --train.eval_every {10 * int(every)} --checkpoint.every {10 * int(every)}"
-    advice += ", or fewer samples: --train.eval_samples 16"
-    yield Finding("aside", f"evaluations and checkpoints take {part.share:.0%} of the time", part.ms.value, advice)
+    shares = {ASIDE: part.share}
+    if facts.run.evaluation_s is not None and journal is not None:
+        evaluations = min(part.share, 1e3 * facts.run.evaluation_s / journal.count / facts.step_ms)
+        shares = {"evaluations": evaluations, "checkpoints": part.share - evaluations}
+    saved_every = facts.option("checkpoint", "every")
+    every = {
+        "evaluations": ("--train.eval_every", facts.option("train", "eval_every") or saved_every),
+        "checkpoints": ("--checkpoint.every", saved_every),
+    }
+    costly = {name: share for name, share in shares.items() if share >= _ASIDE_SHARE / 2}
+    text = " and ".join(f"{name} take {share:.0%} of the time" for name, share in costly.items())
+    fewer = [
+        f"{every[n][0]} {math.ceil(every[n][1] * s / _FINE)}" for n, s in costly.items() if n in every and every[n][1]
+    ]
+    advice = f"run them less often: {' '.join(fewer)}" if fewer else "run them less often"
+    if "checkpoints" not in costly:
+        advice += ", or evaluate fewer samples: --train.eval_samples 16"
+    yield Finding("aside", text, part.ms.value, advice)
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:

@@ -61,6 +61,7 @@ class Saving:
         Errors:
             ConfigError: the value that determines the best checkpoint is missing.
         """
+        began_s = time.perf_counter()
         with self.stepper.spans("evaluation"):
             if (found := self.measure()) is not None:
                 self._callbacks.on_evaluation(found)
@@ -69,6 +70,7 @@ class Saving:
                     self.current.ended_at = self._state.progress.step
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
+            facts["seconds"] = time.perf_counter() - began_s
             self._recorder.event({"event": "evaluation", "at_step": self._state.progress.step, **facts})
         self._worker.evaluated = self._state.progress.step
         return found

@@ -15,7 +15,7 @@ from hvdtrain.timeline.analysis import findings, findings_ranks
 from hvdtrain.timeline.analysis import inputs as facts
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
-from hvdtrain.timeline.columns import BucketFacts, RankSpans, RunTrace
+from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
 from hvdtrain.timeline.report.terminal import to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
@@ -350,6 +350,32 @@ def test_evaluations_garbage_collections_and_cores_are_reported() -> None:
     facts: dict[str, list[float | None]] = {"cpu_wait_us": [150_000.0] * 4}
     run = run_of(table_of(_work(), more_ms={"aside": aside, "gc": _each(1.5)}, facts=facts))
     assert {"aside", "gc", "cpu"} <= _kinds(analyse(run))
+
+
+@pytest.mark.parametrize(
+    ("evaluation_s", "expected", "advice"),
+    [
+        (None, "evaluations and checkpoints take 22% of the time", "run them less often, or evaluate fewer samples"),
+        (1.2, "evaluations take 22% of the time", "run them less often: --train.eval_every 111, or evaluate"),
+        (0.0, "checkpoints take 22% of the time", "run them less often: --checkpoint.every 56"),
+        (
+            0.6,
+            "evaluations take 11% of the time and checkpoints take 11%",
+            "--train.eval_every 56 --checkpoint.every 28",
+        ),
+    ],
+)
+def test_evaluations_and_checkpoints_are_told_apart(evaluation_s: float | None, expected: str, advice: str) -> None:
+    """Advice is never to do more of it."""
+    aside = np.zeros(SHAPE)
+    aside[:, 9::10] = 60.0
+    table = table_of(_work(), more_ms={"aside": aside})
+    nothing = np.zeros(SHAPE[1])
+    journal = JournalSteps(np.arange(1, SHAPE[1] + 1), nothing + 20.0, {"forward": nothing}, nothing)
+    config = {"train": {"eval_every": 10}, "checkpoint": {"every": 5}}
+    run = run_of(table, config=config, journal=journal, evaluation_s=evaluation_s)
+    finding = next(finding for finding in analyse(run).findings if finding.kind == "aside")
+    assert finding.text.startswith(expected) and advice in finding.advice
 
 
 def test_stalls_and_pauses_are_reported() -> None:
