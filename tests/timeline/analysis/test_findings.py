@@ -361,7 +361,7 @@ def test_evaluations_garbage_collections_and_cores_are_reported() -> None:
         (
             0.6,
             "evaluations take 11% of the time and checkpoints take 11%",
-            "--train.eval_every 56 --checkpoint.every 28",
+            "--train.eval_every 56 --checkpoint.every 29",
         ),
     ],
 )
