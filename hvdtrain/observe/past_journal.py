@@ -157,6 +157,18 @@ def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, 
     return found
 
 
+def skipped_steps(path: Path) -> set[int]:
+    """Return the steps that changed nothing. The last line counts for a step that ran again after a resume."""
+    found: set[int] = set()
+    if path.is_file():
+        with open_regular(path) as file:
+            for line in file:
+                number = _parse(line)[0]
+                if number is not None:
+                    (found.add if b'"skipped":true' in line else found.discard)(number)
+    return found
+
+
 def _end_start(starts: list[JournalStart], line: bytes) -> None:
     """Note the time of the last line of the last start."""
     if starts:

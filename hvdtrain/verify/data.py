@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
+from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, skipped_steps
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.verify.coverage import Rows, Wrong, collect_rows, describe_ranges, find_uncovered, find_unrecorded
@@ -88,7 +88,12 @@ def verify_data(run: Path) -> DataReport:
         for epoch in report.epochs.others
         if epoch.used != epoch.distinct
     ]
-    report.wrong += _unexplained_gaps(report)
+    report.wrong += [*_unexplained_gaps(report), *_missing_first_steps(report)]
+    if (skipped := skipped_steps(layout.journal)) and journal is not None:
+        report.notes.append(
+            f"{len(skipped):,} step(s) changed nothing, because the loss or a gradient was not finite: their"
+            f" samples count as used; the first is step {min(skipped):,}"
+        )
     report.notes += [
         f"start {s.header.start}, rank {rank}: {e.unreadable} line(s) cut off, as a kill or a full disk leaves them"
         for s in starts
@@ -143,6 +148,14 @@ def _missing_starts(starts: Sequence[Start]) -> list[str]:
     numbers = {start.header.start for start in starts}
     missing = [str(number) for number in range(max(numbers)) if number not in numbers]
     return [f"no file of start(s) {', '.join(missing)}"] * bool(missing)
+
+
+def _missing_first_steps(report: DataReport) -> list[Wrong]:
+    """Find steps before the ledger that the journal has; a run that began from another run's state has none."""
+    began = [start.first_step for start in report.journal or () if start.first_step is not None]
+    if not began or min(began) > report.first:
+        return []
+    return [Wrong(1, f"steps {min(began):,} to {report.first:,} are in the journal, but not in the ledger")]
 
 
 def _unexplained_gaps(report: DataReport) -> list[Wrong]:

@@ -71,10 +71,10 @@ class Epochs:
             return
         order = order_of(header)
         sources, ranks = order.split(positions)
-        begin = 0
+        begin, end = 0, int(positions.max(initial=-1))  # what is skipped later is not skipped yet
         for source, (length, _) in enumerate(order.parts):
             own = sources == source
-            left_out = [[order.count(source, low), order.count(source, high)] for low, high in header.left_out]
+            left_out = [[order.count(source, at) for at in each] for each in header.left_out if each[0] <= end]
             self._add(source, length, left_out, ranks[own], indices[own] - begin)
             begin += length
 

@@ -243,6 +243,29 @@ def test_positions_that_are_left_out_without_a_roll_back_in_the_journal_are_wron
     assert _report(lambda run: None, stretches).left_out == [(12, 16)]
 
 
+def test_first_steps_that_only_the_journal_has_are_wrong() -> None:
+    with _written([Stretch(size=2, steps=4, global_batch=6), Stretch(size=2, steps=3, global_batch=6)]) as done:
+        for path in (done.run / "ledger").glob("start-0000*"):
+            path.unlink()
+        assert not [w for w in verify_data(done.run).wrong if "in the journal" in w.text], (
+            "it may be another run's state"
+        )
+        journal = done.run / "journal.jsonl"
+        journal.write_text('{"event":"started","size":2}\n{"step":1,"step_s":1.0}\n{"step":2,"step_s":1.0}\n')
+        (wrong,) = [w.text for w in verify_data(done.run).wrong if "in the journal" in w.text]
+        assert wrong == "steps 1 to 4 are in the journal, but not in the ledger"
+
+
+def test_samples_of_steps_that_changed_nothing_are_counted() -> None:
+    with _written(TWO) as done:
+        (done.run / "journal.jsonl").write_text(
+            '{"step":1,"skipped":true}\n{"step":2,"skipped":true}\n{"step":3,"skipped":false}\n'
+            '{"event":"started"}\n{"step":2,"skipped":false}\n{"step":3,"skipped":true}\n'
+        )
+        (note,) = [note for note in verify_data(done.run).notes if "changed nothing" in note]
+        assert note.startswith("2 step(s) changed nothing") and note.endswith("the first is step 1")
+
+
 def test_a_folder_without_a_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no ledger"):
         verify_data(tmp_path)
