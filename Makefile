@@ -39,7 +39,7 @@ ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT
 
 # One process a core, at most eight. TALLY counts the outcomes of all runs of pytest.
 TALLY := build/tests.jsonl
-PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist loadgroup --tally=$(TALLY)
+PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist loadgroup --durations=25 --durations-min=3 --tally=$(TALLY)
 
 test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one rank
 	@mkdir -p build && rm -f $(TALLY)
