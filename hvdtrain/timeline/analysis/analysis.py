@@ -216,7 +216,7 @@ class Blame:
     spells: Sequence[Spell] = ()
 
     def slow_hosts(self) -> dict[str, list[int]]:
-        """Return the hosts of which most ranks are stragglers, if there are other hosts, with these ranks."""
+        """Return the hosts where most ranks are stragglers, with these ranks; none if there are no other hosts."""
         of_host: dict[str, list[int]] = {}
         for row in sorted(self.ranks, key=lambda row: row.rank):
             of_host.setdefault(row.host, []).append(row.rank)

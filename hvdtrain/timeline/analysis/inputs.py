@@ -105,7 +105,7 @@ class Facts:
         return (engine or "horovod", shard or "none") != ("horovod", "none")
 
     def may_train_apart(self) -> bool:
-        """Return whether the run exchanges in each step, by an engine whose workers could also train apart."""
+        """Return whether the run exchanges in each step, by an engine that supports workers which train apart."""
         return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP, AUTO_SYNC)
 
     def bucket_mib(self, factor: float) -> str | None:

@@ -73,7 +73,7 @@ class Comparison:
     Attributes:
         ways: the fastest first.
         usual: the fastest with an exchange in each step.
-        best: to be used: the fastest whose whole interval is below `usual`, or else `usual`.
+        best: to be used: the fastest with its whole interval below `usual`, or else `usual`.
         notes: what the comparison is based on.
     """
 
