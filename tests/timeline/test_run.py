@@ -99,6 +99,7 @@ def test_steps_and_events_of_the_journal_are_read(tmp_path: Path) -> None:
     assert load(run).journal is None
     steps = [{"step": n, "step_s": n / 10, "forward_s": 0.01, "tokens": 64} for n in (1, 2, 3)]
     more: list[object] = [{"event": "config_changed", "at_step": 2}, {"event": "config_changed", "at_step": "x"}]
+    more += [{"event": "evaluation", "at_step": at, "seconds": 2.0**at} for at in (0, 1, 2, 3)]
     broken = [{"step": "4", "step_s": 1.0}, {"step": 4, "step_s": None}, {"step": 3, "step_s": 0.5, "tokens": "many"}]
     _lines(
         run / "journal.jsonl", {**_started(), "size": 1}, {"step": 9, "step_s": 9.0}, _started(), *steps, *more, *broken
@@ -108,7 +109,8 @@ def test_steps_and_events_of_the_journal_are_read(tmp_path: Path) -> None:
     assert found.journal.step.tolist() == [1, 2, 3] and found.journal.step_ms.tolist() == [100, 200, 500]
     assert found.journal.parts_ms["forward"].tolist() == [10, 10, 0]
     assert found.journal.tokens[:2].tolist() == [64, 64] and np.isnan(found.journal.tokens[2])
-    assert found.marks == {"config_changed": [2]}
+    assert found.marks == {"config_changed": [2], "evaluation": [0, 1, 2, 3]}
+    assert found.evaluation_s == 6.0, "those before the first step and after the last are not between steps"
     analyse(found)
 
 

@@ -219,6 +219,7 @@ def test_the_loss_of_the_average_is_that_of_a_model_with_its_values() -> None:
     hvdtrain.train({**OPTIONS, "run_dir": "other"}, average)
     expected = _events("other", "evaluation")[0]["loss"]
     assert _events("run", "evaluation")[-1]["metrics"]["ema_loss"] == pytest.approx(expected, rel=1e-5)
+    assert all(0 < event["seconds"] < 60 for event in _events("run", "evaluation"))
 
 
 def test_the_average_does_not_depend_on_ranks_nor_on_a_stop() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.sample_order import SampleOrder
@@ -72,6 +72,15 @@ def test_whatever_was_killed_resized_and_rolled_back_is_right(stretches: list[St
 
 @settings(max_examples=30, deadline=None)
 @given(STRETCHES, st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=2, max_size=3))
+@example(
+    [
+        Stretch(0, 1, 0, 0, 0, 1, goes_past=True),
+        Stretch(0, 1, 2, 0, 0, 3, goes_past=False),
+        Stretch(0, 1, 0, 0, 0, 1, goes_past=True),
+        Stretch(1, 1, 1, 0, 0, 1, goes_past=False),
+    ],
+    [(1, 1), (1, 1), (2, 2)],
+)
 def test_epochs_of_sources_with_weights_are_counted_for_each(
     stretches: list[Stretch], sources: list[tuple[int, int]]
 ) -> None:

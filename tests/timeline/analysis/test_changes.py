@@ -40,6 +40,13 @@ def test_noise_has_no_changes(rows: int, count: int, kind: str) -> None:
     assert with_changes <= 5
 
 
+def test_a_row_that_is_high_in_most_steps_by_chance_does_not_change() -> None:
+    for seed in range(30):
+        values = _series(seed, 4, 400)
+        values[1, np.random.default_rng(seed + 9).random(400) < 0.8] += 21.0
+        assert change_points(values, 1.0) == []
+
+
 def test_small_changes_and_changes_below_zero_do_not_count() -> None:
     values = _series(3, 2, 400) * 0.01
     values[0, 200:] += 0.9

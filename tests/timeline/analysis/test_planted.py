@@ -170,3 +170,12 @@ def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) ->
     (spell,) = found.blame.spells
     assert abs(spell.first_step - begin * STEPS) <= 0.05 * STEPS and abs(spell.last_step - end * STEPS) <= 0.05 * STEPS
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
+
+
+def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:
+    """Early steps are recorded more often."""
+    step = _sampled(64)
+    work = _work(64, len(step), seed=2)
+    work[5] += 20.0 + 40.0 * step / STEPS
+    found = analyse(run_of(_three_days(step, work)))
+    assert found.blame.ranks[0].cost_ms.value == pytest.approx(40.0 - 2.4, rel=0.01)
