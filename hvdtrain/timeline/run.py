@@ -113,10 +113,14 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
-    rest = (events, cost_of(past), this.events_named("outer_step"), this.events_named("shares"))
-    journal = _journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None
     run = RunTrace(
-        folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, *rest, journal, _marks(this)
+        *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
+        cost=cost_of(past),
+        outer=this.events_named("outer_step"),
+        shares=this.events_named("shares"),
+        journal=_journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None,
+        marks=_marks(this),
+        evaluation_s=_evaluation_s(this),
     )
     return run, logs
 
