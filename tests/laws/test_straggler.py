@@ -48,3 +48,22 @@ def test_of_four_ranks_one_that_is_late_in_reading_data_is_named(tmp_path: Path)
     options = ("--train.steps=25", "--train.global_batch=4", "--train.micro_batch=1", "--checkpoint.every=0")
     train(task, *slow, *options, "--run_dir=run", size=4, cwd=tmp_path)
     _named(tmp_path / "run", 2, "data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "late"), [(2, [0]), (2, [0, 1]), (4, [0, 1])])
+def test_slowness_that_comes_or_moves_is_named_with_its_moment(ranks: int, late: list[int], tmp_path: Path) -> None:
+    """With one late rank it comes, with two it moves from the first to the second."""
+    steps, half = 80, 41
+    task = f"--task={ROOT}/tests/support/sleeper.py:sleeper"
+    slow = ("--step_ms=100", f"--late_rank={late[0] if len(late) > 1 else -1}", "--late_ms=100", f"--moves_at={half}")
+    batch = (f"--train.global_batch={ranks}", "--train.micro_batch=1", f"--train.steps={steps}", "--checkpoint.every=0")
+    train(task, *slow, *batch, "--run_dir=run", size=ranks, cwd=tmp_path)
+    analysis = analyse(load(tmp_path / "run"))
+    assert sorted(analysis.blame.late) == late, analysis.blame.reason
+    for spell in analysis.blame.spells:
+        assert abs((spell.first_step if spell.rank == late[-1] else spell.last_step + 1) - half) <= 0.05 * steps
+        assert spell.cost_ms.value == pytest.approx(100, rel=0.2)
+        assert analysis.blame.causes[spell.rank][0].name == "forward"
+    assert sorted({spell.rank for spell in analysis.blame.spells}) == late
+    assert not [finding for finding in analysis.findings if finding.kind in ("change", "jitter")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch
@@ -22,7 +23,9 @@ class Rows(Dataset[Tensor]):
         return torch.ones(4)
 
 
-def sleeper(step_ms: float = 100.0, late_rank: int = -1, late_ms: float = 0.0, late_in: str = "forward") -> Task:
+def sleeper(
+    step_ms: float = 100.0, late_rank: int = -1, late_ms: float = 0.0, late_in: str = "forward", moves_at: int = 0
+) -> Task:
     """Sleep through each step.
 
     Args:
@@ -30,8 +33,10 @@ def sleeper(step_ms: float = 100.0, late_rank: int = -1, late_ms: float = 0.0, l
         late_rank: the rank that sleeps longer; -1 for none
         late_ms: by how much
         late_in: forward or data
+        moves_at: pass from which the next rank is late instead; 0 for none
     """
-    more_s = late_ms / 1e3 if rank_info(environ()).rank == late_rank else 0.0
+    rank, passes = rank_info(environ()).rank, itertools.count(1)
+    more_s = late_ms / 1e3 if rank == late_rank else 0.0
 
     def collate(rows: list[Tensor]) -> Tensor:
         if late_in == "data":
@@ -39,7 +44,10 @@ def sleeper(step_ms: float = 100.0, late_rank: int = -1, late_ms: float = 0.0, l
         return torch.stack(rows)
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(step_ms / 1e3 + (more_s if late_in == "forward" else 0.0))
+        late_s = more_s if late_in == "forward" else 0.0
+        if moves_at and next(passes) >= moves_at:
+            late_s = late_ms / 1e3 if rank == late_rank + 1 else 0.0
+        time.sleep(step_ms / 1e3 + late_s)
         return model(batch).sum(), torch.tensor(float(len(batch)))
 
     return Task(nn.Linear(4, 1), loss, Rows(), None, collate=collate)
