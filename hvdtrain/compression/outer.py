@@ -36,8 +36,8 @@ class OuterCoding(Protocol):
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Encode `values`, (n,) of fp32, into `out`, (payload_bytes(n),) of uint8."""
 
-    def add(self, payload: Tensor, total: Tensor) -> None:
-        """Add the decoded values to `total`, (n,) of fp32."""
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
+        """Add the decoded values, times `weight`, to `total`, (n,) of fp32."""
 
 
 class Bf16(OuterCoding):
@@ -51,9 +51,9 @@ class Bf16(OuterCoding):
         """Round."""
         out.view(torch.bfloat16).copy_(values)
 
-    def add(self, payload: Tensor, total: Tensor) -> None:
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Widen and add."""
-        total.add_(payload.view(torch.bfloat16))
+        total.add_(payload.view(torch.bfloat16), alpha=weight)
 
 
 class Blocks(OuterCoding):
@@ -88,7 +88,7 @@ class Blocks(OuterCoding):
             scaled = blocks * torch.where(high > _SMALLEST, 1 / high, 0.0)
             codes[rows] = _pack(scaled.round_().add_(self._top).to(torch.uint8), self._bits)
 
-    def add(self, payload: Tensor, total: Tensor) -> None:
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Multiply codes by scales, and add."""
         codes, scales = self._views(payload)
         start = 0
@@ -98,7 +98,7 @@ class Blocks(OuterCoding):
                 decoded = _signed(found, scales[rows])
             else:
                 decoded = found.float().sub_(self._top).mul_(scales[rows])
-            total[start : start + count].add_(decoded.view(-1)[:count])
+            total[start : start + count].add_(decoded.view(-1)[:count], alpha=weight)
             start += count
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class ChunkedTopK(OuterCoding):
             codes[rows] = _pack(is_large.to(torch.uint8) + 2 * is_negative, 2)
             positions[rows] = _pack_positions(index)
 
-    def add(self, payload: Tensor, total: Tensor) -> None:
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Decode, and add."""
         if not len(total):
             return
@@ -170,7 +170,7 @@ class ChunkedTopK(OuterCoding):
             values = _signed(_unpack(codes[rows], 2)[:, : self._count], magnitudes[rows])
             chunks = torch.zeros(len(values), OUTER_CHUNK, device=total.device)
             chunks.scatter_(1, _unpack_positions(positions[rows])[:, : self._count], values)
-            total[start : start + count].add_(chunks.view(-1)[:count])
+            total[start : start + count].add_(chunks.view(-1)[:count], alpha=weight)
             start += count
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -170,9 +170,7 @@ class OuterExchange:
             residual = self.residuals[worker, fragment]
             residual.mul_(self._plan.feedback).add_(change)
             self._coding.encode(residual, payload)
-            sent = torch.zeros_like(residual)
-            self._coding.add(payload, sent)
-            residual.sub_(sent)
+            self._coding.add(payload, residual, -1.0)
         return payloads
 
     def receive(self) -> None:
@@ -184,10 +182,8 @@ class OuterExchange:
             flight.facts.wait_s = time.perf_counter() - began_s
             mean = flight.total
             if self._coding is not None and received:
-                part = torch.empty_like(mean)
                 for worker, payload in enumerate(torch.cat(received, dim=1)):
-                    self._coding.add(payload, part.zero_())
-                    mean.add_(part, alpha=flight.weights[worker])
+                    self._coding.add(payload, mean, flight.weights[worker])
             if self._links.group.size > 1:
                 self._links.group.broadcast(mean, name=f"outer/{fragment}/mean").wait()
             norm = mean.norm()

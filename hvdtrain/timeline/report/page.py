@@ -76,7 +76,7 @@ def headline(analysis: Analysis) -> list[str]:
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
     if others:
-        clauses.append(f"{wording.counted(others, 'rank')} more are late")
+        clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
     return clauses or ["No step was measured"]
 
 
