@@ -89,7 +89,7 @@ def _start_up(facts: Facts) -> Iterator[Finding]:
 
 
 def _changes(facts: Facts) -> Iterator[Finding]:
-    """Report stretches in which all ranks were slower, unless one rank was the reason."""
+    """Report stretches of longer steps, unless a straggler was the reason."""
     journal = facts.run.journal
     near = _NEAR * journal.count if journal is not None else 0.0
     turns = [step for spell in facts.blame.spells for step in (spell.first_step, spell.last_step)]
@@ -103,8 +103,8 @@ def _changes(facts: Facts) -> Iterator[Finding]:
         parts = ", ".join(f"{part} {wording.ms(ms)} ms more" for part, ms in change.parts_ms.items())
         with_it = f"; {'; '.join(change.coincided)}" if change.coincided else ""
         text = (
-            f"all ranks were slower {when}: a step took {wording.ms(change.step_ms)} instead of"
-            f" {wording.ms(change.usual_ms)} ms{f' ({parts})' if parts else ''}{with_it}"
+            f"steps took longer {when}: {wording.ms(change.step_ms)} instead of {wording.ms(change.usual_ms)} ms"
+            f"{f' ({parts})' if parts else ''}{with_it}"
         )
         advice = "look at the machine metrics of that time in TensorBoard: clocks, temperatures, other load"
         yield Finding("change", text, (change.step_ms - change.usual_ms) * change.share, advice)

@@ -115,7 +115,7 @@ def _facts(table: StepTable | None, step: NDArray[np.int64], usual: slice, then:
         return
     for fact, (name, unit, least) in _FACTS.items():
         was, now = (_median_of(table, fact, step[each.start], step[each.stop - 1]) for each in (usual, then))
-        if abs(now / was - 1) >= least:
+        if was > 0 and abs(now / was - 1) >= least:  # not if unknown, NaN
             yield f"{name} is {now:,.0f} {unit} instead of {was:,.0f}"
 
 

@@ -54,7 +54,7 @@ def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice,
     (finding,) = _found(_analysed(forward), "change")
     expected = int(when.split()[-1])
     said = int(finding.text.split(":")[0].split()[-1])
-    assert finding.text.startswith(f"all ranks were slower {when.split()[0]}") and abs(said - expected) <= 0.05 * STEPS
+    assert finding.text.startswith(f"steps took longer {when.split()[0]}") and abs(said - expected) <= 0.05 * STEPS
     assert finding.cost_ms == pytest.approx(25.0 * share, rel=0.2)
     assert "(forward 2" in finding.text and "backward" not in finding.text
 
@@ -78,6 +78,15 @@ def test_clocks_of_gpus_that_fell_are_said() -> None:
     found = analyse(run_of(table, journal=_journal(forward)))
     (finding,) = _found(found, "change")
     assert "the clock of GPUs is 1,100 MHz instead of 1,400" in finding.text
+
+
+def test_a_clock_of_zero_is_unknown() -> None:
+    forward = _forward()
+    forward[200:] += 25.0
+    (finding,) = _found(
+        _analysed(forward, facts={"gpu_clock_mhz": [0.0] * 4, "gpu_temperature_c": [None] * 4}), "change"
+    )
+    assert "GPUs" not in finding.text
 
 
 def test_a_rank_that_turned_slow_is_the_reason_and_no_other_finding() -> None:
