@@ -30,7 +30,7 @@ def analyse(run: RunTrace) -> Analysis:
     if run.steps is None and run.horovod:
         run = _regular(run)
     table = run.steps
-    spent = budget.step_budget(table, run.horovod) if table is not None else None
+    spent = budget.step_budget(table, run.horovod, run.journal) if table is not None else None
     if spent is not None and table is not None and run.is_part:
         spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
     if spent is None:

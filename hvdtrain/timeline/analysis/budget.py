@@ -16,7 +16,7 @@ from hvdtrain.timeline.analysis.intervals import NOTHING, length, partition, uni
 from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
-from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
+from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
@@ -74,7 +74,9 @@ def sample_of(table: StepTable) -> Sample:
     return Sample(columns, begin[:, columns], aside[:, columns], steps, represented(steps))
 
 
-def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
+def step_budget(
+    table: StepTable, horovod: Sequence[HorovodTrace] = (), journal: JournalSteps | None = None
+) -> Budget | None:
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
     A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
@@ -82,8 +84,8 @@ def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budge
     Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
     the wait, such as device work, are shortened.
 
-    Of steps between recorded ones only the total is known. The excess over their neighbours counts as evaluations and
-    checkpoints if there are any, else as the rest.
+    Of steps between recorded ones the total is known, and from the journal the mean duration. What makes them longer
+    than recorded ones counts as the rest; what else is left, as evaluations and checkpoints if there are any.
     """
     sample = sample_of(table)
     wall, parts = step_parts(table, sample)
@@ -97,6 +99,13 @@ def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budge
         end = table.end_us[:, sample.columns].mean(axis=0)
         since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
         whole = mean_of(since / sample.steps, sample.steps)
+        if journal is not None and ms.get(ASIDE) is not None:
+            inside = (journal.step >= table.step[sample.columns[0]]) & (journal.step <= table.step[-1])
+            own_ms = float(np.mean(journal.step_ms[inside])) if inside.any() else 0.0
+            known = sum(each.value for name, each in ms.items() if name != ASIDE)
+            slower = min(max(0.0, own_ms - known), max(0.0, whole.value - known))
+            columns[REST] = columns[REST] + slower
+            ms[REST] = mean_of(columns[REST], sample.weights)
         ms = _with_steps_between(ms, columns, sample.weights, whole)
     exchange = ms.pop(EXCHANGE)
     shares = exposed_shares(table, horovod)

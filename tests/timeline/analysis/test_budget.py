@@ -15,7 +15,7 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.analysis.budget import IDLE, LATE, sample_of, step_budget, step_parts, timeline_budget
 from hvdtrain.timeline.analysis.phases import count_steps
-from hvdtrain.timeline.columns import Ints, RunTrace, StepTable
+from hvdtrain.timeline.columns import Ints, JournalSteps, RunTrace, StepTable
 from hvdtrain.timeline.report.compare import compare
 from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import to_text
@@ -121,6 +121,25 @@ def test_the_steps_of_a_long_run_that_are_not_stamped_count_too(every: int) -> N
     notes = analyse(RunTrace(Path("run"), 8, steps=table)).notes
     assert any(f"{budget.steps:,} of 7,9" in note for note in notes)
     assert not any("were stamped" in note for note in analyse(RunTrace(Path("run"), 8, steps=whole)).notes)
+
+
+def test_slow_steps_without_stamps_are_not_evaluations() -> None:
+    """Only the journal has them."""
+    steps, stamped = 2000, np.arange(2000) // BLOCK % 4 == 0
+    slow = ~stamped & (np.arange(steps) % 5 == 0)
+    work = 50.0 + noise(np.random.default_rng(0), (2, steps), "gaussian", 0.5) + np.where(slow, 400.0, 0.0)
+    aside = np.zeros_like(work)
+    aside[:, 100::100] = 1000.0
+    whole = table_of(work, exchange_ms=5.0, more_ms={"aside": aside}, block=BLOCK)
+    truth = step_budget(whole)
+    took = (whole.end_us - whole.start_us)[0] / 1e3
+    journal = JournalSteps(np.arange(1, steps + 1), took, {}, np.zeros(steps))
+    budget = step_budget(_stamped(whole, np.flatnonzero(stamped)), journal=journal)
+    assert budget is not None and truth is not None
+    found, exact = ({part.name: part.ms.value for part in each.parts} for each in (budget, truth))
+    assert found["evaluations and checkpoints"] == pytest.approx(exact["evaluations and checkpoints"], rel=0.1)
+    assert found["rest"] == pytest.approx(exact["rest"] + 400.0 * slow.mean(), rel=0.05)
+    assert sum(found.values()) == pytest.approx(budget.step_ms.value)
 
 
 @given(st.integers(0, 10_000), st.floats(0.1, 0.9))
