@@ -141,7 +141,7 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
         less = "bf16" if facts.has_other_engine() else "auto finds what pays off"
         return f"send less: --parallel.compression {less}; {begin}".removesuffix("; ")
     if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        return f"{begin}compare rarer exchanges: hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}"
+        return f"{begin}compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`"
     return f"{begin}or a faster link" if begin else f"a faster link; or {_MORE_SAMPLES}"
 
 

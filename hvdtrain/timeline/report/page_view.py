@@ -28,7 +28,7 @@ _CODE = re.compile(
     r"|(hvdtrain (?:doctor|timeline [a-z]+(?: RUN)?)"
     r"|(?:mpirun|nvidia-smi)(?: -[\w-]+(?: [A-Za-z](?:[\w,]*\w)?)?)+"
     r"|(?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
-    r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
+    r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all|speed)\b))?)"
 )
 
 _OWN = ("data", "copy", "forward", "backward", "optimizer", "clip", "negotiation", "queue", "transfer", "other", "gc")

@@ -164,6 +164,7 @@ def test_heat_is_against_the_median() -> None:
         ("nvidia-smi -q -d PERFORMANCE: heat, or its power limit", ["nvidia-smi -q -d PERFORMANCE"]),
         ("under mpirun, or nvidia-smi", []),
         ("--train.eval_every 200 --checkpoint.every 9, or", ["--train.eval_every 200", "--checkpoint.every 9"]),
+        ("fewer micro-batches: --parallel.balance speed", ["--parallel.balance speed"]),
         ("nothing to do -- really", []),
         ("", []),
     ],
