@@ -103,4 +103,4 @@ def _refined(values: Floats, begin: int, low: int, high: int, end: int) -> int:
     """Return the step in [low, high] that divides [begin, end) best into two levels, by absolute deviations."""
     before, after = np.median(values[begin:low]), np.median(values[high:end])
     worse = np.abs(values[low:high] - before) - np.abs(values[low:high] - after)
-    return low + int(np.argmin(np.append(0.0, np.cumsum(worse))))
+    return int(low + np.argmin(np.append(0.0, np.cumsum(worse))))

@@ -11,6 +11,7 @@ from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Finding
 from hvdtrain.timeline.columns import Floats, JournalSteps
+from hvdtrain.timeline.report.form import to_bytes
 from tests.support.step_tables import noise, run_of, table_of
 
 STEPS = 400
@@ -51,7 +52,9 @@ def _found(analysis: Analysis, kind: str) -> list[Finding]:
 def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice, when: str, share: float) -> None:
     forward = _forward()
     forward[slow] += 25.0
-    (finding,) = _found(_analysed(forward), "change")
+    found = _analysed(forward)
+    to_bytes(found)
+    (finding,) = _found(found, "change")
     expected = int(when.split()[-1])
     said = int(finding.text.split(":")[0].split()[-1])
     assert finding.text.startswith(f"steps took longer {when.split()[0]}") and abs(said - expected) <= 0.05 * STEPS
