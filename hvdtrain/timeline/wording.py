@@ -98,7 +98,7 @@ def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
     for host, ranks in blame.slow_hosts().items():
         if first in ranks:
             return f"host {host}", f"{ms(sum(rows[rank].cost_ms.value for rank in ranks))} ms per step", ranks
-    own = [spell for spell in blame.spells if spell.rank == first]
+    own = blame.spells_of(first)
     cost = max([spell.cost_ms for spell in own], key=lambda each: each.value, default=rows[first].cost_ms)
     name = f"rank {first}{' on ' + rows[first].host if rows[first].host else ''}"
     return name, f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(own), [first]

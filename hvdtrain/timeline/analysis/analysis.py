@@ -215,6 +215,10 @@ class Blame:
     reason: str = ""
     spells: Sequence[Spell] = ()
 
+    def spells_of(self, rank: int) -> list[Spell]:
+        """Return the spells of a rank, in their order."""
+        return [spell for spell in self.spells if spell.rank == rank]
+
     def slow_hosts(self) -> dict[str, list[int]]:
         """Return the hosts where most ranks are stragglers, with these ranks; none if there are no other hosts."""
         of_host: dict[str, list[int]] = {}
@@ -227,7 +231,7 @@ class Blame:
     def worst_ms(self) -> dict[int, float]:
         """Return the cost of each straggler per step, in its most costly spell; on a slow host, that of the host."""
         rows = {row.rank: row.cost_ms.value for row in self.ranks}
-        own = {rank: [spell.cost_ms.value for spell in self.spells if spell.rank == rank] for rank in self.late}
+        own = {rank: [spell.cost_ms.value for spell in self.spells_of(rank)] for rank in self.late}
         worst = {rank: max(costs, default=rows[rank]) for rank, costs in own.items()}
         for ranks in self.slow_hosts().values():
             worst |= dict.fromkeys(ranks, sum(worst[rank] for rank in ranks))

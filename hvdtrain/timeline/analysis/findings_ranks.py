@@ -59,7 +59,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
         yield _late_together(facts, ranks, f"host {host} with {_names(ranks)} is slow", advice)
         left = [rank for rank in left if rank not in ranks]
     for rank in left:
-        row, spells = rows[rank], [spell for spell in facts.blame.spells if spell.rank == rank]
+        row, spells = rows[rank], facts.blame.spells_of(rank)
         causes = facts.blame.causes.get(rank, ())
         why = f"; {causes[0].text}" if causes else ""
         of: RankRow | Spell = max(spells, key=lambda spell: spell.cost_ms.value, default=row)
@@ -83,7 +83,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
 def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:
     """Return the finding of ranks that are slow together."""
     rows = [row for row in facts.blame.ranks if row.rank in ranks]
-    spells = [[spell for spell in facts.blame.spells if spell.rank == rank] for rank in ranks]
+    spells = [facts.blame.spells_of(rank) for rank in ranks]
     when = wording.spells(min(spells, key=len))
     cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
     named = Counter(causes[0].name for rank in ranks if (causes := facts.blame.causes.get(rank, ())))

@@ -110,7 +110,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
 
 
 def represented(steps: Floats | Ints) -> Floats:
-    """Return how many steps each of a sample stands for. A gap between two stretches counts half to each.
+    """Return how many steps each of a sample represents. A gap between two stretches counts half to each.
 
     `steps` from the one before in the sample [n].
     """

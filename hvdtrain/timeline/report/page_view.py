@@ -145,7 +145,7 @@ def _rank(row: RankRow, medians: Mapping[str, float], whole: float, most: float,
         "cells": cells,
         "clock": _clock(row.clock_error_ms),
         "causes": blame.causes.get(row.rank, ()),
-        "spells": wording.spells([spell for spell in blame.spells if spell.rank == row.rank]).strip(),
+        "spells": wording.spells(blame.spells_of(row.rank)).strip(),
     }
 
 

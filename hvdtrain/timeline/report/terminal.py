@@ -114,7 +114,7 @@ def _blame(blame: Blame) -> Iterator[str]:
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
         yield f"  {name:<24} ready {behind}, last in {row.last_share:4.0%} of steps, costs {quantity(row.cost_ms)} ms"
-        if spells := [spell for spell in blame.spells if spell.rank == row.rank]:
+        if spells := blame.spells_of(row.rank):
             worst = max((spell.cost_ms for spell in spells), key=lambda each: each.value)
             yield f"    straggler{wording.spells(spells)}: there it costs {quantity(worst)} ms"
         if row.rank in blame.late:
