@@ -48,6 +48,7 @@ RARE: dict[str, dict[str, object]] = {
     "local": {"parallel.sync": "local:8", "outer.compression": "int4"},
     "sparseloco": {"parallel.sync": "sparseloco:8"},
     "streaming_32": {"parallel.sync": "streaming:32", "outer.compression": "int2", **OUTER},
+    "streaming_32_int4": {"parallel.sync": "streaming:32", "outer.compression": "int4", **OUTER},
 }
 """Options of ours that exchange rarely. Chosen with seed 7 and 400 steps."""
 EVERY_STEP: dict[str, dict[str, object]] = {"int8": {"parallel.compression": "int8"}}

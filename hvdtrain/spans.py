@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
+SIZES = 64
+"""Number of steps for which batch sizes are kept."""
+
 CAPACITY = 1 << 15
 """Spans that are kept, about 5 MB; the oldest are dropped first."""
 
@@ -72,6 +75,8 @@ class Spans:
         self.step = 0  # the current optimizer step, counted from 1; the training loop sets it
         self.listeners: list[Listener] = []  # called for each span
         self.labels: dict[int, Mapping[str, Any]] = {}  # of a track that has one: a bucket's name and parameters
+        self.sizes: dict[int, int] = {}  # of the newest steps: elements of the largest tensor of this rank's batches
+        self.on_synchronized: Callable[[Any, bool], None] | None = None  # see `HostCopy`; set by a device's listener
         self.now = clock
         self._events: deque[RawEvent] = deque(maxlen=capacity)
         self._spans: dict[str, _Span] = {}
@@ -90,6 +95,12 @@ class Spans:
         """Record a span that was measured elsewhere, by `now`; by default it ends now. It counts in no sum."""
         end = self.now() if end_ns is None else end_ns
         self._events.append((name, track, start_ns, end, self.step if step < 0 else step))
+
+    def add_size(self, elements: int) -> None:
+        """Add the size of a batch of the current step."""
+        self.sizes[self.step] = self.sizes.get(self.step, 0) + elements
+        if len(self.sizes) > SIZES:
+            del self.sizes[min(self.sizes)]
 
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds by name since the last call."""

@@ -71,6 +71,7 @@ _RULES: Mapping[str, _Rule] = {
     "observe.histograms_every": _not_negative("off"),
     "observe.peak_tflops": _POSITIVE,
     "observe.stall_timeout_s": _not_negative("never"),
+    "observe.watch_every_s": _not_negative("never"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (bool, "a folder, or null for one under runs/"),
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),

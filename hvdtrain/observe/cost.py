@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from hvdtrain.observe.past_journal import JournalStart
 
-_S_PER_HOUR = 3600.0
+S_PER_HOUR = 3600.0
 _J_PER_KWH = 3.6e6
 _UNKNOWN = "by an earlier version"
 
@@ -46,21 +46,31 @@ def cost_of(starts: Sequence[JournalStart]) -> Cost | None:
     The time between two rounds of an elastic job counts for the devices that both rounds have. Steps that were
     repeated have cost something as well, and count.
     """
-    known = [
-        start for start in starts if _is_number(start.started.get("size")) and _is_number(start.started.get("time"))
-    ]
+    known = known_starts(starts)
     if not known:
         return None
-    hours = [_devices(start) * max(0.0, start.last_time - start.started["time"]) / _S_PER_HOUR for start in known]
-    for number, (before, after) in enumerate(pairwise(known), 1):
-        if after.started.get("goes_on"):
-            gap_s = max(0.0, after.started["time"] - before.last_time)
-            hours[number] += min(_devices(before), _devices(after)) * gap_s / _S_PER_HOUR
+    hours = [devices_of(start) * max(0.0, start.last_time - start.started["time"]) / S_PER_HOUR for start in known]
+    hours = [own + gap for own, gap in zip(hours, hours_before(known), strict=True)]
     prices = [_price(start) for start in known]
     paid = [price * used for price, used in zip(prices, hours, strict=True) if price is not None]
     energy_kwh, unmeasured = _energy(known)
     money = sum(paid) if len(paid) == len(known) else None
     return Cost(len(known), sum(hours), energy_kwh, unmeasured, money, prices[-1])
+
+
+def known_starts(starts: Sequence[JournalStart]) -> list[JournalStart]:
+    """Return the starts with a record of their ranks."""
+    return [s for s in starts if _is_number(s.started.get("size")) and _is_number(s.started.get("time"))]
+
+
+def hours_before(known: Sequence[JournalStart]) -> list[float]:
+    """Return the device-hours between each start and the one before it: 0 unless the job continued."""
+    found = [0.0] * len(known)
+    for number, (before, after) in enumerate(pairwise(known), 1):
+        if after.started.get("goes_on"):
+            gap_s = max(0.0, after.started["time"] - before.last_time)
+            found[number] = min(devices_of(before), devices_of(after)) * gap_s / S_PER_HOUR
+    return found
 
 
 def text(cost: Cost) -> str:
@@ -91,7 +101,8 @@ def money(value: float) -> str:
     return f"{value:,.2f}" if value == 0 or abs(value) >= 1 else number(value)
 
 
-def _devices(start: JournalStart) -> int:
+def devices_of(start: JournalStart) -> int:
+    """Return the number of devices of a start."""
     found = start.started.get("devices")
     return int(found if _is_number(found) else start.started["size"])
 

@@ -6,7 +6,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ import orjson
 
 from hvdtrain.files import open_regular
 
+FIRST_TIMES = 32
+
 ENDINGS = ("finished", "stopped", "failed")
 """Events that end a start."""
 
@@ -24,6 +26,8 @@ _AFTER_END = ("warning", "machine", "energy", "explained")
 
 _STEP, _EVALUATION = b'{"step":', b'{"event":"evaluation"'
 """First bytes of the line of a step, and of an evaluation."""
+
+_STEP_S, _SKIPPED = b'"step_s":', b'"skipped":true'
 
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -99,7 +103,12 @@ class JournalStart:
         started: the event `started`; empty for lines before the first.
         last_step: number of its last step; -1 before.
         last_time: time of its last line in seconds since 1970; 0 if unknown.
-        offsets: of the lines of its steps, in bytes.
+        steps: numbers, in the order of their lines; a step that was repeated has several.
+        seconds: of each of these; 0 if unknown.
+        offsets: of their lines, in bytes.
+        skipped: places in `steps` of those that changed nothing.
+        first_times: of the first of these lines, `FIRST_TIMES` at most, in seconds since 1970; 0 if unknown.
+        last_step_time: of the last of these lines.
     """
 
     started: Mapping[str, Any]
@@ -107,7 +116,12 @@ class JournalStart:
     last_step: int = -1
     last_time: float = 0.0
     events: list[dict[str, Any]] = field(default_factory=list)
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
+    skipped: list[int] = field(default_factory=list)
+    first_times: list[float] = field(default_factory=list)
+    last_step_time: float = 0.0
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
@@ -119,15 +133,15 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
     starts: list[JournalStart] = []
     if not path.is_file():
         return starts
-    newest, end = b"", 0
+    newest, newest_step, end = b"", b"", 0
     with open_regular(path) as file:
         for line in file:
             end += len(line)
             number, event = _parse(line)
             if event is not None and event["event"] == "started":
-                _end_start(starts, newest)
+                _end_start(starts, newest, newest_step)
                 starts.append(JournalStart(event))
-                newest = line
+                newest, newest_step = line, b""
                 continue
             if number is None and event is None:
                 continue
@@ -139,9 +153,25 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
             elif number is not None:
                 starts[-1].first_step = number if starts[-1].first_step is None else starts[-1].first_step
                 starts[-1].last_step = number
+                if _SKIPPED in line:
+                    starts[-1].skipped.append(len(starts[-1].steps))
+                starts[-1].steps.append(number)
+                starts[-1].seconds.append(_seconds(line))
                 starts[-1].offsets.append(end - len(line))
-    _end_start(starts, newest)
+                if len(starts[-1].first_times) < FIRST_TIMES:
+                    starts[-1].first_times.append(_time(line))
+                newest_step = line
+    _end_start(starts, newest, newest_step)
     return starts
+
+
+def _seconds(line: bytes) -> float:
+    """Return the duration of a step."""
+    _, found, rest = line.partition(_STEP_S)
+    try:
+        return max(0.0, float(rest[:32].partition(b",")[0].rstrip(b"}\n"))) if found else 0.0
+    except ValueError:
+        return 0.0
 
 
 def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, Any]]:
@@ -157,23 +187,27 @@ def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, 
     return found
 
 
-def skipped_steps(path: Path) -> set[int]:
+def skipped_steps(starts: Iterable[JournalStart]) -> set[int]:
     """Return the steps that changed nothing. The last line counts for a step that ran again after a resume."""
     found: set[int] = set()
-    if path.is_file():
-        with open_regular(path) as file:
-            for line in file:
-                number = _parse(line)[0]
-                if number is not None:
-                    (found.add if b'"skipped":true' in line else found.discard)(number)
+    for start in starts:
+        found.difference_update(start.steps)
+        skipped = {start.steps[place]: place for place in start.skipped}
+        last = {step: place for place, step in enumerate(start.steps) if step in skipped} if skipped else {}
+        found.update(step for step, place in skipped.items() if last[step] == place)
     return found
 
 
-def _end_start(starts: list[JournalStart], line: bytes) -> None:
-    """Note the time of the last line of the last start."""
+def _end_start(starts: list[JournalStart], line: bytes, step: bytes) -> None:
+    """Note the times of the last line of the last start, and of the line of its last step."""
     if starts:
-        with suppress(ValueError, KeyError, TypeError):
-            starts[-1].last_time = float(orjson.loads(line)["time"])
+        starts[-1].last_time, starts[-1].last_step_time = _time(line), _time(step)
+
+
+def _time(line: bytes) -> float:
+    with suppress(ValueError, KeyError, TypeError):
+        return float(orjson.loads(line)["time"])
+    return 0.0
 
 
 def read_events(path: Path, name: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ FACTS = (*CAUSES, "expert_share")
 """Figures of a block."""
 
 _HEAD = 3
-_LENGTH = _HEAD + len(FACTS) + BLOCK * len(COLUMNS)
+_ROWS_AT = _HEAD + len(FACTS) + BLOCK
+_LENGTH = _ROWS_AT + BLOCK * len(COLUMNS)
 _DENSE = 256
 _DENSE_AT_LEAST = 4
 _EVEN, _EVEN_AT_LEAST, _EVEN_STAMPS = 128, 16, 8192
@@ -107,20 +108,30 @@ class Block(NamedTuple):
     Attributes:
         stamps: microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns].
         facts: those of `FACTS` that any rank knows, a number per rank, NaN if unknown.
+        elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
     """
 
     first: int
     stamps: NDArray[np.float64]
     facts: dict[str, list[float]]
+    elements: NDArray[np.float64]
 
 
-def pack(first: int, count: int, probe_clocks: bool, facts: Sequence[float], rows: Sequence[Sequence[float]]) -> Tensor:
+def pack(
+    first: int,
+    count: int,
+    probe_clocks: bool,
+    facts: Sequence[float],
+    rows: Sequence[Sequence[float]],
+    sizes: Mapping[int, int],
+) -> Tensor:
     """Return one rank's message: float64 [1, length], of the same length for each block.
 
     `facts` are `FACTS`; `rows` are nanoseconds [BLOCK, columns], by `COLUMNS`, of the `count` steps from `first` on.
-    With `probe_clocks`, rank 0 requests a comparison of clocks.
+    `sizes` are the elements of batches by step. With `probe_clocks`, rank 0 requests a comparison of clocks.
     """
-    values = [first, count, float(probe_clocks), *facts, *(value for row in rows for value in row)]
+    elements = (sizes.get(step, 0) for step in range(first, first + BLOCK))
+    values = [first, count, float(probe_clocks), *facts, *elements, *(value for row in rows for value in row)]
     assert len(values) == _LENGTH, len(values)
     return torch.frombuffer(array("d", values), dtype=torch.float64).unsqueeze(0)
 
@@ -133,7 +144,8 @@ def requests_clock_probe(messages: Tensor) -> bool:
 def unpack(messages: NDArray[np.float64]) -> Block:
     """Convert the messages of all ranks [ranks, length]."""
     ranks, first, count = len(messages), round(messages[0, 0]), round(messages[0, 1])
-    stamps = messages[:, _HEAD + len(FACTS) :].reshape(ranks, BLOCK, len(COLUMNS))[:, :count] / 1e3
+    stamps = messages[:, _ROWS_AT:].reshape(ranks, BLOCK, len(COLUMNS))[:, :count] / 1e3
+    elements = messages[:, _ROWS_AT - BLOCK : _ROWS_AT][:, :count]
     values = messages[:, _HEAD : _HEAD + len(FACTS)].T.round(3).tolist()
     facts = {name: row for name, row in zip(FACTS, values, strict=True) if not all(map(math.isnan, row))}
-    return Block(first, stamps, facts)
+    return Block(first, stamps, facts, elements)

@@ -101,7 +101,9 @@ def block_line(block: Block, offsets: Sequence[Offset], origin_us: float) -> Blo
         name: list(values) if name != "gpu_throttle" else [throttle_text(v) for v in values]
         for name, values in block.facts.items()
     }
-    return BlockLine(block.first, start, ready, released, end, parts, texts, ClockLine.from_offsets(offsets))
+    clock = ClockLine.from_offsets(offsets)
+    elements = block.elements.astype(int).tolist() if block.elements.any() else []
+    return BlockLine(block.first, start, ready, released, end, parts, texts, clock, elements)
 
 
 def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class StartLine(Struct, tag_field="event", tag="start"):
         origin_us: zero of all times in this start, by rank 0's clock.
         link: allreduces measured at the start: pairs of bytes and seconds.
         clock: offsets at the start; older versions have none.
+        devices: of the ranks, the UUID of the GPU, or its PCI address; empty for CPUs. Older versions have none.
     """
 
     version: int
@@ -54,10 +55,12 @@ class StartLine(Struct, tag_field="event", tag="start"):
     origin_us: float
     link: list[tuple[int, float]] = []
     clock: ClockLine | None = msgspec.field(default=None)
+    devices: list[str] = []
 
     def fits(self) -> bool:
         """Whether all lists have an entry for each rank."""
-        return len(self.hosts) == len(self.clock_ids) == self.size and (not self.clock or self.clock.fits(self.size))
+        lists = [self.hosts, self.clock_ids, *([self.devices] if self.devices else [])]
+        return all(len(each) == self.size for each in lists) and (not self.clock or self.clock.fits(self.size))
 
 
 class BlockLine(Struct, tag_field="event", tag="block"):
@@ -68,6 +71,7 @@ class BlockLine(Struct, tag_field="event", tag="block"):
         parts_us: durations by name; absent ones are 0 [ranks, steps].
         facts: figures by name, one per rank.
         clock: offsets at the end of the block.
+        elements: of the rank's batches, in the largest tensor of each; none if unknown [ranks, steps].
     """
 
     first_step: int
@@ -78,6 +82,7 @@ class BlockLine(Struct, tag_field="event", tag="block"):
     parts_us: dict[str, list[Numbers]]
     facts: dict[str, list[Any]]
     clock: ClockLine
+    elements: list[list[int]] = []
 
     @property
     def moments(self) -> tuple[list[Numbers], list[Numbers], list[Numbers], list[Numbers]]:
@@ -91,7 +96,7 @@ class BlockLine(Struct, tag_field="event", tag="block"):
 
     def fits(self, size: int) -> bool:
         """Whether all tables have the same shape, of `size` ranks and at least one step."""
-        tables = [*self.moments, *self.parts_us.values()]
+        tables: list[Any] = [*self.moments, *self.parts_us.values(), *([self.elements] if self.elements else [])]
         lengths = {len(row) for table in tables for row in table}
         if len(lengths) != 1 or 0 in lengths or not self.clock.fits(size):
             return False

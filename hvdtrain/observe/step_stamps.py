@@ -124,7 +124,8 @@ class StepStamps:
             self._probing = False
             self.clocks.probe(LATER)
         rows = step_rows(self.spans.raw_events(first - 1), first, BLOCK)
-        self._handle = self.comm.allgather(pack(first, count, self.clocks.due, facts, rows), name=NAME)
+        message = pack(first, count, self.clocks.due, facts, rows, self.spans.sizes)
+        self._handle = self.comm.allgather(message, name=NAME)
         # Nothing waits for it, so it must not appear as the collective that a rank waits for.
         self.comm.in_flight.pop(NAME, None)
         self._gathered = first + count - 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
-from hvdtrain.observe.past_journal import PastSteps
+from hvdtrain.observe.past_journal import ENDINGS, PastSteps
 from hvdtrain.observe.scalars import (
     BANDS,
     Interval,
@@ -31,14 +31,21 @@ _HISTOGRAMS = "histograms"
 EVERY_S = 0.25
 """Seconds between points. TensorBoard computes checksums in Python: 0.1 ms a point, under the interpreter lock."""
 
+_OF_RUN = 3e-4
+"""Of the time of training so far: points become this rare, so that three days take about 25 MB."""
+
 _REPLAYED_S = 30.0
 """Seconds before a checkpoint in which a killed process may have lost points."""
 
 _SHOWN_AS_TEXT = (
     "warning",
+    "verdict",
     "compiled",
     "checkpoint_failed",
     "loss_spike",
+    "loss_drop",
+    "loss_rises",
+    "grad_norm_spike",
     "skipped_step",
     "not_finite",
     "failed",
@@ -115,10 +122,11 @@ class TensorBoard:
             self._roll_back(record)
         elif event == "checkpoint":
             self._point()  # so that a resumed run finds the points up to here
-        elif event == "finished":
-            self._opened()["."].add([page.hyperparameters_end()], self._step, _time(record))
         elif event in _SHOWN_AS_TEXT:
             self._add_text(record)
+        if event in ENDINGS and (self._files or event != "failed"):
+            end = page.hyperparameters_end(failed=event == "failed")
+            self._opened()["."].add([end], self._step, _time(record))
 
     def close(self) -> None:
         """Write the last point, and close the files."""
@@ -189,7 +197,8 @@ class TensorBoard:
         self._interval.add(record)
         self._step = record["step"]
         self._seconds += record["step_s"]
-        if not 0 <= record["time"] - self._written_s < EVERY_S:  # negative: the clock was changed between two starts
+        every_s = max(EVERY_S, _OF_RUN * self._seconds)
+        if not 0 <= record["time"] - self._written_s < every_s:  # negative: the clock was changed between two starts
             self._point()
 
     def _point(self) -> None:

@@ -133,12 +133,13 @@ def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
     return [experiment, start]
 
 
-def hyperparameters_end() -> Summary:
-    """Return the mark of a finished run for the HParams page."""
-    from torch.utils.tensorboard import summary
+def hyperparameters_end(*, failed: bool) -> Summary:
+    """Return the mark of the end of a run for the HParams page."""
+    from tensorboard.plugins.hparams import api_pb2, summary
 
-    _, _, end = summary.hparams({}, {})  # type: ignore[no-untyped-call]
-    return end
+    status: Any = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
+    found: Summary = summary.session_end_pb(status)
+    return found
 
 
 def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:

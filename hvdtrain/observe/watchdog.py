@@ -29,11 +29,16 @@ EXIT_FAILED = 1
 
 _POLL_S = 0.5
 _FAST_POLL_S = 0.05
+_WAITS = ("wait", "gather")
 _MAX_ERRORS = 5
 """Failed polls in a row after which the watchdog gives up."""
 _HEARTBEAT_S = 10.0
 _SUSPENDED_S = 5.0
 _REPORTED_GRACE_S = 10.0
+_SLOW, _SLOW_STEPS = 3.0, 2
+"""Factor on the timeout of the first steps, which may compile, and of evaluations."""
+_WARNED = 0.5
+"""Of the timeout: after this, a line says that there is no progress."""
 
 
 class Patience:
@@ -62,7 +67,7 @@ class Patience:
         self._last_poll = now_s
         return min(idle_s, now_s - self._since)
 
-    def is_over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float) -> bool:
+    def is_over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float, times: float = 1.0) -> bool:
         """Return whether to end the run: idle for too long, and no other rank has made progress since.
 
         Call it as often as heartbeats are written, and begin before the timeout: the age of a heartbeat that is read
@@ -73,14 +78,16 @@ class Patience:
             beats: last heartbeats of the other ranks: "beat", a number that changes each time; "idle_s", how long the
                 rank had made no progress then.
             now_s: by the clock of `idle_s`.
+            times: factor on the timeout.
         """
         for rank, beat in beats.items():
             number, idle = beat.get("beat"), beat.get("idle_s")
             if idle is not None and (rank not in self._progress or self._progress[rank][0] != number):
                 self._progress[rank] = number, now_s - idle
-        if not self.timeout_s or idle_s < self.timeout_s:
+        timeout_s = times * self.timeout_s
+        if not timeout_s or idle_s < timeout_s:
             return False
-        return not any(now_s - progress_s < self.timeout_s for _, progress_s in self._progress.values())
+        return not any(now_s - progress_s < timeout_s for _, progress_s in self._progress.values())
 
 
 class Watchdog:
@@ -118,6 +125,8 @@ class Watchdog:
         self._next_check = 0.0
         self._posted = False
         self._suspects: set[int] = set()
+        self._first_step = 0
+        self._warned = False
         self._reported_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
@@ -178,14 +187,39 @@ class Watchdog:
             self._beats += 1
             state = {"time": steady_s(), "beat": self._beats, "idle_s": idle_s, "step": spans.step}
             mailbox.post_heartbeat(process_states.memory() | state)
+        self._warn(idle_s)
         # Early enough to know at the timeout which heartbeats of other ranks are old.
         early_s = min(self._patience.timeout_s, 2 * self._heartbeat_s)
         if not early_s or idle_s < early_s or now < self._next_check:
             return
         self._next_check = now + self._heartbeat_s  # heartbeats of other ranks are not newer
-        if self._patience.is_over(idle_s, self._other_heartbeats(), now):
+        if self._patience.is_over(idle_s, self._other_heartbeats(), now, self._times()):
             self._reporter.report_stall()
             self._end(EXIT_STALLED)
+
+    def _times(self) -> float:
+        """Return the factor on the timeout that holds now."""
+        spans = self._reporter.statements.spans
+        self._first_step = self._first_step or spans.step
+        is_first = spans.step < self._first_step + _SLOW_STEPS
+        return _SLOW if is_first or any(name == "evaluation" for name, _ in spans.open()) else 1.0
+
+    def _warn(self, idle_s: float) -> None:
+        """Say once that there is no progress: on the ranks that do not wait for others, and on rank 0."""
+        spans, limit_s = self._reporter.statements.spans, self._times() * self._patience.timeout_s
+        if not limit_s or idle_s < _WARNED * limit_s:
+            self._warned = False
+            return
+        names = [name for name, _ in spans.open()]
+        rank = self._reporter.statements.process.rank
+        if self._warned or (rank and names and names[-1] in _WAITS):
+            return
+        self._warned = True
+        where = f" in {names[-1]}" if names else ""
+        to_stderr(
+            f"hvdtrain: rank {rank}: no progress for {idle_s:.0f} s{where}, step {spans.step}; if no rank makes any for"
+            f" {limit_s:.0f} s, the run ends (--observe.stall_timeout_s)\n"
+        )
 
     def _is_rank_dead(self) -> bool:
         """Return whether two polls in a row found a dead rank that this rank must report.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.observe.cost import Cost
+from hvdtrain.observe.past_journal import JournalStart
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -112,6 +112,8 @@ class StepTable:
             "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text), "expert_share" (share of tokens of the busiest
             expert; 1 / experts if balanced).
         clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
+        devices: UUIDs of the ranks' GPUs; empty for CPUs, and where they are unknown.
+        elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
     """
 
     hosts: Sequence[str]
@@ -124,6 +126,8 @@ class StepTable:
     parts_us: Mapping[str, Floats]
     facts: Sequence[Mapping[str, Sequence[Any]]]
     clock_error_us: Floats
+    devices: Sequence[str] = ()
+    elements: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 @dataclass(frozen=True)
@@ -163,11 +167,13 @@ class RunTrace:
         link: allreduces measured at the run's start: pairs of bytes and seconds.
         notes: sentences about missing or dropped data.
         is_part: `steps` are only the last round; others had other ranks or came before a resume.
-        events: the newest events ``memory`` and ``compiled`` by name, if there are any.
-        cost: of all starts of the run; None if unknown.
+        events: the newest events ``memory``, ``compiled`` and ``flops`` by name, if there are any.
+        starts: all starts of the run in its journal.
+        start: index of the one that is analysed; -1 if the journal does not have it.
         outer: events ``outer_step``.
         shares: events ``shares``.
         journal: steps of the same start; None if there is no journal.
+        history: steps of all starts, without those that a later start repeated; None if there is no journal.
         marks: its events by name: the numbers of the steps after which they were.
         evaluation_s: seconds of its evaluations between steps, in all; None if unknown.
     """
@@ -183,12 +189,19 @@ class RunTrace:
     notes: Sequence[str] = ()
     is_part: bool = False
     events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    cost: Cost | None = None
+    starts: Sequence[JournalStart] = ()
+    start: int = -1
     outer: Sequence[Mapping[str, Any]] = ()
     shares: Sequence[Mapping[str, Any]] = ()
     journal: JournalSteps | None = None
+    history: JournalSteps | None = None
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     evaluation_s: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the weight of a step counts, such as tokens; empty if unknown."""
+        return str(self.starts[self.start].started.get("unit", "")) if 0 <= self.start < len(self.starts) else ""
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

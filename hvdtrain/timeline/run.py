@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
-from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.run_layout import RunLayout, TimelineLayout
@@ -25,6 +24,8 @@ from hvdtrain.timeline.steps import Start, read_starts
 
 _MOST_STEPS = 20_000
 """Steps that are read from a journal."""
+_MOST_OPERATIONS = 2_000_000
+"""Of all Timelines together: more are in memory only while the file is read, which keeps columns on the disk."""
 _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
@@ -63,9 +64,10 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
         raise TraceError(
             f"{path} does not exist", expected=_EXPECTED, next_step="ls runs/ shows the runs of this folder"
         )
-    traces = read_files([path, *more])
+    notes: list[str] = []
+    traces = _bounded(read_files([path, *more]), notes)
     size = max(int(np.max(trace.tick_rank, initial=-1)) + 1 for trace in traces)
-    return RunTrace(path, size, horovod=_on_first_clock(traces)), []
+    return RunTrace(path, size, horovod=_on_first_clock(traces), notes=notes), []
 
 
 def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
@@ -100,7 +102,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
         size = int(this.started.get("size") or size)
-    horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes))
+    horovod = _bounded(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes), notes)
     logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
     if not (past or starts or files or horovod or logs):
         raise TraceError(
@@ -112,13 +114,15 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
-    events = {name: found[-1] for name in ("memory", "compiled") if (found := this.events_named(name))}
+    events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
     run = RunTrace(
         *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
-        cost=cost_of(past),
+        starts=past,
+        start=next((index for index, each in enumerate(past) if each is this), -1),
         outer=this.events_named("outer_step"),
         shares=this.events_named("shares"),
-        journal=_journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None,
+        journal=(journal := _journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None),
+        history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(layout.journal, past))),
         marks=_marks(this),
         evaluation_s=_evaluation_s(this),
     )
@@ -139,6 +143,15 @@ def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
     columns = dict(zip(keys, np.array([rows[each] for each in step.tolist()]).T, strict=True))
     parts = {part: 1e3 * columns[key] for part, key in JOURNAL_KEYS.items()}
     return JournalSteps(step, 1e3 * columns["step_s"], parts, columns["tokens"])
+
+
+def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:
+    """Yield evenly spaced steps of all starts, without those that a later start repeated."""
+    total, end = sum(len(start.steps) for start in past), math.inf
+    for start in reversed(past):
+        most = max(1, _MOST_STEPS * len(start.steps) // max(1, total))
+        yield from (each for each in sampled_steps(journal, start, most) if each.get("step", math.inf) < end)
+        end = min(end, start.first_step if start.first_step is not None else math.inf)
 
 
 def _marks(start: JournalStart) -> dict[str, list[int]]:
@@ -192,6 +205,32 @@ def _segments(
         begin, end = extent(moved)
         if steps is None or (end >= steps.start_us.min() and begin <= steps.end_us.max()):
             yield moved
+
+
+def _bounded(traces: Iterable[HorovodTrace], notes: list[str]) -> list[HorovodTrace]:
+    """Keep the last operations of each Timeline; together `_MOST_OPERATIONS` at most."""
+    found = list(traces)
+    most = _MOST_OPERATIONS // max(1, len(found))
+    kept = []
+    for trace in found:
+        left = len(trace.start_us) - most
+        if left > 0:
+            begin_us = float(trace.start_us[left:].min())
+            ticks = np.flatnonzero(trace.tick_us >= begin_us)
+            trace = replace(
+                trace,
+                tensor=trace.tensor[left:].copy(),
+                phase=trace.phase[left:].copy(),
+                start_us=trace.start_us[left:].copy(),
+                duration_us=trace.duration_us[left:].copy(),
+                nbytes=trace.nbytes[left:].copy(),
+                tick_tensor=trace.tick_tensor[ticks],
+                tick_rank=trace.tick_rank[ticks],
+                tick_us=trace.tick_us[ticks],
+            )
+            notes.append(f"{trace.path.name}: the last {most:,} of {left + most:,} operations are analysed")
+        kept.append(trace)
+    return kept
 
 
 def _small_enough(found: Iterable[Path], notes: list[str], most_bytes: float) -> list[Path]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from hvdtrain.errors import DataError
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import PARTS
@@ -44,28 +43,21 @@ class Start:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """Read all starts of a run. Damaged lines are skipped and listed in `dropped`.
+    """Read all starts of a run. Damaged lines, and starts of another version, are skipped and listed in `dropped`.
 
     Args:
         path: of the file, of its folder, or of the run. Without a file the list is empty.
-
-    Errors:
-        DataError: a newer version of this program wrote it.
     """
     heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
     for number, raw in enumerate(_lines(path), 1):
         line = _decode(raw)
         head = heads[-1][0] if heads else None
         if isinstance(line, (StartLine, _DamagedStart)):
-            if line.version != VERSION:
-                raise DataError(
-                    f"{path} has another format",
-                    expected=f"version {VERSION}",
-                    found=str(line.version),
-                    next_step="read it with the version of hvdtrain that trained",
-                )
-            if isinstance(line, StartLine) and line.fits():
+            if isinstance(line, StartLine) and line.version == VERSION and line.fits():
                 heads.append((line, line.start, [], []))
+            elif line.version != VERSION:
+                text = f"a start in steps.jsonl has format {line.version}, this program reads {VERSION}: it is ignored"
+                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
             else:
                 text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
                 heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
@@ -82,6 +74,10 @@ def _lines(path: Path) -> list[bytes]:
         if file.is_file():
             return [line for line in file.read_bytes().splitlines() if line.strip()]
     return []
+
+
+_DEVICE_US = 100.0
+"""See `training.records.device_spans.SLACK_NS`."""
 
 
 class _DamagedStart(msgspec.Struct):
@@ -104,6 +100,11 @@ def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
     return None
 
 
+def _device_error_us(head: StartLine) -> Floats:
+    """Return by how much a rank's device may disagree with its host's clock."""
+    return np.array([_DEVICE_US if device else 0.0 for device in head.devices or [""] * head.size])
+
+
 def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
     def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
         return np.concatenate([np.empty((head.size, 0)), *map(as_array, tables)], axis=1) + shift_us
@@ -119,6 +120,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
     errors = np.concatenate([np.zeros((1, head.size)), *(as_array([block.clock.error_us]) for block in blocks)])
     steps = StepTable(
         hosts=head.hosts,
+        devices=head.devices or [""] * head.size,
         step=step[known].astype(np.int32),
         block=block_number[known].astype(np.int32),
         start_us=start[:, known],
@@ -127,7 +129,8 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         end_us=end[:, known],
         parts_us={name: values[:, known] for name, values in parts.items()},
         facts=[block.facts for block in blocks],
-        clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0),
+        clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + _device_error_us(head),
+        elements=joined([block.elements or np.zeros((head.size, block.steps)) for block in blocks])[:, known],
     )
     zeros: Numbers = [0.0] * head.size
     clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]

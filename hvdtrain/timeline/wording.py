@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdtrain.timeline.analysis.analysis import Blame, Estimate, Memory, OuterSteps, Spell
+from hvdtrain.timeline.analysis.analysis import Blame, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
+from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
+
+_LEAST_LOST = 0.005
 
 
 def readable(text: str) -> str:
@@ -78,6 +81,26 @@ def outer(found: OuterSteps) -> str:
         f"{counted(found.count, 'outer step')}; in each {nbytes(found.sent_bytes)} sent, {ms(found.wait_ms)} ms waited;"
         f" cosine with the mean change {found.cosine:.2f}, drift {found.drift:.2f}"
     )
+
+
+def efficiency(found: Efficiency) -> str:
+    """Format shares of the peak as ``41% used (MFU); lost: kernels below the peak 30%, input 4%``, largest first."""
+    lost = sorted(found.lost.items(), key=lambda each: -each[1])
+    parts = ", ".join(f"{name} {percent(share)}" for name, share in lost if share >= _LEAST_LOST)
+    return f"{percent(found.mfu)} used (MFU){f'; lost: {parts}' if parts else ''}"
+
+
+def scaling(found: Scaling) -> str:
+    """Say how well more ranks pay off."""
+    return f"scaling: on {found.ranks} ranks a device trains at {found.efficiency:.0%} of its speed on {found.fewer}"
+
+
+def goodput(found: Goodput) -> str:
+    """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first."""
+    total = sum(found.hours.values())
+    lost = sorted(((hours / total, use) for use, hours in found.hours.items() if use != USEFUL), reverse=True)
+    parts = ", ".join(f"{use} {percent(share)}" for share, use in lost if share >= _LEAST_LOST)
+    return f"{percent(found.share)} of the device-hours{f'; {parts}' if parts else ''}"
 
 
 def spells(found: Sequence[Spell]) -> str:

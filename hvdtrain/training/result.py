@@ -14,7 +14,9 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.cost import text as cost_text
 from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis
+from hvdtrain.timeline.analysis.goodput import goodput_of
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import options_to_continue
 
@@ -59,6 +61,7 @@ class Result:
         model: the trained model, on this rank's device.
         analysis: where a step's time goes, and which rank is late; on rank 0, if traces were recorded.
         cost: what all starts of the run have used, as one line: money, device-hours, energy; empty if unknown.
+        goodput: what their device-hours were used for, as one line; empty if unknown.
     """
 
     run_dir: Path
@@ -81,6 +84,7 @@ class Result:
     model: Any
     analysis: Analysis | None = None
     cost: str = ""
+    goodput: str = ""
 
 
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
@@ -109,8 +113,13 @@ def journal_figures(journal: Path) -> dict[str, Any]:
     tally = Tally()
     for line in journal_lines(journal):
         tally.add(line)
-    cost = cost_of(read_journal_starts(journal))
-    return {**tally.figures(), "cost": cost_text(cost) if cost is not None else ""}
+    starts = read_journal_starts(journal)
+    cost, goodput = cost_of(starts), goodput_of(starts)
+    return {
+        **tally.figures(),
+        "cost": cost_text(cost) if cost is not None else "",
+        "goodput": wording.goodput(goodput) if goodput is not None else "",
+    }
 
 
 class _Budget:

@@ -89,7 +89,7 @@ def verify_data(run: Path) -> DataReport:
         if epoch.used != epoch.distinct
     ]
     report.wrong += [*_unexplained_gaps(report), *_missing_first_steps(report)]
-    if (skipped := skipped_steps(layout.journal)) and journal is not None:
+    if skipped := skipped_steps(journal or ()):
         report.notes.append(
             f"{len(skipped):,} step(s) changed nothing, because the loss or a gradient was not finite: their"
             f" samples count as used; the first is step {min(skipped):,}"

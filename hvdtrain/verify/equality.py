@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hvdtrain.state.pieces import StateDict
 
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2, "bf16-weights": 5e-2}
-"""Relative tolerance of losses by precision: another world size sums in another order."""
+LOSS_TOLERANCE = 1e-4
+"""Relative tolerance of losses in fp32: another world size sums in another order."""
 
-TENSOR_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5, "bf16-weights": 0.5}
+TENSOR_TOLERANCE = 1e-2
 """Tolerance relative to a tensor's L2 norm. If a gradient is near 0, adaptive optimizers amplify its last bits."""
 
 
@@ -48,15 +48,15 @@ class Comparison:
     first: str | None
 
 
-def compare(name: str, found: Outcome, wanted: Outcome, *, exact: bool, precision: str) -> Comparison:
+def compare(name: str, found: Outcome, wanted: Outcome, *, exact: bool) -> Comparison:
     """Compare losses, positions and the last state of two runs of the same steps."""
     differences = [_relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=False)]
     # Residuals of compression depend on the world size.
     tensors = dict(_tensors(found, wanted, ("model", "optimizer", *(["exchange"] if exact else []))))
-    most = 0.0 if exact else LOSS_TOLERANCE[precision]
+    most = 0.0 if exact else LOSS_TOLERANCE
     first = _first_step(found, wanted, differences, most)
     if first is None:
-        most = 0.0 if exact else TENSOR_TOLERANCE[precision]
+        most = 0.0 if exact else TENSOR_TOLERANCE
         first = next((_tensor_text(key, how, most) for key, how in sorted(tensors.items()) if not how <= most), None)
     if first is None and exact:
         first = _first_value(found.state.values, wanted.state.values)

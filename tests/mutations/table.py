@@ -337,7 +337,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_evaluate.py",
     ),
     _missed(
-        "training/diagnostics/step_checks.py",
+        "training/diagnostics/curves.py",
         "_SMALLEST = 0.01\n",
         "_SMALLEST = 0.001\n",
         "on a loss curve without noise small jumps are spikes",

@@ -117,3 +117,25 @@ def test_events_are_used_again() -> None:
         device.done_ms = device.now_ms
         spans.pop_seconds()
     assert device.made <= 4
+
+
+@pytest.mark.parametrize("rate", [0.999, 1.001], ids=["slow", "fast"])
+def test_the_clock_of_a_device_that_is_never_idle_is_set_where_the_host_waits(rate: float) -> None:
+    device = Device()
+    spans = _spans(device)
+    for step in range(1, 2001):
+        spans.step = step
+        for name, ms in (("forward", 5), ("optimizer", 4)):
+            with spans(name):  # launched while the device still works on the step before
+                device.now_ms += ms * rate
+            if name == "forward":
+                copied = device.event()
+                copied.record()
+                true_ms = (step - 1) * 9 + 5.0
+        device.host_ms = true_ms + 0.02
+        device.done_ms = device.now_ms - 4 * rate
+        assert spans.on_synchronized is not None
+        spans.on_synchronized(copied, True)
+        spans.pop_seconds()
+    (forward,) = [event for event in spans.events(2000) if event.track == DEVICE and event.name == "forward"]
+    assert forward.end_ns == pytest.approx(1000 + true_ms * 1e6, abs=0.1e6 + 0.01e6)  # it would be 18 ms off

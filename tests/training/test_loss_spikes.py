@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.step_checks import KEEP, detect_spike
+from hvdtrain.training.diagnostics.curves import KEEP, Rise, detect_jump
 
 
 def _told(losses: list[float]) -> list[int]:
-    return [t for t, loss in enumerate(losses) if detect_spike(losses[max(0, t - KEEP) : t], loss) is not None]
+    return [t for t, loss in enumerate(losses) if detect_jump(losses[max(0, t - KEEP) : t], loss) is not None]
 
 
 def _walk(rng: random.Random, steps: int, size: float) -> list[float]:
@@ -51,7 +51,7 @@ def test_a_long_spike_is_reported_once(seed: int, at: int, length: int, factor: 
     for t in range(at, at + length):
         losses[t] *= factor
     assert [t for t in _told(losses) if t < at + length] == [at]
-    expected = detect_spike(losses[max(0, at - KEEP) : at], losses[at])
+    expected = detect_jump(losses[max(0, at - KEEP) : at], losses[at])
     assert expected == pytest.approx(3, abs=0.1)
 
 
@@ -76,3 +76,35 @@ def test_units_do_not_matter(scale: float) -> None:
     losses = [scale * x for x in NOISE["level"](random.Random(1), 100)]
     losses[70] *= 2
     assert _told(losses) == [70]
+
+
+@pytest.mark.parametrize("kind", NOISE)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=10, derandomize=True)
+def test_noise_is_no_drop_and_no_rise(kind: str, seed: int) -> None:
+    losses = NOISE[kind](random.Random(seed), 1000)
+    found = [t for t, loss in enumerate(losses) if detect_jump(losses[max(0, t - KEEP) : t], loss, "down") is not None]
+    assert found == []
+    if kind not in ("waves", "walk"):  # these rise
+        assert [t for t, rise in enumerate(_rises(losses)) if rise] == []
+
+
+def _rises(losses: list[float]) -> list[tuple[int, float, float] | None]:
+    rise = Rise()
+    return [rise.add(t + 1, loss) for t, loss in enumerate(losses)]
+
+
+def test_a_drop_is_reported_once() -> None:
+    losses = NOISE["level"](random.Random(0), 200)
+    losses[100:110] = [0.3] * 10
+    found = [t for t, loss in enumerate(losses) if detect_jump(losses[max(0, t - KEEP) : t], loss, "down") is not None]
+    assert found == [100] and _told(losses) == []
+
+
+def test_a_loss_that_rises_slowly_is_reported_once_with_its_begin() -> None:
+    rng = random.Random(0)
+    losses = [3 - 0.001 * min(t, 600) + max(0, t - 600) * 0.0005 + rng.gauss(0, 0.05) for t in range(2000)]
+    found = [rise for rise in _rises(losses) if rise is not None]
+    assert len(found) == 1
+    since, was, now = found[0]
+    assert 500 <= since <= 800 and was == pytest.approx(2.42, abs=0.05) and now > was + 0.02

@@ -73,7 +73,7 @@ def test_a_spike_is_skipped_whenever_commits_are_taken() -> None:
     often, seldom = _back("often"), _back("seldom")
     assert [(e["from_step"], e["to_step"], e["positions"]) for e in often] == [(38, 37, [296, 304])]
     assert [(e["from_step"], e["positions"]) for e in seldom] == [(38, [296, 304])]
-    assert compare("", _outcome("often"), _outcome("seldom"), exact=True, precision="fp32").first is None
+    assert compare("", _outcome("often"), _outcome("seldom"), exact=True).first is None
     assert max(loss for loss in _outcome("often").losses if loss is not None) < 1000
     assert _proven("often") == _proven("seldom") == [(296, 304)]
 
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_the_same_way() -> None:
     _train("whole", _task(), every=5, loss_s=0.0)
     for stop in (37, 38, 45, None):
         _train("parts", _task(), every=5, loss_s=0.0, stop_at=stop)
-    assert compare("", _outcome("parts"), _outcome("whole"), exact=True, precision="fp32").first is None
+    assert compare("", _outcome("parts"), _outcome("whole"), exact=True).first is None
     assert _proven("parts") == [(296, 304)]
 
 

@@ -32,7 +32,7 @@ def _with(group: str, name: str, tensor: torch.Tensor | None) -> dict[str, dict[
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_equal_is_equal(exact: bool) -> None:
-    found = compare("", _outcome(), _outcome(), exact=exact, precision="fp32")
+    found = compare("", _outcome(), _outcome(), exact=exact)
     assert (found.first, found.loss, found.tensor, found.steps, found.tensors) == (None, 0.0, 0.0, 3, 4)
 
 
@@ -51,14 +51,14 @@ def test_equal_is_equal(exact: bool) -> None:
     ],
 )
 def test_the_first_bit_that_differs_is_named(changes: dict[str, Any], words: str) -> None:
-    found = compare("", _outcome(**changes), _outcome(), exact=True, precision="fp32")
+    found = compare("", _outcome(**changes), _outcome(), exact=True)
     assert found.first is not None
     assert words in found.first
 
 
 @pytest.mark.parametrize(("off", "holds"), [(1e-6, True), (1e-3, False)])
 def test_across_sizes_a_loss_may_differ_a_little(off: float, holds: bool) -> None:
-    found = compare("", _outcome(losses=[3.0, 2.0 * (1 + off), None]), _outcome(), exact=False, precision="fp32")
+    found = compare("", _outcome(losses=[3.0, 2.0 * (1 + off), None]), _outcome(), exact=False)
     assert (found.first is None) == holds
     assert found.loss == pytest.approx(off, rel=1e-2)
 
@@ -66,6 +66,6 @@ def test_across_sizes_a_loss_may_differ_a_little(off: float, holds: bool) -> Non
 @pytest.mark.parametrize(("off", "holds"), [(1e-5, True), (0.1, False)])
 def test_across_sizes_a_tensor_may_differ_a_little(off: float, holds: bool) -> None:
     tensors = _with("model", "b", torch.ones(2) * (1 + off))
-    found = compare("", _outcome(tensors=tensors), _outcome(), exact=False, precision="fp32")
+    found = compare("", _outcome(tensors=tensors), _outcome(), exact=False)
     assert (found.first is None) == holds
     assert found.tensor == pytest.approx(off, rel=1e-2)

@@ -9,14 +9,29 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Cause, Estimate, Memory, OuterSteps, RankRow, Spell
+from hvdtrain.timeline.analysis.analysis import (
+    Analysis,
+    Blame,
+    Budget,
+    Cause,
+    Estimate,
+    Memory,
+    OuterSteps,
+    RankRow,
+    Spell,
+)
+from hvdtrain.timeline.analysis.batch_sizes import without_sizes
+from hvdtrain.timeline.analysis.efficiency import efficiency, scaling
 from hvdtrain.timeline.analysis.findings import find
+from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
 from hvdtrain.timeline.analysis.history import changes, start_up
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.lateness import median_of_others
+from hvdtrain.timeline.analysis.over_time import over_time, turns
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
@@ -37,11 +52,14 @@ def analyse(run: RunTrace) -> Analysis:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
     rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
+    sizes = None
+    if rounds is not None and table is not None and rounds.source == "stamps" and len(table.elements):
+        rounds, sizes = without_sizes(rounds, table.elements[:, rounds.column])
     stragglers = _stragglers(rounds, run) if rounds is not None else None
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
-    found = find(Facts(run, spent, exchange, blame, stragglers, *of_run))
+    found = find(Facts(run, spent, exchange, blame, stragglers, *of_run, sizes))
     return Analysis(
         title=_title(run.path),
         size=size,
@@ -50,12 +68,16 @@ def analyse(run: RunTrace) -> Analysis:
         carriers=carriers.top_carriers(run),
         blame=blame,
         findings=found,
-        lanes=lanes.window_lanes(run),
+        lanes=lanes.window_lanes(run, turns(of_run[1], blame)),
         memory=_memory(run.events.get("memory", {})),
-        cost=run.cost,
+        cost=cost_of(run.starts),
+        goodput=_goodput(run, spent),
+        efficiency=efficiency(run, spent),
+        scaling=scaling(run.starts),
         outer=_outer(run),
         start_up=of_run[0],
         changes=of_run[1],
+        over_time=over_time(run, of_run[1], blame),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )
@@ -71,6 +93,11 @@ def _memory(event: Mapping[str, Any]) -> Memory | None:
     mib = event.get("mib")
     known = numbers(mib) if isinstance(mib, Mapping) else {}
     return Memory(str(event.get("where", "")), known) if known else None
+
+
+def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
+    late = sum(part.share for part in spent.parts if part.name == budget.LATE) if spent is not None else 0.0
+    return goodput_of(run.starts, {run.start: late})
 
 
 def _outer(run: RunTrace) -> OuterSteps | None:

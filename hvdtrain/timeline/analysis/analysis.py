@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from hvdtrain.observe.cost import Cost
+from hvdtrain.timeline.analysis.goodput import Goodput
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1.000001)]
@@ -190,6 +191,39 @@ class Change:
     coincided: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Neighbouring steps of a run, of any of its starts. By the clock of rank 0, in ms.
+
+    Attributes:
+        step_ms, median_ms: mean and median over them.
+        parts_ms: means; they sum to `step_ms`.
+    """
+
+    first_step: Count
+    last_step: Count
+    step_ms: float
+    median_ms: float
+    parts_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What happened at a step, as one sentence: a start of the run with its ranks, a change, or a straggler."""
+
+    kind: Literal["start", "change", "straggler"]
+    step: Count
+    text: str
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """The step time over a run: moments of equal length, and what happened, in their order."""
+
+    moments: Sequence[Moment]
+    marks: Sequence[Mark]
+
+
 _MOST_OF_HOST = 0.75
 
 
@@ -314,6 +348,23 @@ class OuterSteps:
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peak FLOP/s of the devices: used by the model (MFU), and lost, by reason. They sum to 1."""
+
+    mfu: Share
+    lost: Mapping[str, Share]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The speed of a device on `ranks` ranks over that on `fewer` ranks, in the same run."""
+
+    fewer: Count
+    ranks: Count
+    efficiency: float
+
+
+@dataclass(frozen=True)
 class Analysis:
     """The analysis of a run.
 
@@ -328,9 +379,13 @@ class Analysis:
         notes: data that is missing or was dropped, and the precision of the clocks.
         memory: None if unknown.
         cost: of all starts of the run; None if unknown.
+        goodput: of all starts; None if unknown.
+        efficiency: None if the FLOPs of the model or the peak of the devices are unknown.
+        scaling: None unless the run had starts on different numbers of ranks.
         outer: None if ranks exchange in every step.
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
+        over_time: of all starts; None without a journal.
     """
 
     title: str
@@ -345,9 +400,13 @@ class Analysis:
     notes: Sequence[str] = ()
     memory: Memory | None = None
     cost: Cost | None = None
+    goodput: Goodput | None = None
+    efficiency: Efficiency | None = None
+    scaling: Scaling | None = None
     outer: OuterSteps | None = None
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
+    over_time: OverTime | None = None
 
 
 def part_figure(part: str) -> str:
@@ -358,10 +417,17 @@ def part_figure(part: str) -> str:
 def figures(analysis: Analysis) -> dict[str, float]:
     """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
-    step_ms, straggler_ms (of the worst one in the steps in which it was late; 0 without), straggler_rank, exposed_ms,
-    exposed_share, hidden_share, bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
+    goodput (0 to 1, of all starts), mfu, scaling_efficiency, step_ms, straggler_ms (of the worst one in the steps in
+    which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share, bus_gb_per_s, and PART_ms
+    for each part of the budget (underscores for spaces).
     """
     found: dict[str, float] = {}
+    if analysis.goodput is not None:
+        found["goodput"] = analysis.goodput.share
+    if analysis.efficiency is not None:
+        found["mfu"] = analysis.efficiency.mfu
+    if analysis.scaling is not None:
+        found["scaling_efficiency"] = analysis.scaling.efficiency
     if analysis.blame.source != "none":
         worst = analysis.blame.worst_ms()
         found["straggler_ms"] = max(worst.values(), default=0.0)

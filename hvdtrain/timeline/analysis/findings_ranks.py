@@ -19,6 +19,9 @@ _MANY_RANKS = 4
 _MANY_SHARES = 8
 _MOSTLY = 0.8
 
+_PADDING = 0.1
+_ALIKE_BATCHES = "pack samples to one length, or put samples of similar length into a step"
+
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
 """Causes with which each micro-batch of a rank takes longer."""
 
@@ -39,6 +42,8 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     """Yield findings about stragglers, pauses and jitter."""
     yield from _late(facts)
     yield from _shares(facts)
+    yield from _sizes(facts)
+    yield from _padding(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts.stragglers)
         yield from _jitter(facts, facts.stragglers)
@@ -110,6 +115,29 @@ def _shares(facts: Facts) -> Iterator[Finding]:
         f" takes {last.pass_ms[slow] / last.pass_ms[fast]:.1f} times as long for one as rank {fast}"
     )
     yield Finding("shares", text, None, f"find out what slows rank {slow}: run hvdtrain doctor on its host")
+
+
+def _sizes(facts: Facts) -> Iterator[Finding]:
+    """Report that ranks wait for the one with the largest batch."""
+    if (found := facts.sizes) is None:
+        return
+    text = (
+        f"batches of unequal size cost {_ms(found.cost_ms)} per step: the largest of a step has {found.more:.0%} more"
+        f" elements than the mean, and 1,000 elements take {wording.ms(found.ms_per_1000)} ms"
+    )
+    yield Finding("batch_sizes", text, found.cost_ms.value, _ALIKE_BATCHES)
+
+
+def _padding(facts: Facts) -> Iterator[Finding]:
+    """Report positions of texts that are only computed. Forward and backward count as proportional to positions."""
+    table, journal = facts.run.steps, facts.run.journal
+    if table is None or journal is None or not table.elements.any() or facts.run.unit != "tokens":
+        return
+    share = 1 - float(np.nanmean(journal.tokens)) / float(table.elements.sum(axis=0).mean())
+    if share >= _PADDING:
+        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
+        text = f"{share:.0%} of the positions of batches have no loss: padding, or text that is only read"
+        yield Finding("padding", text, cost, f"if it is padding: {_ALIKE_BATCHES}")
 
 
 def _cure(facts: Facts, cause: str) -> str | None:

@@ -13,6 +13,7 @@ from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
+from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 
@@ -52,6 +53,7 @@ class Facts:
     stragglers: Stragglers | None
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
+    sizes: BatchSizes | None = None
 
     @property
     def step_ms(self) -> float:

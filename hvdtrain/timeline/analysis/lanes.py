@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +18,52 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
 
 STEPS = 4
 _MOST_SLICES = 400
-"""Per lane; the longest ones are kept."""
+"""Per lane and window; the longest ones are kept."""
+_AROUND = 2
+"""Steps before, and after, a turn."""
+_MOST_TURNS = 8
+_GAP = 0.02
+"""Between two windows, of the longer one."""
 
 
-def window_lanes(run: RunTrace) -> list[Lane]:
-    """Return four consecutive recorded steps that are slow but not exceptional; or four steps of a Timeline alone."""
+class _Window(NamedTuple):
+    """First and last step, begin and end in us."""
+
+    first: int
+    last: int
+    begin: float
+    end: float
+
+
+def window_lanes(run: RunTrace, turns: Iterable[int] = ()) -> list[Lane]:
+    """Return four consecutive recorded steps that are slow but not exceptional; or four steps of a Timeline alone.
+
+    Further windows of a run, one after the other, have the recorded steps around each of `turns`.
+    """
     if not run.spans:
         return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]
-    window = _window(run.spans)
-    if window is None:
-        return []
-    first, last, begin, end = window
+    found: dict[str, list[Slice]] = {}
+    before = shift = 0.0
+    for window in _windows(run.spans, list(turns)[:_MOST_TURNS]):
+        length = (window.end - window.begin) / 1e3
+        shift += _GAP * max(before, length) if before else 0.0
+        for lane in _of_window(run, window):
+            moved = [replace(s, start_ms=s.start_ms + shift, end_ms=s.end_ms + shift) for s in lane.slices]
+            found.setdefault(lane.label, []).extend(moved)
+        before, shift = length, shift + length
+    return [Lane(label, slices) for label, slices in found.items()]
+
+
+def _of_window(run: RunTrace, window: _Window) -> list[Lane]:
     lanes = []
     for spans in sorted(run.spans, key=lambda spans: spans.rank):
-        lanes += _of_rank(spans, first, last, begin, end)
-    slices = [each for trace in run.horovod for each in _transfer(trace, begin, end)]
+        lanes += _of_rank(spans, *window)
+    slices = [each for trace in run.horovod for each in _transfer(trace, window.begin, window.end)]
     return [*lanes, Lane("Horovod", slices)] if slices else lanes
 
 
-def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
-    """Return first and last step, begin and end in us; None if no step was recorded."""
+def _windows(ranks: Sequence[RankSpans], turns: Sequence[int]) -> list[_Window]:
+    """Return the windows to show, by step; they do not overlap."""
     mine = [(r.track == MAIN) & (r.step > 0) & r.named("step") for r in ranks]
     step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
     numbers, place = np.unique(step, return_inverse=True)
@@ -44,7 +73,7 @@ def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
     skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first step of a run is special
     numbers, first, last = numbers[skipped:], first[skipped:], last[skipped:]
     if not len(numbers):
-        return None
+        return []
     ahead = min(STEPS, len(numbers)) - 1
     whole = np.flatnonzero(numbers[ahead:] - numbers[: len(numbers) - ahead] == ahead)
     if not len(whole):
@@ -52,7 +81,15 @@ def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
     long = last[whole + ahead] - first[whole]
     # The upper quartile: slow, but not exceptional as a pause is.
     begin = int(whole[np.argsort(long, kind="stable")[int(0.75 * (len(whole) - 1))]])
-    return int(numbers[begin]), int(numbers[begin + ahead]), float(first[begin]), float(last[begin + ahead])
+    kept = set(range(begin, begin + ahead + 1))
+    for turn in turns:
+        near = int(np.argmin(np.abs(numbers - turn)))
+        if abs(int(numbers[near]) - turn) <= _AROUND:
+            kept |= set(range(max(0, near - _AROUND), min(len(numbers), near + _AROUND + 1)))
+    places = np.array(sorted(kept))
+    edges = [0, *(np.flatnonzero(np.diff(numbers[places]) > 1) + 1).tolist(), len(places)]
+    ends = [(int(places[a]), int(places[b - 1])) for a, b in pairwise(edges)]
+    return [_Window(int(numbers[a]), int(numbers[b]), float(first[a]), float(last[b])) for a, b in ends]
 
 
 def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:

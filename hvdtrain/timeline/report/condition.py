@@ -19,7 +19,18 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _CLAUSE = re.compile(rf"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*(?:({_NUMBER})(\s*\*\s*base)?|(base))\s*")
 _OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
 """Parts of a step. An absent part is 0."""
-_OF_STEP = ("step_ms", "straggler_ms", "straggler_rank", "exposed_ms", "exposed_share", "hidden_share", "bus_gb_per_s")
+_OF_STEP = (
+    "goodput",
+    "mfu",
+    "scaling_efficiency",
+    "step_ms",
+    "straggler_ms",
+    "straggler_rank",
+    "exposed_ms",
+    "exposed_share",
+    "hidden_share",
+    "bus_gb_per_s",
+)
 KNOWN = (*_OF_STEP, *_OF_PARTS)
 """Names of figures."""
 

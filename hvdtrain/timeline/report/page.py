@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
+from hvdtrain.timeline.analysis.efficiency import rows as waterfall
+from hvdtrain.timeline.report.over_time_view import over_time_view
 from hvdtrain.timeline.report.page_view import (
     MORE,
     blame_view,
@@ -22,7 +24,9 @@ from hvdtrain.timeline.report.page_view import (
     communication_facts,
     cost_facts,
     finding_pieces,
+    goodput_rows,
     hue,
+    shares_view,
 )
 
 if TYPE_CHECKING:
@@ -96,6 +100,10 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "blame": blame_view(analysis.blame, step_ms),
         "communication_facts": communication_facts(analysis.communication, steps=steps),
         "outer_text": wording.outer(analysis.outer) if analysis.outer else "",
+        "over_time": over_time_view(analysis.over_time) if analysis.over_time else None,
+        "efficiency": shares_view(waterfall(analysis.efficiency)) if analysis.efficiency else (),
+        "scaling_text": wording.scaling(analysis.scaling) if analysis.scaling else "",
+        "goodput_rows": goodput_rows(analysis.goodput, analysis.cost) if analysis.goodput else (),
         "cost_facts": cost_facts(analysis.cost) if analysis.cost else (),
         "each_ms": "ms per step" if steps else "ms",
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},

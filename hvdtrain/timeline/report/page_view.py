@@ -14,7 +14,9 @@ from typing import Any
 
 from hvdtrain.observe.cost import Cost, money, number
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis import goodput
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, RankRow
+from hvdtrain.timeline.analysis.goodput import Goodput
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
@@ -44,6 +46,16 @@ _HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     "nothing under way": "rest",
     "exchange": "queue",
     "other exchange": "other",
+    goodput.USEFUL: "forward",
+    "training (MFU)": "forward",
+    "kernels below the peak": "backward",
+    "recomputation": "gc",
+    "exposed communication": "transfer",
+    "input": "data",
+    goodput.STALLS: "transfer",
+    goodput.START_UP: "copy",
+    goodput.RESTARTS: "queue",
+    goodput.REPEATED: "gc",
 }
 MORE = ("a", "b", "c", "d")
 """Colours of unknown names."""
@@ -192,6 +204,28 @@ def communication_facts(found: Communication | None, *, steps: bool = True) -> l
             of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
         facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
     return facts
+
+
+def shares_view(shares: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return segments of a bar [x and width in percent], by name; the shares sum to 1."""
+    x, rows = 0.0, []
+    for name, share in shares.items():
+        width = 100 * share
+        rows.append({"name": name, "hue": hue(name), "share": wording.percent(share), "x": x, "width": width})
+        x += width
+    return rows
+
+
+def goodput_rows(found: Goodput, cost: Cost | None) -> list[dict[str, Any]]:
+    """Return segments of the bar, with device-hours and money as text."""
+    total = sum(found.hours.values())
+    paid = cost.money / total if cost is not None and cost.money is not None else None
+    return [
+        {**row, "hours": number(hours), "money": money(paid * hours) if paid is not None else ""}
+        for row, hours in zip(
+            shares_view({use: hours / total for use, hours in found.hours.items()}), found.hours.values(), strict=True
+        )
+    ]
 
 
 def cost_facts(cost: Cost) -> list[tuple[str, str]]:

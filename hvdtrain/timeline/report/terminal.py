@@ -47,6 +47,12 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         yield shorten(f"memory of rank 0: {wording.memory(analysis.memory)}", _WIDTH)
     if analysis.cost is not None:
         yield shorten(f"cost: {cost.text(analysis.cost)}", _WIDTH)
+    if analysis.efficiency is not None:
+        yield shorten(f"peak of the devices: {wording.efficiency(analysis.efficiency)}", _WIDTH)
+    if analysis.scaling is not None:
+        yield wording.scaling(analysis.scaling)
+    if analysis.goodput is not None:
+        yield shorten(f"goodput: {wording.goodput(analysis.goodput)}", _WIDTH)
     yield from _findings(analysis, findings)
     rest = [*(f"warning: {line}" for line in analysis.warnings), *analysis.notes]
     if rest:

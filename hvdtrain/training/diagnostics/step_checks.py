@@ -1,22 +1,27 @@
-"""Check each step's result: report and explain skipped steps, and report jumps of the loss."""
+"""Check each step's result: report and explain skipped steps, and report jumps of the loss and of the gradient norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.train_state import Progress
+from hvdtrain.training.diagnostics.curves import KEEP, WINDOW, Rise, detect_jump
 from hvdtrain.training.diagnostics.step_replay import Finding, replay
 from hvdtrain.training.elastic.roll_back import SpoiledSteps, first_position
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.round import Round
 
-_REPLAYS = 3
-"""Largest number of replays; each costs a step or two."""
+_REPLAYS, _WITHIN = 3, 1000
+"""Largest number of replays within a number of steps; each costs a step or two."""
+_STABLE = 100
+"""Steps at a loss scale; before, an overflow is how fp16 finds its scale."""
+_HALVED = 6
+"""Steps in a row: what is not finite at a sixty-fourth of the scale is no overflow."""
 
 _NEXT = {
     "input": "check these samples of the data set, or leave them out",
@@ -28,22 +33,6 @@ _UNKNOWN = (
 )
 _NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
 
-WINDOW = 64
-"""Steps that a loss is compared with."""
-
-_LEAST = 24
-"""Steps before the first report."""
-
-_DEVIATIONS = 8.0
-_SMALLEST = 0.01
-"""Smallest deviation, as a share of the median, so that a curve without noise is not all spikes."""
-
-_QUIET = 8
-"""Steps without a spike before the next one counts as new."""
-
-KEEP = WINDOW + _QUIET
-"""Losses that `detect_spike` needs."""
-
 
 @dataclass
 class StepChecks:
@@ -52,19 +41,26 @@ class StepChecks:
     current: Round
     stepper: Stepper
     feed: Feed
-    _replays: int = field(default=0, init=False)
+    _replays: deque[int] = field(default_factory=lambda: deque(maxlen=_REPLAYS), init=False)
     _finding: Finding | None = field(default=None, init=False)
+    _scale: tuple[float, int] = field(default=(0.0, 0), init=False)  # the loss scale, and steps at it
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP), init=False)
+    _rise: Rise = field(default_factory=Rise, init=False)
 
     def check(self, result: StepResult, progress: Progress) -> SpoiledSteps | None:
         """Check the step that `progress` has just counted; return the spoiled steps, if any. Collective: yes."""
         if result.applied:
+            scale, steps = self._scale
+            self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
+            self._check_norm(result.grad_norm, progress)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
         self._event("skipped_step", progress, positions=self._positions(progress), reason=reason)
         ends = progress.skipped_in_row >= self.current.run.config.train.max_skipped
-        # The first overflows are how fp16 finds its scale.
-        new = progress.skipped_in_row == 1 and not overflow and self._replays < _REPLAYS
+        is_expected = overflow and not (self._scale[0] == result.scale and self._scale[1] >= _STABLE)
+        is_new = progress.skipped_in_row == (_HALVED if is_expected else 1)
+        new = is_new and (len(self._replays) < _REPLAYS or progress.step - self._replays[0] >= _WITHIN)
         engine = self.stepper.engine
         if (new or ends) and result.weight > 0 and (engine.uniform_passes or not engine.replayable):
             how = "--parallel.engine horovod: a rank cannot repeat its passes alone with a divided model"
@@ -74,7 +70,7 @@ class StepChecks:
                 f"step {progress.step} was skipped ({reason}); to find the operation, train these steps with {how}"
             )
         elif (new or ends) and result.weight > 0:
-            self._replays += 1
+            self._replays.append(progress.step)
             with self.stepper.spans("replay"):
                 stream = replace(self.feed.stream, data_state=progress.data_state)
                 found = replay(self.stepper, stream, self._positions(progress)[0], result.scale)
@@ -86,16 +82,35 @@ class StepChecks:
         return SpoiledSteps("non_finite", progress.step - row + 1, positions, self._error(result, progress))
 
     def _check_loss(self, loss: float, progress: Progress) -> SpoiledSteps | None:
-        expected = detect_spike(progress.losses, loss)
+        expected = detect_jump(progress.losses, loss)
         if expected is not None:
-            first, end = self._positions(progress)
-            self._event("loss_spike", progress, loss=loss, expected=expected, positions=[first, end])
+            self._jumped("loss_spike", "jumped", loss, expected, progress)
+        elif (usual := detect_jump(progress.losses, loss, "down")) is not None:
+            self._jumped("loss_drop", "fell", loss, usual, progress)
+        if (rise := self._rise.add(progress.step, loss)) is not None:
+            since, was, now = rise
+            self._event("loss_rises", progress, since=since, loss=now, before=was)
             self.current.recorder.warn(
-                f"the loss jumped to {loss:.4g} at step {progress.step}, from about {expected:.4g}; samples at"
-                f" positions {first} to {end - 1}"
+                f"the loss rises since step {since}: {now:.4g} in the last {WINDOW} steps, {was:.4g} then; lower"
+                " --optimizer.lr, or resume from a checkpoint of that time"
             )
         progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
+
+    def _check_norm(self, norm: float, progress: Progress) -> None:
+        expected = detect_jump(self._norms, norm)
+        if expected is not None:
+            positions = self._positions(progress)
+            self._event("grad_norm_spike", progress, grad_norm=norm, expected=expected, positions=positions)
+        self._norms.append(norm)
+
+    def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:
+        first, end = self._positions(progress)
+        self._event(event, progress, loss=loss, expected=expected, positions=[first, end])
+        self.current.recorder.warn(
+            f"the loss {what} to {loss:.4g} at step {progress.step}, from about {expected:.4g}; samples at positions"
+            f" {first} to {end - 1}"
+        )
 
     def _report(self, findings: list[Finding], failed: dict[int, str], progress: Progress, reason: str) -> None:
         """Record one event and show one line for the findings of all ranks."""
@@ -140,41 +155,3 @@ def _reason(result: StepResult, overflow: bool) -> str:
     if overflow:
         return f"gradient overflow at scale {result.scale:g}"
     return "gradient not finite" if math.isfinite(result.loss) else "loss not finite"
-
-
-def detect_spike(before: Sequence[float], loss: float) -> float | None:
-    """Return the expected loss if the loss jumped; None if it did not, or if that was already reported.
-
-    A jump is a distance from the median, in median absolute deviations; a few earlier spikes hardly change either. If
-    all losses are positive, their logarithms must jump too, because they are less skewed than losses of small batches.
-
-    Args:
-        before: losses of applied steps, the newest last; `KEEP` of them are enough.
-        loss: of the next step.
-    """
-    expected = _jumped(before[-WINDOW:], loss)
-    if expected is None:
-        return None
-    for back in range(1, min(_QUIET, len(before)) + 1):
-        if _jumped(before[-back - WINDOW : -back], before[-back]) is not None:
-            return None
-    return expected
-
-
-def _jumped(window: Sequence[float], loss: float) -> float | None:
-    if len(window) < _LEAST:
-        return None
-    ordered = sorted(window)
-    median = ordered[len(ordered) // 2]
-    if loss <= median + _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
-        return None
-    found = _stands_out(ordered, median, loss, _SMALLEST * abs(median))
-    if found and ordered[0] > 0:
-        found = _stands_out([math.log(x) for x in ordered], math.log(median), math.log(loss), _SMALLEST)
-    return median if found else None
-
-
-def _stands_out(window: Sequence[float], median: float, loss: float, least: float) -> bool:
-    deviations = sorted(abs(x - median) for x in window)
-    deviation = 1.4826 * deviations[len(deviations) // 2]  # the standard deviation, for a normal distribution
-    return loss - median > _DEVIATIONS * max(deviation, least)

@@ -182,3 +182,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def batch_size(batch: Any) -> int:
+    """Return the elements of the largest tensor of a batch, such as its tokens with padding; 0 without tensors."""
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return max(map(batch_size, values), default=0)

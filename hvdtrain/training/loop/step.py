@@ -19,7 +19,7 @@ from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.buffers import Rollback, restored_buffers
-from hvdtrain.training.loop.forward import Precision, checked_loss, to_device
+from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 
 _COUNT = 5
@@ -126,6 +126,7 @@ class Stepper:
                 if number >= count:
                     self._run_extra(batch)
                     continue
+                self.spans.add_size(batch_size(batch))
                 with self.spans("forward"), self.precision.autocast(), self.around():
                     loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
                 with self.spans("backward"):
@@ -144,7 +145,8 @@ class Stepper:
                 self._confirm()
         with self.spans("clip"):
             numbers = self._numbers(gradients, totals)
-            copy = HostCopy(numbers)  # before the update of the parameters, so that it does not wait for it
+            # Before the update of the parameters, so that it does not wait for it.
+            copy = HostCopy(numbers, self.spans.on_synchronized)
             count_of_gradients = len(gradients)
             updates_first = self.by_device and count_of_gradients == self._updated
             result = None if updates_first else self._result(copy.tolist(), nominal)

@@ -19,6 +19,10 @@ def timing_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+SLACK_NS = 100e3
+"""A thread that waits for an event continues so soon after it."""
+
+
 class _Pending(NamedTuple):
     """A span with events that may not have happened yet; the host began it at `asked_ns`."""
 
@@ -51,6 +55,17 @@ class DeviceSpans:
         self._last.record()
         self._last.synchronize()
         self._last_ns = self._end_ns = float(spans.now())
+        spans.on_synchronized = self.synchronized
+
+    def synchronized(self, event: Any, waited: bool) -> None:
+        """Set the device's clock by an event for which the host has just waited.
+
+        Without it the clock drifts where the device is never idle: spans begin when the ones before end.
+        """
+        now_ns = self._spans.now()
+        found_ns = self._last_ns + self._last.elapsed_time(event) * 1e6
+        least_ns = now_ns - SLACK_NS if waited else found_ns
+        self._last_ns += min(max(found_ns, least_ns), now_ns) - found_ns
 
     def enter(self, name: str) -> None:
         """Begin a span."""

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from hvdtrain.comm.base import Comm, TimelineComm
@@ -39,6 +40,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import find_routers
 from hvdtrain.training.records.device_spans import DeviceSpans
 from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
+from hvdtrain.training.records.verdict_watch import VerdictWatch
 from hvdtrain.training.round import Round
 
 _FIRST_STEPS = 20
@@ -59,6 +61,10 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
         _add_tensorboard(current)
     if comm.rank == 0:
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(current.worker.device)).sample, recorder.event))
+        observe = current.run.config.observe
+        if observe.watch_every_s and observe.timeline != "off":
+            folder, every_s = current.layout.folder, observe.watch_every_s
+            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event))
     return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
@@ -76,8 +82,10 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         return 0, None
     worker, comm, recorder = current.worker, current.comm, current.recorder
     path, started_at = current.layout.timeline.steps, worker.state.progress.step
-    mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3]
-    hosts, ids, now_us = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
+    gpu = gpu_identity(worker.device)
+    device = (gpu.uuid or gpu.pci_bus_id) if gpu is not None else ""
+    mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3, device]
+    hosts, ids, now_us, devices = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
     facts = (starts_so_far(path), worker.links.get(hosts)) if comm.rank == 0 else None
     start, measured = broadcast_json(comm, facts, name="timeline/start")
     if started_at >= current.stop:
@@ -91,9 +99,9 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         origin_us = time.perf_counter_ns() / 1e3
         sink = StepFile(path, recorder.warn, clocks, origin_us, recorder.show)
         line = StartLine(VERSION, start, comm.size, started_at, list(hosts), list(ids), origin_us, link)
-        sink.start(line, now_us)
+        sink.start(msgspec.structs.replace(line, devices=list(devices)), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
-    causes = HostLoad(Monitor(gpu_identity(worker.device)).device)
+    causes = HostLoad(Monitor(gpu).device)
     experts = find_routers(worker.state.model)
     stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
     recorder.add_watcher(stamps)

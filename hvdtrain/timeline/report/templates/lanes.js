@@ -54,6 +54,18 @@
       const [r, g, b] = [1, 3, 5].map((i) => (parseInt(hex.slice(i, i + 2), 16) / 255) ** 2.2);
       return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#10151a" : "#ffffff";
     });
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 6;
+    const brush = tile.getContext("2d");
+    const hatched = (hex) => {  // late ranks are told apart without colours, too
+      brush.fillStyle = hex;
+      brush.fillRect(0, 0, 6, 6);
+      brush.strokeStyle = of("--stripe");
+      brush.lineWidth = 2;
+      for (const at of [-6, 0, 6]) { brush.beginPath(); brush.moveTo(at, 6); brush.lineTo(at + 6, 0); brush.stroke(); }
+      return context.createPattern(tile, "repeat");
+    };
+    packed.names.forEach(([, hue], i) => { if (hue === "late") hues[i] = hatched(hues[i]); });
     colours = { hues, ink, text: of("--text"), soft: of("--soft"), line: of("--line"), panel: of("--panel"), ring: of("--ring"), font: getComputedStyle(document.body).fontFamily };
   };
 
@@ -265,6 +277,24 @@
   box.addEventListener("pointercancel", release);
   box.addEventListener("pointerleave", hide);
   box.addEventListener("scroll", soon);
+
+  // Steps of the plot over the run.
+  const show = (step) => {
+    const near = [...begins.keys()].reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
+    const at = begins.get(near), span = total / Math.max(1, begins.size);
+    set(at - span / 2, at + 2 * span);
+    said.textContent = `step ${near}`;
+    box.scrollIntoView({ block: "center" });
+    box.focus({ preventScroll: true });
+  };
+  if (begins.size) {
+    for (const place of document.querySelectorAll(".over-time .place")) place.addEventListener("click", () => show(Number(place.dataset.step)));
+    for (const button of document.querySelectorAll(".to-step")) {
+      button.hidden = false;
+      button.nextElementSibling.hidden = true;
+      button.addEventListener("click", () => show(Number(button.dataset.step)));
+    }
+  }
 
   for (const button of document.querySelectorAll(".to-lane")) {
     const number = lanes.findIndex((lane) => new RegExp(`^rank ${button.dataset.rank}\\b`).test(lane.label));

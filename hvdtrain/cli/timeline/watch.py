@@ -1,0 +1,70 @@
+"""``hvdtrain timeline watch RUN``: what slows a run, while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+from hvdtrain.cli.parser import Parser
+
+_EVERY_S = 30.0
+_MOST_BYTES = 1 << 25
+_EPILOG = """\
+examples:
+  hvdtrain timeline watch runs/NAME
+  hvdtrain timeline watch runs/NAME --every_s 300
+  hvdtrain timeline watch runs/NAME --once --json
+
+Prints the step time, then a line whenever something becomes slow or is fast
+again. Ends with the run, or with Ctrl-C.
+"""
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Print verdicts until the run has ended; return the exit code."""
+    options = parser(command).parse_args(argv)
+
+    from hvdtrain.observe.past_journal import is_finished
+    from hvdtrain.run_layout import RunLayout
+    from hvdtrain.timeline.analysis.analyse import analyse
+    from hvdtrain.timeline.report.form import dumped
+    from hvdtrain.timeline.report.terminal import summary_lines
+    from hvdtrain.timeline.run import load
+    from hvdtrain.timeline.verdicts import changed, verdicts
+
+    journal, before = RunLayout(options.run).journal, None
+    while True:
+        is_over = is_finished(journal) if journal.is_file() else False
+        analysis = analyse(load(options.run, most_bytes=_MOST_BYTES))
+        found = verdicts(analysis)
+        if options.json:
+            step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
+            sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found}).decode())
+        else:
+            lines = summary_lines(analysis) if before is None else changed(before, found)
+            stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "
+            print("\n".join(f"{stamp}{line}" for line in lines), end="\n" if lines else "", flush=True)
+        if options.once or is_over:
+            return 0
+        before = found
+        try:
+            time.sleep(options.every_s)
+        except KeyboardInterrupt:
+            return 0
+
+
+def parser(command: str) -> Parser:
+    """Declare the options."""
+    made = Parser(
+        prog=f"hvdtrain timeline {command}",
+        description="Say what slows a run while it runs: stragglers, longer steps, communication, input.",
+        epilog=_EPILOG,
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
+    every = "seconds between two looks (default: %(default)g)"
+    made.add_argument("--every_s", type=float, default=_EVERY_S, metavar="S", help=every)
+    made.add_argument("--once", action="store_true", help="look once")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made

@@ -1,0 +1,126 @@
+"""Goodput: what the device-hours of a run were used for, over all its starts. From its journal. Pure.
+
+The term is that of Google's ML Goodput Measurement: https://github.com/AI-Hypercomputer/ml-goodput-measurement. Its
+library is not used: it keeps its records in Google Cloud Logging.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.observe.cost import S_PER_HOUR, devices_of, hours_before, known_starts
+from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.timeline.analysis.rank_steps import start_up_steps
+from hvdtrain.timeline.columns import Floats
+
+USEFUL, LATE, STALLS = "training", "waiting for late ranks", "stalled steps"
+START_UP, RESTARTS, REPEATED = "start-up", "restarts", "repeated steps"
+EVALUATIONS, PAUSES = "evaluations", "checkpoints and other pauses"
+USES = (USEFUL, LATE, STALLS, START_UP, RESTARTS, REPEATED, EVALUATIONS, PAUSES)
+
+_STALL = 10.0
+"""Times a usual step: what a step takes more than one, if it takes longer than this, is a stall."""
+_ENDED = ("finished", "stopped")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What the device-hours of a run were used for.
+
+    Attributes:
+        hours: device-hours by use (`USES`). They sum to the device-hours of the run's cost.
+    """
+
+    hours: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """The goodput: the share of `USEFUL`, 0 to 1."""
+        total = sum(self.hours.values())
+        return self.hours.get(USEFUL, 0.0) / total if total else 0.0
+
+
+def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None = None) -> Goodput | None:
+    """Return the goodput of a run; None if no start has a record of its ranks.
+
+    `late` is the share of a step, by index of a start, in which its ranks waited for late ones.
+    """
+    known = known_starts(starts)
+    if not known:
+        return None
+    hours: defaultdict[str, float] = defaultdict(float)
+    indices = [index for index, start in enumerate(starts) if any(start is each for each in known)]
+    kept = _kept(known)
+    for number, (start, gap) in enumerate(zip(known, hours_before(known), strict=True)):
+        used = _seconds(start, kept[number], is_first=number == 0)
+        waited = used[USEFUL] * (late or {}).get(indices[number], 0.0)
+        used = {**used, USEFUL: used[USEFUL] - waited, LATE: waited}
+        for use, seconds in used.items():
+            hours[use] += devices_of(start) * seconds / S_PER_HOUR
+        hours[RESTARTS] += gap
+    return Goodput({use: hours[use] for use in USES if hours[use] > 0})
+
+
+def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:
+    """Return of each start whether each of its steps counts: it changed something, and was not repeated later."""
+    found: list[NDArray[np.bool_]] = []
+    later = np.iinfo(np.int64).max
+    for start in reversed(starts):
+        steps = np.frombuffer(start.steps, np.int64) if len(start.steps) else np.zeros(0, np.int64)
+        least = np.minimum.accumulate(np.append(steps, later)[::-1])[::-1]  # of this step and all later ones
+        counts = steps < least[1:]
+        counts[start.skipped] = False
+        found.append(counts)
+        later = int(least[0])
+    return found[::-1]
+
+
+def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) -> dict[str, float]:
+    """Return the seconds of a start by use."""
+    beginning = START_UP if is_first else RESTARTS
+    total = max(0.0, start.last_time - start.started["time"])
+    found = dict.fromkeys(USES, 0.0)
+    if not len(start.steps):
+        return {**found, beginning: total}
+    seconds = np.frombuffer(start.seconds)
+    before, after = list(_evaluations(start, first=True)), list(_evaluations(start, first=False))
+    # Lines of workers that train apart are written together, after several steps.
+    begin = min(time - float(seconds[: n + 1].sum()) for n, time in enumerate(start.first_times))
+    found[REPEATED] = float(seconds[~kept].sum())
+    found[USEFUL], found[STALLS], slow = _of_steps(seconds, kept)
+    found[EVALUATIONS] = sum(before) + sum(after)
+    found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow
+    if not any(start.events_named(name) for name in _ENDED):
+        found[RESTARTS] += max(0.0, start.last_time - start.last_step_time)
+    return _whole(found, total)
+
+
+def _of_steps(seconds: Floats, kept: NDArray[np.bool_]) -> tuple[float, float, float]:
+    """Return the seconds of the steps that count: of training, of stalls, and those of start-up steps that are more."""
+    usual, slow = float(np.median(seconds)), start_up_steps(seconds)
+    more = np.where(kept, seconds - usual, 0.0)
+    is_later = np.arange(len(seconds)) >= slow
+    stalls = float(more[is_later & (seconds > _STALL * usual)].sum())
+    beginning = max(0.0, float(more[~is_later].sum()))
+    return float(seconds[kept].sum()) - stalls - beginning, stalls, beginning
+
+
+def _evaluations(start: JournalStart, *, first: bool) -> Iterator[float]:
+    """Yield the seconds of evaluations before the first step, or of the others."""
+    for event in start.events_named("evaluation"):
+        is_before = isinstance(at := event.get("at_step"), int) and at < (start.first_step or 0)
+        if is_before == first and isinstance(value := event.get("seconds"), (int, float)) and value > 0:
+            yield float(value)
+
+
+def _whole(found: Mapping[str, float], total: float) -> dict[str, float]:
+    """Return seconds that sum to `total`; the rest are pauses. Where a clock was set, all are scaled."""
+    known = sum(found.values())
+    if known > total:
+        return {use: seconds * total / known for use, seconds in found.items()}
+    return {**found, PAUSES: total - known}

@@ -1,0 +1,72 @@
+"""The step time over a run, with what happened: for a picture. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analysis import Blame, Change, Mark, Moment, OverTime
+from hvdtrain.timeline.analysis.budget import REST
+from hvdtrain.timeline.columns import JournalSteps, RunTrace
+
+_MOMENTS = 200
+_MOST_MARKS = 100
+"""Of each kind."""
+
+
+def over_time(run: RunTrace, changes: Sequence[Change], blame: Blame) -> OverTime | None:
+    """Return moments of equal length, and starts, changes and stragglers; None without a journal."""
+    if run.history is None:
+        return None
+    moments = list(_moments(run.history))
+    kinds = [list(_starts(run)), list(_changes(changes)), list(_spells(blame))]
+    marks = [mark for found in kinds for mark in found[:_MOST_MARKS]]
+    return OverTime(moments, sorted(marks, key=lambda mark: mark.step))
+
+
+def turns(changes: Sequence[Change], blame: Blame) -> list[int]:
+    """Return the steps at which something changed."""
+    return [mark.step for mark in (*_changes(changes), *_spells(blame))]
+
+
+def _moments(history: JournalSteps) -> Iterator[Moment]:
+    first, last = int(history.step[0]), int(history.step[-1])
+    length = -(-(last - first + 1) // _MOMENTS)
+    place = (history.step - first) // length
+    for number in np.unique(place).tolist():
+        mine = place == number
+        step_ms = history.step_ms[mine]
+        parts = {name: float(values[mine].mean()) for name, values in history.parts_ms.items()}
+        parts[REST] = max(0.0, float(step_ms.mean()) - sum(parts.values()))
+        begin = first + number * length
+        end = min(begin + length - 1, last)
+        yield Moment(begin, end, float(step_ms.mean()), float(np.median(step_ms)), parts)
+
+
+def _starts(run: RunTrace) -> Iterator[Mark]:
+    for start in run.starts:
+        size = start.started.get("size")
+        if start.first_step is not None and isinstance(size, int):
+            how = "continues" if start.first_step > 1 else "starts"
+            yield Mark("start", start.first_step, f"the run {how} on {wording.counted(size, 'rank')}")
+
+
+def _changes(changes: Sequence[Change]) -> Iterator[Mark]:
+    for change in changes:
+        took = f"{wording.ms(change.step_ms)} instead of {wording.ms(change.usual_ms)} ms"
+        with_it = f": {'; '.join(change.coincided)}" if change.coincided else ""
+        if not change.begins:
+            yield Mark("change", change.first_step, f"steps take longer, {took}{with_it}")
+        if not change.lasts:
+            yield Mark("change", change.last_step, f"steps are as usual again, before {took}{with_it}")
+
+
+def _spells(blame: Blame) -> Iterator[Mark]:
+    for spell in blame.spells:
+        causes = blame.causes.get(spell.rank, ())
+        why = f": {causes[0].text}" if causes else ""
+        yield Mark("straggler", spell.first_step, f"rank {spell.rank} becomes a straggler{why}")
+        if not spell.lasts:
+            yield Mark("straggler", spell.last_step, f"rank {spell.rank} is no straggler any more")

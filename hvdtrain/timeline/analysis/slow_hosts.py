@@ -1,0 +1,93 @@
+"""Which hosts and devices slowed jobs: the stragglers of all starts of several runs together. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.observe.cost import S_PER_HOUR
+from hvdtrain.timeline.analysis.batch_sizes import without_sizes
+from hvdtrain.timeline.analysis.rank_steps import from_stamps
+from hvdtrain.timeline.analysis.straggler_causes import causes_of
+from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
+from hvdtrain.timeline.columns import StepTable
+
+_LEAST_STEPS = 8
+
+
+@dataclass
+class Place:
+    """A host, a device, or what a file names for hosts, such as a rack.
+
+    Attributes:
+        starts: starts of runs in which a rank there was compared with others.
+        slow_starts: those of them in which one was a straggler.
+        device_hours: that all devices of the jobs waited for stragglers there.
+        causes: of these stragglers, most frequent first.
+    """
+
+    name: str
+    host: str
+    starts: int = 0
+    slow_starts: int = 0
+    device_hours: float = 0.0
+    causes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class SlowHosts:
+    """Hosts, devices and groups of hosts, most costly first."""
+
+    hosts: Sequence[Place]
+    devices: Sequence[Place]
+    groups: Sequence[Place]
+
+
+def slow_hosts(starts: Iterable[StepTable], group_of: Mapping[str, str]) -> SlowHosts:
+    """Judge each start on its own, and add up. `group_of`: of a host, such as its rack."""
+    hosts: dict[str, Place] = {}
+    devices: dict[str, Place] = {}
+    groups: dict[str, Place] = {}
+    for table in starts:
+        rounds = from_stamps(table)
+        if rounds is None or len(rounds.step) < _LEAST_STEPS:
+            continue
+        if len(table.elements):
+            rounds, _ = without_sizes(rounds, table.elements[:, rounds.column])
+        found = find_stragglers(rounds)
+        names = [{"host": host, "device": device} for host, device in zip(table.hosts, _devices(table), strict=True)]
+        of_rank = [
+            [
+                hosts.setdefault(name["host"], Place(name["host"], name["host"])),
+                *([devices.setdefault(name["device"], Place(name["device"], name["host"]))] if name["device"] else []),
+                *([groups.setdefault(g, Place(g, ""))] if (g := group_of.get(name["host"], "")) else []),
+            ]
+            for name in names
+        ]
+        _add(found, table, of_rank)
+    return SlowHosts(
+        *(sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for each in (hosts, devices, groups))
+    )
+
+
+def _devices(table: StepTable) -> Sequence[str]:
+    return table.devices or [""] * len(table.hosts)
+
+
+def _add(found: Stragglers, table: StepTable, of_rank: Sequence[Sequence[Place]]) -> None:
+    """Add a start to the places of its ranks."""
+    steps, ranks = float(found.rounds.weight.sum()), len(of_rank)
+    for place in {id(place): place for places in of_rank for place in places}.values():
+        place.starts += 1
+    slow: dict[int, Place] = {}
+    for rank in found.late:
+        own = found.late_in(rank)
+        causes = causes_of(rank, table, own.rounds.column, own.late, steady=rank in own.steady)
+        hours = max(0.0, found.cost_ms[rank].value) / 1e3 * steps * ranks / S_PER_HOUR
+        for place in of_rank[rank]:
+            place.device_hours += hours
+            place.causes.update(cause.name for cause in causes[:1])
+            slow[id(place)] = place
+    for place in slow.values():
+        place.slow_starts += 1
