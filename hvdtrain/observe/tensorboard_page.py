@@ -135,11 +135,16 @@ def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
 
 def hyperparameters_end(*, failed: bool) -> Summary:
     """Return the mark of the end of a run for the HParams page."""
-    from tensorboard.plugins.hparams import api_pb2, summary
+    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+    from torch.utils.tensorboard import summary
 
-    status: Any = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
-    found: Summary = summary.session_end_pb(status)
-    return found
+    _, _, end = summary.hparams({}, {})  # type: ignore[no-untyped-call]
+    if failed:
+        plugin = end.value[0].metadata.plugin_data
+        content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
+        content.session_end_info.status = api_pb2.STATUS_FAILURE
+        plugin.content = content.SerializeToString()
+    return end
 
 
 def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:

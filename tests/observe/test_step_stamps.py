@@ -151,9 +151,10 @@ def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> No
 @pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
 def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, steps: int) -> None:
     gathered = run(size, started_at, started_at + steps)
-    numbers = [first + n for first, stamps, _ in gathered for n in range(stamps.shape[1])]
+    numbers = [first + n for first, stamps, _, _ in gathered for n in range(stamps.shape[1])]
     assert numbers == list(range(started_at + 1, started_at + steps + 1))
-    for first, stamps, facts in gathered:
+    for first, stamps, facts, elements in gathered:
+        assert elements.shape == stamps.shape[:2]
         assert facts == {"cpu_wait_us": [7.0] * size}
         for rank in range(size):
             for number in range(stamps.shape[1]):
@@ -170,7 +171,7 @@ def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, 
 
 def test_what_has_not_ended_well_loses_its_last_block_alone() -> None:
     gathered = run(2, 0, 2 * BLOCK + 2, finish=False)
-    assert [first for first, _, _ in gathered] == [1]  # the second is on its way, and no one waits for it
+    assert [first for first, *_ in gathered] == [1]  # the second is on its way, and no one waits for it
 
 
 def test_blocks_get_sparser_and_never_end() -> None:
@@ -199,7 +200,7 @@ def test_a_run_of_known_length_has_evenly_spaced_blocks() -> None:
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size, steps: block == 0)
     gathered = run(2, 0, 5 * BLOCK + 4)
-    assert [(first, stamps.shape[1]) for first, stamps, _ in gathered] == [
+    assert [(first, stamps.shape[1]) for first, stamps, _, _ in gathered] == [
         (1, BLOCK),
         (4 * BLOCK + 1, BLOCK),
         (5 * BLOCK + 1, 4),
@@ -254,7 +255,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
     assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
-    stamps = np.concatenate([s for _, s, _ in gathered], axis=1)
+    stamps = np.concatenate([s for _, s, *_ in gathered], axis=1)
     for name in ("start", "ready", "released", "end"):
         expected = stamps[:, :, COLUMNS.index(name)]
         assert np.allclose(getattr(table, f"{name}_us"), expected, atol=0.06, rtol=0)

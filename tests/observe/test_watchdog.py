@@ -59,6 +59,7 @@ def test_a_clock_that_is_set_ends_nothing_and_keeps_nothing_alive(
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     watchdog = Watchdog(reporter, 600.0, ended)
+    watchdog._first_step, reporter.statements.spans.step = 1, 3
     since = now[0]
     reporter.statements.spans.idle_s = lambda: now[0] - since  # type: ignore[method-assign]
     wall = time.time()

@@ -155,9 +155,10 @@ def test_a_step_that_a_rank_does_not_know_is_left_out(tmp_path: Path) -> None:
     assert {values.shape for values in (*moments, *table.parts_us.values())} == {(2, 1)}
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="version 1"):
-        read_steps(write(tmp_path, {**start(0), "version": 2}))
+def test_a_start_of_another_format_is_left_out_with_a_note(tmp_path: Path) -> None:
+    newer, own = read_starts(write(tmp_path, {**start(0), "version": 2}, block(0), start(1), block(0)))
+    assert not len(newer.steps.step) and len(own.steps.step)
+    assert newer.dropped[0] == "a start in steps.jsonl has format 2, this program reads 1: it is ignored"
 
 
 def test_endless_nesting_is_damage(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_the_clock_of_a_device_that_is_never_idle_is_set_where_the_host_waits(ra
                 copied.record()
                 true_ms = (step - 1) * 9 + 5.0
         device.host_ms = true_ms + 0.02
-        device.done_ms = device.now_ms - 4 * rate
+        device.done_ms = copied.at_ms
         assert spans.on_synchronized is not None
         spans.on_synchronized(copied, True)
         spans.pop_seconds()

@@ -56,6 +56,7 @@ _HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     goodput.START_UP: "copy",
     goodput.RESTARTS: "queue",
     goodput.REPEATED: "gc",
+    goodput.PAUSES: "rest",
 }
 MORE = ("a", "b", "c", "d")
 """Colours of unknown names."""

@@ -20,8 +20,8 @@ _REPLAYS, _WITHIN = 3, 1000
 """Largest number of replays within a number of steps; each costs a step or two."""
 _STABLE = 100
 """Steps at a loss scale; before, an overflow is how fp16 finds its scale."""
-_HALVED = 6
-"""Steps in a row: what is not finite at a sixty-fourth of the scale is no overflow."""
+_HALVED = 8
+"""Steps in a row: what is not finite at a small fraction of the scale is no overflow."""
 
 _NEXT = {
     "input": "check these samples of the data set, or leave them out",

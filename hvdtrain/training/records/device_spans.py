@@ -89,11 +89,12 @@ class DeviceSpans:
             self._last_ns -= max(0.0, late_ns)
         for span in ended:
             # ... and work begins after its launch.
-            start_ns = max(self._last_ns + self._last.elapsed_time(span.start) * 1e6, span.asked_ns, self._end_ns)
+            begun_ns = max(self._last_ns + self._last.elapsed_time(span.start) * 1e6, span.asked_ns)
             duration_ns = span.start.elapsed_time(span.end) * 1e6
             self._free += [self._last, span.start]
-            self._last, self._last_ns = span.end, start_ns + duration_ns
-            self._end_ns = self._last_ns
+            self._last, self._last_ns = span.end, begun_ns + duration_ns
+            start_ns = max(begun_ns, self._end_ns)  # spans do not overlap, also where the clock was set back
+            self._end_ns = max(start_ns, self._last_ns)
             seconds[span.name] += duration_ns * 1e-9
             self._spans.record(span.name, round(start_ns), DEVICE, round(self._end_ns), span.step)
         return seconds

@@ -1,0 +1,87 @@
+"""Ranks with batches of unequal size: a matter of data, not of hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis, Finding
+from hvdtrain.timeline.columns import Floats, JournalSteps
+from tests.support.journals import FACTS
+from tests.support.step_tables import noise, run_of, table_of
+
+MS_PER_1000 = 20.0
+
+
+def _sizes(ranks: int, steps: int, seed: int) -> Floats:
+    found: Floats = np.random.default_rng(seed).integers(2000, 6000, (ranks, steps)).astype(float)
+    return found
+
+
+def _work(sizes: Floats, kind: str = "gaussian", seed: int = 0) -> Floats:
+    found: Floats = 100 + noise(np.random.default_rng(seed + 50), sizes.shape, kind, 1.0)
+    return found
+
+
+def _analysed(work: Floats, sizes: Floats, *, cost: float = MS_PER_1000, **more: Any) -> Analysis:
+    table = table_of(work, more_ms={"backward": cost * sizes / 1e3})
+    return analyse(run_of(replace(table, elements=sizes), **more))
+
+
+def _of(found: Analysis, kind: str) -> list[Finding]:
+    return [finding for finding in found.findings if finding.kind == kind]
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 75), (4, 300), (64, 320)])
+def test_unequal_batches_are_told_with_their_cost(ranks: int, steps: int, kind: str) -> None:
+    sizes = _sizes(ranks, steps, 3)
+    found = _analysed(_work(sizes, kind), sizes)
+    (finding,) = _of(found, "batch_sizes")
+    truth = MS_PER_1000 / 1e3 * (sizes.max(axis=0) - sizes.mean(axis=0))[2:].mean()
+    assert finding.cost_ms == pytest.approx(truth, rel=0.1)
+    assert not found.blame.late and not _of(found, "jitter") and "pack samples" in finding.advice
+
+
+def test_a_slow_rank_is_told_beside_unequal_batches() -> None:
+    sizes = _sizes(4, 300, 5)
+    work = _work(sizes)
+    work[2] += 15.0
+    found = _analysed(work, sizes)
+    assert found.blame.late == [2] and _of(found, "batch_sizes")
+    assert found.blame.ranks[0].cost_ms.value == pytest.approx(15.0, rel=0.2)
+
+
+def test_a_rank_that_always_has_the_longest_texts_is_no_straggler() -> None:
+    sizes = _sizes(4, 300, 6)
+    sizes[1] *= 1.5
+    found = _analysed(_work(sizes), sizes)
+    assert not found.blame.late and _of(found, "batch_sizes")
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+def test_sizes_that_cost_nothing_are_no_finding(kind: str) -> None:
+    for seed in range(8):
+        for ranks, steps in ((2, 75), (8, 200), (64, 100)):
+            sizes = _sizes(ranks, steps, seed)
+            work = 100 + noise(np.random.default_rng(seed), (ranks, steps), kind, 3.0)
+            assert not _of(_analysed(work, sizes, cost=0.0), "batch_sizes")
+    work[:, :] += 50.0
+    assert not _of(_analysed(work, np.full_like(work, 4096.0)), "batch_sizes")
+
+
+def test_padding_is_told_where_the_weight_counts_tokens() -> None:
+    sizes = np.full((4, 60), 1000.0)
+    tokens = np.full(60, 2800.0)
+    journal = JournalSteps(np.arange(1, 61), np.full(60, 100.0), {}, tokens)
+    for unit, expected in (("tokens", 1), ("samples", 0)):
+        start = JournalStart({**FACTS, "size": 4, "time": 0.0, "unit": unit})
+        found = _analysed(_work(sizes), sizes, journal=journal, starts=[start], start=0)
+        assert len(_of(found, "padding")) == expected
+    full = replace(journal, tokens=np.full(60, 3900.0))
+    assert not _of(_analysed(_work(sizes), sizes, journal=full, starts=[start], start=0), "padding")

@@ -1,0 +1,109 @@
+"""What the device-hours of a run were used for: they sum to its cost, and each use is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.observe.cost import cost_of
+from hvdtrain.observe.past_journal import read_journal_starts
+from hvdtrain.timeline.analysis import goodput as uses
+from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
+from tests.support.journals import FakeRun
+
+STEP_S = 36.0
+
+
+def _found(run: FakeRun, late: dict[int, float] | None = None) -> Goodput:
+    starts = read_journal_starts(run.folder / "journal.jsonl")
+    found, cost = goodput_of(starts, late), cost_of(starts)
+    assert found is not None and cost is not None
+    assert sum(found.hours.values()) == pytest.approx(cost.device_hours)
+    return found
+
+
+def _hours(seconds: float, devices: int = 2) -> float:
+    return seconds * devices / 3600
+
+
+def test_a_run_without_interruption_trains_all_the_time(tmp_path: Path) -> None:
+    found = _found(FakeRun(tmp_path / "a").start([1.0] * 100, step_s=STEP_S))
+    assert found.hours == {uses.USEFUL: pytest.approx(_hours(3600))} and found.share == 1.0
+
+
+def test_each_use_is_found(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a")
+    run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s})
+    run.now_s += 90.0  # start-up
+    run.write({"event": "evaluation", "at_step": 0, "loss": 1.0, "seconds": 30.0, "time": run.now_s})
+
+    def steps(first: int, last: int, step_s: float, **facts: object) -> None:
+        for step in range(first, last + 1):
+            run.now_s += step_s
+            run.write({"step": step, "time": run.now_s, "position": step, "step_s": step_s, **facts})
+
+    steps(1, 2, 3 * STEP_S)  # slow steps at the start
+    steps(3, 60, STEP_S)
+    steps(61, 61, 20 * STEP_S)  # a stall
+    run.now_s += 50.0  # an evaluation of 40 s, and a checkpoint
+    run.write({"event": "evaluation", "at_step": 61, "loss": 1.0, "seconds": 40.0, "time": run.now_s})
+    steps(62, 70, STEP_S)
+    run.now_s += 300.0  # it hangs
+    run.write({"event": "failed", "error": "X", "message": "", "time": run.now_s})
+    run.now_s += 1e5  # no devices are held
+    run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s})
+    run.now_s += 80.0
+    steps(66, 70, STEP_S)
+    steps(71, 72, STEP_S, skipped=True)
+    steps(73, 100, STEP_S)
+    run.write({"event": "finished", "at_step": 100, "time": run.now_s})
+    found = _found(run).hours
+    seconds = {
+        uses.USEFUL: (100 - 2) * STEP_S,
+        uses.STALLS: 19 * STEP_S,
+        uses.START_UP: 60.0 + 4 * STEP_S,
+        uses.RESTARTS: 300.0 + 80.0,
+        uses.REPEATED: (5 + 2) * STEP_S,
+        uses.EVALUATIONS: 70.0,
+        uses.PAUSES: 10.0,
+    }
+    assert found == pytest.approx({use: _hours(value) for use, value in seconds.items()})
+
+
+def test_waiting_for_late_ranks_is_not_training(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a").start([1.0] * 50, step_s=STEP_S, end="").start([1.0] * 50, after=50, step_s=STEP_S)
+    found = _found(run, {1: 0.25})
+    assert found.hours == pytest.approx({uses.USEFUL: _hours(0.875 * 3600), uses.LATE: _hours(0.125 * 3600)})
+
+
+def test_the_devices_that_both_rounds_have_are_held_between_them(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a").start([1.0] * 50, step_s=STEP_S, end="", devices=4)
+    run.now_s += 100.0
+    run.start([1.0] * 50, after=50, step_s=STEP_S, devices=1, goes_on=True)
+    assert _found(run).hours[uses.RESTARTS] == pytest.approx(_hours(100.0, 1))
+
+
+def test_the_lines_of_several_steps_may_come_together(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a")
+    run.write({"event": "started", "size": 1, "devices": 1, "time": run.now_s})
+    for window in range(4):
+        run.now_s += 8 * STEP_S
+        for step in range(8 * window + 1, 8 * window + 9):
+            run.write({"step": step, "time": run.now_s, "position": step, "step_s": STEP_S})
+    run.write({"event": "finished", "at_step": 32, "time": run.now_s})
+    assert _found(run).hours == {uses.USEFUL: pytest.approx(_hours(32 * STEP_S, 1))}
+
+
+@pytest.mark.parametrize("moved_s", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_gives_no_negative_hours(tmp_path: Path, moved_s: float) -> None:
+    run = FakeRun(tmp_path / "a").start([1.0] * 50, step_s=STEP_S, end="")
+    run.now_s += moved_s
+    run.start([1.0] * 50, after=50, step_s=STEP_S)
+    assert all(hours > 0 for hours in _found(run).hours.values())
+
+
+def test_a_journal_without_starts_has_none(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a")
+    run.write({"step": 1, "time": 5.0, "loss": 1.0})
+    assert goodput_of(read_journal_starts(run.folder / "journal.jsonl")) is None

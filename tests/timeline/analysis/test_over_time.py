@@ -1,0 +1,52 @@
+"""The step time over a run: moments, marks, and the page's picture of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.spans import JOURNAL_KEYS
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.columns import JournalSteps
+from hvdtrain.timeline.report.over_time_view import WIDTH, over_time_view
+from hvdtrain.timeline.report.page import to_html
+from hvdtrain.timeline.run import load
+from tests.support.journals import FakeRun
+from tests.support.step_tables import noise, run_of, table_of
+
+
+def _history(steps: int) -> JournalSteps:
+    parts = {name: np.full(steps, 10.0) for name in JOURNAL_KEYS}
+    return JournalSteps(np.arange(1, steps + 1), np.linspace(85.0, 95.0, steps), parts, np.full(steps, np.nan))
+
+
+def test_moments_sum_to_the_step_and_cover_the_run() -> None:
+    work = 100 + noise(np.random.default_rng(0), (4, 400), "gaussian", 1.0)
+    work[1, 200:] += 21.0
+    start = JournalStart({"size": 4, "time": 0.0}, first_step=1)
+    resumed = JournalStart({"size": 3, "time": 0.0}, first_step=301)
+    found = analyse(run_of(table_of(work), history=_history(1000), starts=[start, resumed]))
+    assert found.over_time is not None
+    moments = found.over_time.moments
+    assert len(moments) == 200 and (moments[0].first_step, moments[-1].last_step) == (1, 1000)
+    for moment in moments:
+        assert sum(moment.parts_ms.values()) == pytest.approx(moment.step_ms)
+    kinds = {(mark.kind, mark.step): mark.text for mark in found.over_time.marks}
+    assert kinds["start", 1] == "the run starts on 4 ranks" and kinds["start", 301] == "the run continues on 3 ranks"
+    (turned,) = [mark for mark in found.over_time.marks if mark.kind == "straggler"]
+    assert abs(turned.step - 201) <= 20 and turned.text.startswith("rank 1 becomes a straggler")
+    view = over_time_view(found.over_time)
+    assert [place["x"] for place in view["places"]][:2] == [0.0, WIDTH / 200]
+    assert sum(place["width"] for place in view["places"]) == pytest.approx(WIDTH)
+    page = to_html(found)
+    assert 'id="over-time"' in page and page.count('class="place"') == 200 and "becomes a straggler" in page
+
+
+def test_steps_that_a_later_start_repeated_are_those_of_the_later_one(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a").start([1.0] * 40, step_s=5.0, end="").start([1.0] * 40, after=20, step_s=1.0)
+    history = load(run.folder).history
+    assert history is not None and history.step.tolist() == list(range(1, 61))
+    assert history.step_ms.tolist() == [5000.0] * 20 + [1000.0] * 40
