@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.observe.past_journal import PastSteps, read_journal_starts, sampled_steps
+from hvdtrain.observe.past_journal import PastSteps, read_journal_starts, sampled_steps, skipped_steps
 from tests.support.tensorboard_run import BATCH, Run
 
 
@@ -77,3 +77,19 @@ def test_steps_of_a_start_are_sampled_evenly(tmp_path: Path) -> None:
     assert [line["step"] for line in sampled_steps(path, first, 100)] == list(range(1, 21))
     found = sampled_steps(path, second, 100)
     assert [line["step"] for line in found] == list(range(11, 1011, 10)) and {line["at"] for line in found} == {1}
+
+
+def test_starts_have_the_durations_of_steps_and_those_that_changed_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    lines: list[dict[str, object]] = [{"event": "started", "time": 1.0}]
+    lines += [
+        {"step": step, "time": 10.0 + step, "step_s": step / 4, "skipped": step in (2, 3)} for step in range(1, 5)
+    ]
+    lines += [{"event": "started", "time": 20.0}, {"step": 3, "time": 21.0, "step_s": 0.5, "skipped": False}]
+    lines += [{"step": 4, "time": 23.0, "step_s": "x", "skipped": True}, {"step": 5, "time": 24.0}]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    first, second = read_journal_starts(path)
+    assert first.steps.tolist() == [1, 2, 3, 4] and first.seconds.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert first.skipped == [1, 2] and first.first_times == [11.0, 12.0, 13.0, 14.0] and first.last_step_time == 14.0
+    assert second.steps.tolist() == [3, 4, 5] and second.seconds.tolist() == [0.5, 0.0, 0.0]
+    assert skipped_steps([first, second]) == {2, 4} and skipped_steps([first]) == {2, 3}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.past_journal import read_steps
@@ -276,7 +276,25 @@ def test_hyperparameters_and_how_it_ended(tmp_path: Path) -> None:
     metrics = content("experiment").experiment.metric_infos
     assert tuple(metric.name.tag for metric in metrics) == METRICS
     assert METRICS[0] in found.Tags()["scalars"]
-    assert content("session_end_info").session_end_info.status
+    assert content("session_end_info").session_end_info.status == api_pb2.STATUS_SUCCESS
+
+
+@pytest.mark.parametrize(("event", "status"), [("stopped", "STATUS_SUCCESS"), ("failed", "STATUS_FAILURE")])
+def test_each_end_of_a_run_is_on_the_hparams_page(tmp_path: Path, event: str, status: str) -> None:
+    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": event, "time": 1e9})
+    raw = found.SummaryMetadata("_hparams_/session_end_info").plugin_data.content
+    end = plugin_data_pb2.HParamsPluginData.FromString(raw).session_end_info
+    assert end.status == getattr(api_pb2, status)
+
+
+def test_points_of_a_long_run_become_rarer(tmp_path: Path) -> None:
+    count, step_s = 40_000, 0.5
+    records = [step_record(n, 1e9 + n * step_s) | {"step_s": step_s} for n in range(1, count + 1)]
+    _write(tmp_path, STARTED, *records)
+    steps = [int(step) for step in series(tmp_path, "loss/train")]
+    assert steps[:100] == list(range(1, 101)) and steps[-1] == count
+    assert max(b - a for a, b in pairwise(steps)) * step_s <= 3e-4 * count * step_s + 2 * step_s
+    assert len(steps) < 12_000 and steps[-2] - steps[-3] >= 0.9 * 3e-4 * count
 
 
 RANKS = {

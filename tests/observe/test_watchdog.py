@@ -343,3 +343,37 @@ def test_others_are_asked_no_oftener_than_they_say_something(reporter: Reporter)
     for _ in range(5):
         watchdog._poll()
     assert len(asked) == 1
+
+
+def test_first_steps_and_evaluations_have_three_times_the_limit(reporter: Reporter) -> None:
+    watchdog, spans = Watchdog(reporter, 600.0), reporter.statements.spans
+    times = []
+    for step in (0, 51, 52, 53):  # it resumes after step 50
+        spans.step = step
+        times.append(watchdog._times())
+    assert times == [3.0, 3.0, 3.0, 1.0]
+    with spans("evaluation"), spans("forward"):
+        assert watchdog._times() == 3.0
+    patience = Patience(600.0, 0.0)
+    assert [patience.is_over(t, {}, t, 3.0) for t in (1799.0, 1801.0)] == [False, True]
+
+
+def test_no_progress_is_said_once_before_anything_ends(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog, spans = Watchdog(reporter, 600.0), reporter.statements.spans
+    watchdog._first_step, spans.step = 1, 12
+    with spans("forward"):
+        for idle_s in (100.0, 299.0, 300.0, 400.0):
+            watchdog._warn(idle_s)
+    assert capfd.readouterr().err == (
+        "hvdtrain: rank 0: no progress for 300 s in forward, step 12; if no rank makes any for 600 s, the run ends"
+        " (--observe.stall_timeout_s)\n"
+    )
+    watchdog._warn(0.0)  # it continues
+    watchdog._warn(301.0)
+    assert "no progress for 301 s, step 12" in capfd.readouterr().err
+    process = msgspec.structs.replace(reporter.statements.process, rank=3)
+    reporter.statements = dataclasses.replace(reporter.statements, process=process)
+    with spans("wait"):
+        watchdog._warn(0.0)
+        watchdog._warn(500.0)
+    assert capfd.readouterr().err == "", "it waits for another rank"

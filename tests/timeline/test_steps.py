@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.errors import DataError
 from hvdtrain.timeline.steps import read_starts
 from tests.support.step_tables import read_steps
 

@@ -28,10 +28,10 @@ in a start if one of its ranks is a straggler there.
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Print the hosts of runs, most costly first; return the exit code."""
+    """Print the hosts of runs, most costly first; return the exit code: 2 if the file of groups is wrong."""
     options = parser(command).parse_args(argv)
 
-    from hvdtrain.errors import TraceError
+    from hvdtrain.errors import ConfigError, TraceError
     from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
     from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.steps import read_starts
@@ -43,7 +43,11 @@ def main(command: str, argv: list[str]) -> int:
             expected="folders of runs with timeline/steps.jsonl",
             next_step="name the folders of runs that recorded traces",
         )
-    found = slow_hosts(tables, _groups(options.groups))
+    try:
+        found = slow_hosts(tables, _groups(options.groups))
+    except ConfigError as error:
+        sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
+        return 2
     kinds = {"hosts": found.hosts, "devices": found.devices, "groups": found.groups}
     if options.json:
         places = {kind: [_plain(place) for place in each] for kind, each in kinds.items()}
