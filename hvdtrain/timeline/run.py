@@ -216,7 +216,7 @@ def _bounded(traces: Iterable[HorovodTrace], notes: list[str]) -> list[HorovodTr
         left = len(trace.start_us) - most
         if left > 0:
             begin_us = float(trace.start_us[left:].min())
-            ticks = np.flatnonzero(trace.tick_us >= begin_us)
+            ticks = slice(int(np.searchsorted(trace.tick_us, begin_us)), None)  # reads few pages of the file
             trace = replace(
                 trace,
                 tensor=trace.tensor[left:].copy(),
@@ -224,9 +224,9 @@ def _bounded(traces: Iterable[HorovodTrace], notes: list[str]) -> list[HorovodTr
                 start_us=trace.start_us[left:].copy(),
                 duration_us=trace.duration_us[left:].copy(),
                 nbytes=trace.nbytes[left:].copy(),
-                tick_tensor=trace.tick_tensor[ticks],
-                tick_rank=trace.tick_rank[ticks],
-                tick_us=trace.tick_us[ticks],
+                tick_tensor=trace.tick_tensor[ticks].copy(),
+                tick_rank=trace.tick_rank[ticks].copy(),
+                tick_us=trace.tick_us[ticks].copy(),
             )
             notes.append(f"{trace.path.name}: the last {most:,} of {left + most:,} operations are analysed")
         kept.append(trace)

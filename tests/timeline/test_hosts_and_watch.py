@@ -52,7 +52,7 @@ def test_hosts_and_gpus_are_named_over_runs(tmp_path: Path, capsys: pytest.Captu
     assert lines[3].startswith("GPU-n03 on n03 ") and lines[5].startswith("r1 ")
     assert main(["hosts", *map(str, runs), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [place["name"] for place in found["hosts"]][0] == "n03" and found["groups"] == []
+    assert found["hosts"][0]["name"] == "n03" and found["groups"] == []
 
 
 def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

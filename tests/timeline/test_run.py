@@ -241,3 +241,15 @@ def test_ticks_of_a_real_trace_are_used(tmp_path: Path) -> None:
     plain = tmp_path / "t.json"
     plain.write_bytes(gzip.decompress((TRACES / "ticks-4-ranks.json.gz").read_bytes()))
     assert analyse(load(plain)).blame == analysis.blame
+
+
+
+def test_the_last_operations_of_a_long_timeline_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = TRACES / "training-4-ranks-gloo.json.gz"
+    (whole,) = load(path).horovod
+    monkeypatch.setattr("hvdtrain.timeline.run._MOST_OPERATIONS", 100)
+    run = load(path)
+    (last,) = run.horovod
+    assert last.start_us.tolist() == whole.start_us[-100:].tolist()
+    assert last.tick_us.tolist() == [us for us in whole.tick_us.tolist() if us >= last.start_us.min()]
+    assert run.notes[-1].endswith(f"the last 100 of {len(whole.start_us):,} operations are analysed")
