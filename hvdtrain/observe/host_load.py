@@ -1,4 +1,4 @@
-"""Causes that delay a rank besides its own work: no free core, stolen CPU time, a slow GPU."""
+"""Causes that delay a rank besides its own work: no free core, stolen CPU time, a slow GPU, a stopped process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 from hvdtrain.observe.monitor import THROTTLES
 
-CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle")
+CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle", "stopped_us")
 """Figures of a block of steps. Throttling is sent as bits of `monitor.THROTTLES`."""
 
 _EVERY_S = 2.0
+_TICK_S, _LATE_S, _MOST_OF_IT = 0.1, 0.05, 0.8
+"""A thread wakes each tick. If it is so late, the process was stopped, unless it computed or waited for a core then."""
 
 
 class HostLoad:
@@ -35,6 +37,7 @@ class HostLoad:
         self._waited_us = self._wait_us()
         self._began_s = time.monotonic()
         self._sampled: tuple[float, float, float, float] = (math.nan,) * 4
+        self._stopped_us = self._stopped_before_us = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="causes of lateness", daemon=True)
         self._thread.start()
@@ -45,7 +48,8 @@ class HostLoad:
         since_us, since_s = waited_us - self._waited_us, now_s - self._began_s
         self._waited_us, self._began_s = waited_us, now_s
         steal_share, *gpu = self._sampled
-        return [since_us, steal_share * since_s * 1e6, *gpu]
+        stopped_us, self._stopped_before_us = self._stopped_us - self._stopped_before_us, self._stopped_us
+        return [since_us, steal_share * since_s * 1e6, *gpu, stopped_us]
 
     def close(self) -> None:
         """Stop sampling. Does not wait for a thread that hangs in a driver."""
@@ -53,10 +57,7 @@ class HostLoad:
         self._thread.join(1.0)
 
     def _wait_us(self) -> float:
-        try:
-            return int(self._schedstat.read_bytes().split()[1]) / 1e3
-        except (OSError, ValueError, IndexError):
-            return math.nan
+        return _delay_us(self._schedstat)
 
     def _run(self) -> None:
         stolen, at_s = steal_s(self._stat), time.monotonic()
@@ -71,8 +72,29 @@ class HostLoad:
                 math.nan if throttle is None else float(sum(bit for bit, why in THROTTLES.items() if why in throttle)),
             )
             stolen, at_s = now, now_s
-            if self._ended.wait(_EVERY_S):
-                return
+            while time.monotonic() - at_s < _EVERY_S:
+                if self._tick():
+                    return
+
+    def _tick(self) -> bool:
+        """Sleep for a tick, and note if the process was stopped meanwhile; return whether to end."""
+        delays = Path("/proc/thread-self/schedstat")
+        began_s, busy_s, waited_us = time.monotonic(), time.process_time(), _delay_us(delays)
+        ended = self._ended.wait(_TICK_S)
+        late_s = time.monotonic() - began_s - _TICK_S
+        if not ended and late_s > _LATE_S:
+            other_s = time.process_time() - busy_s + (_delay_us(delays) - waited_us) / 1e6
+            if late_s - other_s > _MOST_OF_IT * late_s:
+                self._stopped_us += 1e6 * (late_s - other_s)
+        return ended
+
+
+def _delay_us(schedstat: Path) -> float:
+    """Return how long a thread has waited for a core; NaN if unknown."""
+    try:
+        return int(schedstat.read_bytes().split()[1]) / 1e3
+    except (OSError, ValueError, IndexError):
+        return math.nan
 
 
 def steal_s(stat: Path) -> float:

@@ -108,9 +108,9 @@ class StepTable:
         end_us: the step ends [ranks, steps].
         parts_us: durations by name, of `PARTS` and "gc" (which overlaps the others) [ranks, steps].
         facts: of each block, figures by name with one number per rank, None if unknown: "cpu_wait_us" (the training
-            thread waited for a core, over the block), "steal_us" (another virtual machine used the host's core),
-            "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text), "expert_share" (share of tokens of the busiest
-            expert; 1 / experts if balanced).
+            thread waited for a core, over the block), "stopped_us" (the process was stopped), "steal_us" (another
+            virtual machine used the host's core), "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text),
+            "expert_share" (share of tokens of the busiest expert; 1 / experts if balanced).
         clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
         devices: UUIDs of the ranks' GPUs; empty for CPUs, and where they are unknown.
         elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].

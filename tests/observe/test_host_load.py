@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +51,7 @@ def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> No
 
 def test_what_the_machine_does_not_tell_is_unknown(tmp_path: Path) -> None:
     causes = HostLoad(dict, tmp_path)
-    assert all(map(math.isnan, causes.read()))
+    assert all(map(math.isnan, causes.read()[:-1]))
     causes.close()
     assert math.isnan(steal_s(tmp_path / "proc/stat"))
     assert throttle_text(math.nan) is None and throttle_text(0.0) == ""
@@ -62,3 +66,38 @@ def test_here_waiting_for_a_core_is_known() -> None:
     causes = HostLoad(dict)
     assert causes.read()[0] >= 0
     causes.close()
+
+
+_LOOP = """
+import sys, threading, time
+from hvdtrain.observe.host_load import HostLoad
+causes = HostLoad(dict)
+print("begun", flush=True)
+while sys.stdin.readline():
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:  # it computes, so that the thread may be late
+        sum(range(100_000))
+    print(causes.read()[-1], flush=True)
+"""
+
+
+def test_here_a_stopped_process_is_known_and_a_busy_one_is_not_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _LOOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def lap() -> float:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return float(process.stdout.readline())
+
+        assert process.stdout.readline() == "begun\n"
+        assert lap() == 0
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+        assert lap() == pytest.approx(1e6, rel=0.2)
+        assert lap() == 0
+        process.stdin.close()

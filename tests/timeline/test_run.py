@@ -243,7 +243,6 @@ def test_ticks_of_a_real_trace_are_used(tmp_path: Path) -> None:
     assert analyse(load(plain)).blame == analysis.blame
 
 
-
 def test_the_last_operations_of_a_long_timeline_are_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = TRACES / "training-4-ranks-gloo.json.gz"
     (whole,) = load(path).horovod

@@ -107,7 +107,8 @@ class Cause:
     """A difference between a late rank and the others.
 
     Attributes:
-        name: data, forward, backward, optimizer, gc, cpu (no core was free), steal, gpu clock, gpu throttle, experts.
+        name: data, forward, backward, optimizer, gc, cpu (no core was free), steal, stopped, gpu clock, gpu throttle,
+            experts.
         ms: per step, more than the median of the other ranks; None if the cause is not a time.
         text: a sentence with the numbers.
     """

@@ -15,6 +15,7 @@ from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
 _SHARE, _LEAST_MS = 0.02, 0.2
 """Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
+_REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
 _MANY_RANKS = 4
 _MANY_SHARES = 8
 _MOSTLY = 0.8
@@ -28,6 +29,7 @@ _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle"
 _CURES = {
     "gc": "create fewer objects per step there, or call gc.freeze() once everything is created",
     "cpu": "give each thread there a core: fewer ranks, a smaller OMP_NUM_THREADS, or no other programs on that host",
+    "stopped": "find what stops it: SIGSTOP, a debugger, a suspended container or virtual machine",
     "steal": "another virtual machine uses that host's cores: move the rank",
     "gpu clock": "check that GPU with nvidia-smi -q -d CLOCK,PERFORMANCE",
     "gpu temperature": "check that host's cooling",
@@ -45,7 +47,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     yield from _sizes(facts)
     yield from _padding(facts)
     if facts.stragglers is not None:
-        yield from _pauses(facts.stragglers)
+        yield from _pauses(facts, facts.stragglers)
         yield from _jitter(facts, facts.stragglers)
 
 
@@ -151,7 +153,7 @@ def _cure(facts: Facts, cause: str) -> str | None:
     return _CURES.get(cause)
 
 
-def _pauses(stragglers: Stragglers) -> Iterator[Finding]:
+def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     """Report pauses of each rank. Ranks that paused in the same steps, as on a suspended host, share a finding."""
     by_rank: dict[int, list[Pause]] = {}
     for pause in stragglers.pauses:
@@ -169,9 +171,12 @@ def _pauses(stragglers: Stragglers) -> Iterator[Finding]:
         they, were = ("they", "were") if len(ranks) > 1 else ("it", "was")
         text = f"{paused} once: in step {longest.step} {they} {were} {_seconds(longest.ms)} later than the others"
         if len(steps) > 1:
-            text = f"{paused} {len(steps)} times, {_seconds(took[steps])} in total; longest in step {longest.step}, "
-            text += _seconds(longest.ms)
+            text = f"{paused} {len(steps)} times, {_when(steps)}, {_seconds(took[steps])} in total; longest in step"
+            text += f" {longest.step}, {_seconds(longest.ms)}"
         advice = "check what its host did then; pauses do not count as straggler cost"
+        if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _MOST_OF_PAUSE * longest.ms:
+            text += f"; its process was stopped for {_seconds(stopped)}"
+            advice = _CURES["stopped"]
         yield Finding("pause", text, took[steps] / looked_at, advice)
     if left := order[_MANY_PAUSES:]:
         count = sum(len(together[steps]) for steps in left)
@@ -179,6 +184,25 @@ def _pauses(stragglers: Stragglers) -> Iterator[Finding]:
             f"{count} more rank{'s' if count > 1 else ''} paused, each for {_seconds(took[left[0]])} or less in total"
         )
         yield Finding("pause", text, None, "check what the hosts did then")
+
+
+def _when(steps: Sequence[int]) -> str:
+    """Say in which steps, or how often if that is regular."""
+    gaps = np.diff(steps)
+    period = float(np.median(gaps))
+    if len(gaps) >= _REGULAR and np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
+        return f"about every {period:.0f} steps"
+    shown = ", ".join(f"{step:,}" for step in steps[:_MANY_RANKS])
+    return f"in steps {shown}{' and others' if len(steps) > _MANY_RANKS else ''}"
+
+
+def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
+    """Return how long a rank's process was stopped in the block of a step; 0 if unknown."""
+    table = facts.run.steps
+    if table is None or step not in table.step:
+        return 0.0
+    values = table.facts[table.block[int(np.flatnonzero(table.step == step)[0])]].get("stopped_us") or ()
+    return float(values[rank] or 0.0) / 1e3 if rank < len(values) else 0.0
 
 
 def _names(ranks: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = ()) -> str:

@@ -32,9 +32,10 @@ _WORDS = {
     "rest": "it spends {mine} ms per step outside the named parts, others {others} ms",
     "gc": "Python's garbage collector takes {mine} ms per step of these, others {others} ms",
     "cpu": "it waited for a CPU core for {mine} ms per step, others {others} ms",
+    "stopped": "its process was stopped for {mine} ms per step, others' for {others} ms",
     "steal": "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
 }
-_CPU_FACTS = {"cpu": "cpu_wait_us", "steal": "steal_us"}
+_CPU_FACTS = {"cpu": "cpu_wait_us", "steal": "steal_us", "stopped": "stopped_us"}
 
 
 def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:

@@ -404,9 +404,34 @@ def test_pauses_are_listed_by_rank_with_their_cost() -> None:
     work[1, [30, 60, 90, 120]] += 10_000.0  # part of each in the step after it
     work[3, 150] += 1000.0
     often, once = _pauses(work)
-    assert "rank 1 on host0 paused 4 times, 40.0 s in total" in often.text
+    assert "rank 1 on host0 paused 4 times, about every 30 steps, 40.0 s in total" in often.text
     assert often.cost_ms == pytest.approx(40_000 / 198, rel=0.05)
     assert "rank 3 on host0 paused once: in step 151" in once.text
+
+
+def test_pauses_without_a_period_are_listed_by_step() -> None:
+    work = _work()
+    work[1, [30, 50, 90, 180]] += 1000.0
+    (found,) = _pauses(work)
+    assert "rank 1 on host0 paused 4 times, in steps 31, 51, 91, 181, 4.00 s in total" in found.text
+
+
+def test_a_pause_in_which_the_process_was_stopped_says_so() -> None:
+    work = _work()
+    work[2, 150] += 1000.0
+    table = table_of(work, facts={"stopped_us": [0.0, 0.0, 990e3, 0.0]})
+    (found,) = [finding for finding in analyse(run_of(table)).findings if finding.kind == "pause"]
+    assert "its process was stopped for 990 ms" in found.text and "SIGSTOP" in found.advice
+
+
+def test_a_rank_that_is_stopped_often_is_told_so() -> None:
+    work = _work()
+    work[2] += 20.0
+    table = table_of(work, facts={"stopped_us": [0.0, 0.0, 50 * 19e3, 0.0]})
+    (found,) = [finding for finding in analyse(run_of(table)).findings if finding.kind == "straggler"]
+    causes = analyse(run_of(table)).blame.causes[2]
+    assert "its process was stopped for 19.0 ms per step, others' for 0 ms" in [cause.text for cause in causes]
+    assert "find what stops it" in found.advice
 
 
 def test_ranks_that_pause_at_once_are_one_pause() -> None:
