@@ -67,3 +67,29 @@ def test_slowness_that_comes_or_moves_is_named_with_its_moment(ranks: int, late:
         assert analysis.blame.causes[spell.rank][0].name == "forward"
     assert sorted({spell.rank for spell in analysis.blame.spells}) == late
     assert not [finding for finding in analysis.findings if finding.kind in ("change", "jitter")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_texts_of_unequal_length_are_a_matter_of_data(ranks: int, tmp_path: Path) -> None:
+    task = f"--task={ROOT}/tests/support/sleeper.py:sleeper"
+    slow = ("--step_ms=50", "--late_ms=100", "--late_in=length")
+    batch = (f"--train.global_batch={ranks}", "--train.micro_batch=1", "--train.steps=80", "--checkpoint.every=0")
+    train(task, *slow, *batch, "--run_dir=run", size=ranks, cwd=tmp_path)
+    analysis = analyse(load(tmp_path / "run"))
+    kinds = {finding.kind: finding for finding in analysis.findings}
+    assert "batch_sizes" in kinds and not analysis.blame.late, analysis.blame.reason
+    cost = kinds["batch_sizes"].cost_ms
+    assert cost is not None and cost == pytest.approx(100 * (ranks - 1) / (ranks + 1), rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_is_stopped_often_is_named_with_the_reason(ranks: int, tmp_path: Path) -> None:
+    task = f"--task={ROOT}/tests/support/sleeper.py:sleeper"
+    slow = ("--step_ms=100", "--late_rank=1", "--late_ms=500", "--late_in=stops")
+    batch = (f"--train.global_batch={ranks}", "--train.micro_batch=1", "--train.steps=80", "--checkpoint.every=0")
+    train(task, *slow, *batch, "--run_dir=run", size=ranks, cwd=tmp_path)
+    analysis = analyse(load(tmp_path / "run"))
+    texts = [finding.text for finding in analysis.findings if finding.kind in ("straggler", "pause", "stopped")]
+    assert any("rank 1" in text and "stopped for" in text for text in texts), texts

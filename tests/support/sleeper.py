@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import time
 
 import torch
@@ -12,15 +14,26 @@ from torch.utils.data import Dataset
 from hvdtrain import Task
 from hvdtrain.runtime.environment import environ, rank_info
 
+LENGTH = 1000
+
 
 class Rows(Dataset[Tensor]):
-    """Ones."""
+    """Ones, `LENGTH` of them on average if they are ragged, else 4."""
+
+    def __init__(self, *, ragged: bool) -> None:
+        self.ragged = ragged
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(4)
+        return torch.ones(4 + (index * 7919) % (2 * LENGTH - 7) if self.ragged else 4)
+
+
+def _stop_often(stopped_s: float) -> None:
+    """Stop this process each second, until it ends."""
+    signals = f"kill -STOP {os.getpid()} && sleep {stopped_s} && kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", f"while {signals}; do sleep 1; done"], stdin=subprocess.DEVNULL)
 
 
 def sleeper(
@@ -32,11 +45,14 @@ def sleeper(
         step_ms: of every rank
         late_rank: the rank that sleeps longer; -1 for none
         late_ms: by how much
-        late_in: forward or data
+        late_in: forward or data; length: of all ranks, by as much for a text of mean length; stops: the process of the
+            late rank is stopped for this time, once a second
         moves_at: pass from which the next rank is late instead; 0 for none
     """
     rank, passes = rank_info(environ()).rank, itertools.count(1)
     more_s = late_ms / 1e3 if rank == late_rank else 0.0
+    if late_in == "stops" and more_s:
+        _stop_often(more_s)
 
     def collate(rows: list[Tensor]) -> Tensor:
         if late_in == "data":
@@ -45,9 +61,11 @@ def sleeper(
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         late_s = more_s if late_in == "forward" else 0.0
+        if late_in == "length":
+            late_s = late_ms / 1e3 * batch.numel() / LENGTH
         if moves_at and next(passes) >= moves_at:
             late_s = late_ms / 1e3 if rank == late_rank + 1 else 0.0
         time.sleep(step_ms / 1e3 + late_s)
-        return model(batch).sum(), torch.tensor(float(len(batch)))
+        return model(batch[:, :4]).sum(), torch.tensor(float(len(batch)))
 
-    return Task(nn.Linear(4, 1), loss, Rows(), None, collate=collate)
+    return Task(nn.Linear(4, 1), loss, Rows(ragged=late_in == "length"), None, collate=collate)

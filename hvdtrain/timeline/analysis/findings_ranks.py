@@ -46,6 +46,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     yield from _shares(facts)
     yield from _sizes(facts)
     yield from _padding(facts)
+    yield from _stopped(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts, facts.stragglers)
         yield from _jitter(facts, facts.stragglers)
@@ -128,6 +129,24 @@ def _sizes(facts: Facts) -> Iterator[Finding]:
         f" elements than the mean, and 1,000 elements take {wording.ms(found.ms_per_1000)} ms"
     )
     yield Finding("batch_sizes", text, found.cost_ms.value, _ALIKE_BATCHES)
+
+
+def _stopped(facts: Facts) -> Iterator[Finding]:
+    """Report ranks with processes that were stopped, unless it is said to make them stragglers."""
+    table = facts.run.steps
+    if table is None or not len(table.step):
+        return
+    rows = [[float(us or 0.0) for us in values] for block in table.facts if (values := block.get("stopped_us"))]
+    per_step = np.sum(np.array(rows), axis=0) / 1e3 / len(table.step) if rows else np.zeros(0)
+    least = max(_SHARE * facts.step_ms, _LEAST_MS)
+    told = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
+    ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in told]
+    if ranks:
+        most, who = float(per_step[ranks].max()), _names(ranks, table.hosts)
+        text = (
+            f"{'processes' if len(ranks) > 1 else 'the process'} of {who} {'were' if len(ranks) > 1 else 'was'} stopped"
+        )
+        yield Finding("stopped", f"{text} for {wording.ms(most)} ms per step", most, _CURES["stopped"])
 
 
 def _padding(facts: Facts) -> Iterator[Finding]:

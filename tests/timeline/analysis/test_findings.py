@@ -434,6 +434,17 @@ def test_a_rank_that_is_stopped_often_is_told_so() -> None:
     assert "find what stops it" in found.advice
 
 
+def test_a_rank_that_is_stopped_seldom_is_told_without_statistics() -> None:
+    work = _work()[:2]
+    work[1, ::25] += 490.0
+    table = table_of(work, facts={"stopped_us": [0.0, 2 * 490e3]})
+    (found,) = [finding for finding in analyse(run_of(table)).findings if finding.kind == "stopped"]
+    assert found.text == "the process of rank 1 on host0 was stopped for 19.6 ms per step"
+    assert not [
+        f for f in analyse(run_of(table_of(work, facts={"stopped_us": [0.0, 0.0]}))).findings if f.kind == "stopped"
+    ]
+
+
 def test_ranks_that_pause_at_once_are_one_pause() -> None:
     work = np.concatenate([_work(), _work()])
     work[4:7, 90] += 10_000.0
