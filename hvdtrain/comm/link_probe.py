@@ -9,8 +9,12 @@ import torch
 
 from hvdtrain.comm.base import Comm
 
-SIZES = tuple(1 << exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 23))
-"""Bytes: 1 KiB to 4 MiB in factors of four, and 8 MiB."""
+SIZES = tuple(1 << exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 23, 24, 25, 26))
+"""Bytes: 1 KiB to 4 MiB in factors of four, then up to 64 MiB. A link may pass some MiB at once, which do not show its
+bandwidth; larger sizes do."""
+
+_LARGE = 1 << 22
+"""Bytes from which the mean counts: the first of several allreduces may use up what a link passes at once."""
 
 MEASURED = "link/bytes/"
 """Beginning of the names of the allreduces that are measured."""
@@ -51,7 +55,10 @@ def probe_link(
 
 
 def _allreduce_s(comm: Comm, among: Comm, device: torch.device, size: int) -> float:
-    """Return the minimum of several allreduces of fp32 numbers, after one that is not counted. Collective: yes."""
+    """Return the time of an allreduce of fp32 numbers, after one that is not counted. Collective: yes.
+
+    It is the minimum of several ones; their mean for large sizes.
+    """
     tensor, number = torch.zeros(size // 4, device=device), torch.zeros(1)
     seconds = []
     for _ in range(_TIMES + 1):
@@ -60,7 +67,7 @@ def _allreduce_s(comm: Comm, among: Comm, device: torch.device, size: int) -> fl
         start_s = clock_s(device)
         among.allreduce(tensor, name=f"{MEASURED}{size}").wait()
         seconds.append(clock_s(device) - start_s)
-    return min(seconds[1:])
+    return sum(seconds[1:]) / _TIMES if size >= _LARGE else min(seconds[1:])
 
 
 def clock_s(device: torch.device) -> float:

@@ -6,11 +6,12 @@ import json
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hvdtrain.cli.parser import Parser
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import ConfigError
+from hvdtrain.timeline.whatif.links import Algorithm
 
 if TYPE_CHECKING:
     from hvdtrain.timeline.whatif.evidence import Change, Evidence
@@ -129,7 +130,8 @@ def parser(command: str) -> Parser:
     add("--ranks_per_host", help=per_host, **count)
     add("--bandwidth_gbit", help="bandwidth of each host's link, in Gbit/s", **number)
     add("--latency_us", help="latency of a small message between two ranks, in microseconds", **number)
-    add("--algorithm", choices=("auto", "ring", "tree"), help="algorithm of all-reduces; auto is the faster one")
+    algorithms, what = get_args(Algorithm), "algorithm of all-reduces; auto is the fastest that MPI or NCCL use"
+    add("--algorithm", choices=algorithms, help=what)
     add("--compression", metavar="NAME", help="a value of --parallel.compression, such as powersgd:4")
     engines = ("horovod", "ddp", "fsdp")
     add("--engine", choices=engines, help="a value of --parallel.engine; --shard is then none unless it is given")

@@ -21,6 +21,8 @@ _BLOCKS = 64
 _LEAST_BLOCK = 4
 _LEAST_BLOCKS, _ENOUGH_BLOCKS = 2, 8
 """Blocks on each side of a change, and in all: fewer say little about the noise."""
+_NEAR = 2
+"""Blocks: the change may be so far from the best edge of blocks."""
 _MOST = 8
 _ODDS = 0.001
 """Probability of a change that is chance, in a series of independent blocks."""
@@ -52,10 +54,13 @@ def change_points(values: Floats, least: float) -> list[int]:
             row_of[middle] = change[0]
             todo += [(begin, middle), (middle, end)]
     means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
-    places = _significant(means, row_of, limit)
+    # A change within a block is one at both of its edges.
+    once = {at: row for at, row in row_of.items() if row_of.get(at - 1) != row}
+    places = _significant(means, once, limit)
     kept = [0]
     for before, at, after in zip([0, *places], places, [*places[1:], blocks], strict=False):
-        found = _refined(values[row_of[at]], edges[before], edges[at - 1], edges[at + 1], edges[after])
+        low, high = max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
+        found = _refined(values[row_of[at]], edges[before], edges[low], edges[high], edges[after])
         if min(found - kept[-1], count - found) >= LEAST_STEPS:
             kept.append(found)
     return kept[1:]

@@ -1,7 +1,9 @@
 """The duration of a collective from latency and bandwidth, by algorithm, number of ranks and number of hosts. Pure.
 
 Hockney's model ("The Communication Challenge for MPP", 1994), with the costs of a ring and of recursive doubling from
-Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005).
+Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in MPICH", 2005), and those of
+NCCL's double binary tree from Sanders, Speck and Träff ("Two-tree algorithms for full bandwidth broadcast, reduction
+and scan", 2009). A ring through several hosts waits for the slowest message of each round, which crosses the network.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Algorithm = Literal["auto", "ring", "tree"]
+Algorithm = Literal["auto", "ring", "tree", "double_tree", "hierarchical"]
 
 _NEGOTIATION = 2
 """Reductions of a few bytes with which Horovod's ranks agree that a (cached) tensor is ready on all of them."""
@@ -32,11 +34,17 @@ class Link:
         hop_s: time of an empty message from one rank to another.
         s_per_byte: seconds per byte that leaves a host, or a rank if there is one host.
         cpu_s_per_byte: processor time of the exchanging thread per byte that its rank sends.
+        by_nccl: whether NCCL exchanges, which also knows the double tree.
     """
 
     hop_s: float
     s_per_byte: float
     cpu_s_per_byte: float = 0.0
+    by_nccl: bool = False
+
+    def hops_s(self, ranks: Ranks, across: float, inside: float) -> float:
+        """Return the seconds of consecutive empty messages across hosts and inside one."""
+        return across * self.hop_s + inside * (min(self.hop_s, ONE_HOST.hop_s) if ranks.hosts > 1 else self.hop_s)
 
 
 ONE_HOST = Link(2e-5, 2.5e-10, 2.5e-10)
@@ -67,17 +75,19 @@ def collective_s(
     """Return the seconds of a collective after all ranks are ready, and processor seconds of the exchanging thread.
 
     `kind` is allreduce, reducescatter, allgather or alltoall; `nbytes` is what each rank hands over. The algorithm is
-    that of an allreduce; auto uses the faster one.
+    that of an allreduce; auto uses the fastest of those that MPI or NCCL use by themselves.
     """
     if ranks.size < 2:
         return 0.0, 0.0
     costs = _allreduce(ranks, nbytes) if kind == "allreduce" else {"ring": _other_collective(ranks, kind, nbytes)}
-    used = [costs[algorithm]] if algorithm in costs else list(costs.values())
-    negotiation_s = _NEGOTIATION * tree_rounds(ranks.size) * link.hop_s
+    names = ("ring", "tree", "double_tree") if link.by_nccl else ("ring", "tree")
+    used = [costs[algorithm]] if algorithm in costs else [costs[name] for name in names if name in costs]
+    negotiation_s = _NEGOTIATION * link.hops_s(ranks, *_rounds(ranks))
     found = []
-    for hops, crossing, sent in used:
+    for across, inside, crossing, sent in used:
         cpu_s = sent * link.cpu_s_per_byte
-        found.append((negotiation_s + hops * link.hop_s + max(crossing * link.s_per_byte, cpu_s), cpu_s))
+        hops_s = link.hops_s(ranks, across, inside)
+        found.append((negotiation_s + hops_s + max(crossing * link.s_per_byte, cpu_s), cpu_s))
     return min(found)
 
 
@@ -91,17 +101,20 @@ def fit_allreduces(pairs: Sequence[tuple[int, float]], ranks: Ranks) -> Link | N
     points = sorted((size, seconds) for size, seconds in pairs if seconds > 0)
     if len(points) < 2 or points[0][0] == points[-1][0] or ranks.size < 2:
         return None
-    hop_s = points[0][1] / ((_NEGOTIATION + 1) * tree_rounds(ranks.size))
+    across, inside = _rounds(ranks)
+    of_one_s = points[0][1] / (_NEGOTIATION + 1)
+    inside_s = inside * ONE_HOST.hop_s if ranks.hosts > 1 else 0.0
+    hop_s = max((of_one_s - inside_s) / across, of_one_s / (across + inside)) if across else of_one_s / inside
     numerator = denominator = 0.0
     (size, seconds), (largest, longest) = points[-2:]
     if ranks.hosts > 1 and size * _APART <= largest and seconds < longest:
-        bytes_more = _allreduce(ranks, largest)["ring"][1] - _allreduce(ranks, size)["ring"][1]
+        bytes_more = _allreduce(ranks, largest)["ring"][2] - _allreduce(ranks, size)["ring"][2]
         return Link(hop_s, (longest - seconds) / bytes_more)
     for size, seconds in points[1:]:
         if size < _LARGE * points[-1][0]:  # mostly latency and burst
             continue
         rest = seconds - points[0][1]
-        _, crossing, _ = _allreduce(ranks, size)["ring"]
+        crossing = _allreduce(ranks, size)["ring"][2]
         numerator += crossing * rest / seconds**2
         denominator += crossing**2 / seconds**2
     return Link(hop_s, max(numerator / denominator, 1e-13)) if denominator else None
@@ -112,23 +125,44 @@ def with_bandwidth(link: Link, gbit: float) -> Link:
     return Link(link.hop_s, 8e-9 / (gbit * ETHERNET), link.cpu_s_per_byte)
 
 
-def _allreduce(ranks: Ranks, nbytes: float) -> dict[str, tuple[float, float, float]]:
-    """Return hops, bytes that leave a host, and bytes that a rank sends, by algorithm."""
-    n, hosts = ranks.size, ranks.hosts
+_Cost = tuple[float, float, float, float]
+"""Messages across hosts and inside one that follow each other, bytes that leave a host, bytes that a rank sends."""
+
+
+def _rounds(ranks: Ranks) -> tuple[int, int]:
+    """Return the rounds of a tree over all ranks: those across hosts, and those inside one."""
+    across = tree_rounds(ranks.hosts)
+    return across, tree_rounds(ranks.size) - across
+
+
+def _allreduce(ranks: Ranks, nbytes: float) -> dict[str, _Cost]:
+    """Return the cost by algorithm."""
+    n, hosts, local = ranks.size, ranks.hosts, ranks.per_host
     ring = 2 * (n - 1) / n * nbytes
-    across = tree_rounds(hosts) * ranks.per_host if hosts > 1 else tree_rounds(n)
+    between = 2 * (hosts - 1) / hosts * nbytes
+    leaves = between if hosts > 1 else ring
+    crossing = tree_rounds(hosts) * local if hosts > 1 else tree_rounds(n)
+    rounds = _rounds(ranks)
     return {
-        "ring": (2 * (n - 1), ring, ring),
-        "tree": (tree_rounds(n), across * nbytes, tree_rounds(n) * nbytes),
+        "ring": (*_hops(ranks, 2 * (n - 1)), ring, ring),
+        "tree": (*rounds, crossing * nbytes, tree_rounds(n) * nbytes),
+        "double_tree": (2 * rounds[0], 2 * (rounds[1] if hosts == 1 else local - 1), leaves, ring),
+        "hierarchical": (2 * (hosts - 1), 2 * (local - 1), leaves, 2 * (local - 1) / local * nbytes + between / local),
     }
 
 
-def _other_collective(ranks: Ranks, kind: str, nbytes: float) -> tuple[float, float, float]:
+def _hops(ranks: Ranks, count: float) -> tuple[float, float]:
+    """Return messages of which each round has one that crosses the network, if there is one."""
+    return (count, 0.0) if ranks.hosts > 1 else (0.0, count)
+
+
+def _other_collective(ranks: Ranks, kind: str, nbytes: float) -> _Cost:
     n, local = ranks.size, ranks.per_host
+    hops = _hops(ranks, n - 1)
     if kind == "allgather":
-        return n - 1, (n - 1) * nbytes, (n - 1) * nbytes
+        return (*hops, (n - 1) * nbytes, (n - 1) * nbytes)
     if kind == "reducescatter":  # the first half of a ring's allreduce
-        return n - 1, nbytes * (n - 1) / n, nbytes * (n - 1) / n
+        return (*hops, nbytes * (n - 1) / n, nbytes * (n - 1) / n)
     assert kind == "alltoall", kind
     sent = nbytes * (n - 1) / n
-    return n - 1, (local * nbytes * (n - local) / n if ranks.hosts > 1 else sent), sent
+    return (*hops, (local * nbytes * (n - local) / n if ranks.hosts > 1 else sent), sent)

@@ -10,7 +10,7 @@ from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_ste
 from hvdtrain.timeline.whatif.engine_passes import engine_notes
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
-from hvdtrain.timeline.whatif.links import Link, with_bandwidth
+from hvdtrain.timeline.whatif.links import Algorithm, Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
 _CODING_UNCERTAINTY = (0.5, 0.3)
@@ -18,6 +18,8 @@ _CODING_UNCERTAINTY = (0.5, 0.3)
 _BANDWIDTH_UNCERTAINTY = 0.1
 """How much less than a given bandwidth a link may carry. Through a token bucket of 100 Mbit/s, allreduces of 8 MB got
 0.95 of it with TCP's CUBIC, and 0.83 to 0.9 with BBR."""
+_LATENCY_UNCERTAINTY = 0.5
+"""Of the latency of a message, with more ranks than were measured."""
 _JITTER_UNCERTAINTY = 0.5
 _RESIDUAL_UNCERTAINTY = 0.3
 _ENGINE_UNCERTAINTY = 0.1
@@ -90,6 +92,7 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     swings = [
         evidence.step_uncertainty_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
         model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
+        model.swing(lambda error: replace(model, latency_error=error), model.latency_uncertainty),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
         _JITTER_UNCERTAINTY * abs(model.jitter_s),
         _ENGINE_UNCERTAINTY * then.step_s * ((job.engine, job.shard) != (evidence.job.engine, evidence.job.shard)),
@@ -97,7 +100,8 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     ]
     uncertainty_s = math.sqrt(math.fsum(swing**2 for swing in swings))
     low_s = max(then.step_s - uncertainty_s, 0.0)
-    return Prediction(job, now, then, low_s, then.step_s + uncertainty_s, model.notes())
+    high_s = then.step_s + math.hypot(uncertainty_s, model.slower_algorithm_s(then.step_s))
+    return Prediction(job, now, then, low_s, high_s, model.notes())
 
 
 def choose_compression(
@@ -138,7 +142,7 @@ def changed_link(evidence: Evidence, job: Job, change: Change) -> tuple[Link, fl
         link, uncertainty = with_bandwidth(link, change.bandwidth_gbit), _BANDWIDTH_UNCERTAINTY
     if change.latency_us is not None:
         link = replace(link, hop_s=change.latency_us * 1e-6)
-    return link, uncertainty, found.source
+    return replace(link, by_nccl=not evidence.on_cpu), uncertainty, found.source
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class _Model:
     change: Change
     costs: Costs
     link_error: float = 0.0
+    latency_error: float = 0.0
     coding_error: float = 0.0
 
     def outcomes(self) -> tuple[Outcome, Outcome]:
@@ -189,6 +194,20 @@ class _Model:
         """The link between the ranks after the change."""
         return link_between(self.evidence, self.job, self.change.bandwidth_gbit)
 
+    @property
+    def latency_uncertainty(self) -> float:
+        """Of the latency, as a share."""
+        extrapolated = self.job.ranks.size > self.evidence.job.ranks.size
+        return _LATENCY_UNCERTAINTY if extrapolated and self.change.latency_us is None else 0.0
+
+    def slower_algorithm_s(self, step_s: float) -> float:
+        """Return by how much more than `step_s` a step may take: more ranks than measured may use another algorithm."""
+        if self.change.algorithm not in (None, "auto") or self.job.ranks.size <= self.evidence.job.ranks.size:
+            return 0.0
+        names: tuple[Algorithm, ...] = ("ring", "tree") if self.evidence.on_cpu else ("ring", "double_tree")
+        others = [replace(self, change=replace(self.change, algorithm=n)).outcomes()[1].step_s for n in names]
+        return max(0.0, max(others) - step_s)
+
     def swing(self, with_error: Callable[[float], _Model], error: float) -> float:
         """Return how much an error in one number changes the prediction."""
         up, down = (with_error(sign * error).outcomes()[1].step_s for sign in (1.0, -1.0))
@@ -228,7 +247,8 @@ class _Model:
     def assemble(self, job: Job, change: Change) -> AssembledStep:
         """Return the step of a job after a change."""
         link, _, _ = changed_link(self.evidence, job, change)
-        link = replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
+        hop_s, s_per_byte = link.hop_s * (1 + self.latency_error), link.s_per_byte * (1 + self.link_error)
+        link = replace(link, hop_s=hop_s, s_per_byte=s_per_byte)
         return assemble_step(self.evidence, job, change, link, self.costs, 1 + self.coding_error)
 
     def stretch(self, base: AssembledStep) -> float:

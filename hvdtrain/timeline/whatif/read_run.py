@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +91,6 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         )
     gradients, tail_s, copy_s = _read_gradients(profile)
     compute_s, late_s = _times_of_ranks(start, steps)
-    low, high = np.quantile([step["step"] for step in steps], (0.25, 0.75))
     evidence = Evidence(
         path=path,
         job=job,
@@ -102,7 +102,7 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         tail_s=tail_s,
         step_s=median(step["step"] for step in steps),
         parts_s=median_parts(steps),
-        step_uncertainty_s=float(1.96 * 1.25 * (high - low) / 1.35 / np.sqrt(len(steps))),  # of a median
+        step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
         jitter=Jitter.from_times(compute_s),
         copy_s_per_byte=copy_s if engine == "horovod" else None,  # DDP packs between the marks of two gradients
         notes=_notes(profile),
@@ -115,6 +115,15 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
     traced = read_allreduces(path) if engine == "horovod" and not job.is_divided else []
     fitted = fit_link(evidence, start.link if start else (), traced, cpu_s, wait_and_wire)
     return replace(evidence, fitted=fitted)
+
+
+def _uncertainty_s(steps: Sequence[float]) -> float:
+    """Return half of the 95% interval of the median step: its standard error, and how much the run drifted."""
+    low, high = np.quantile(steps, (0.25, 0.75))
+    error = 1.96 * 1.25 * (high - low) / 1.35 / math.sqrt(len(steps))
+    half = len(steps) // 2
+    drift = abs(median(steps[:half]) - median(steps[-half:]))
+    return float(math.hypot(error, drift))
 
 
 def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:

@@ -46,7 +46,7 @@ from hvdtrain.training.round import Round
 _FIRST_STEPS = 20
 """Steps of each start with written spans, under ``--observe.timeline auto``."""
 
-_LINK_S = 0.08
+_LINK_S, _NETWORK_S = 0.08, 0.5
 """Time limit for measuring the link at each start, in seconds."""
 
 
@@ -92,7 +92,8 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         return start, None
     clocks = Clocks(comm, ids)
     clocks.probe(AT_START)
-    link = measured if measured is not None else probe_link(comm, worker.device, _LINK_S) if comm.size > 1 else []
+    limit_s = _LINK_S if len(set(hosts)) == 1 else _NETWORK_S
+    link = measured if measured is not None else probe_link(comm, worker.device, limit_s) if comm.size > 1 else []
     worker.links[hosts] = link
     writer = None
     if comm.rank == 0:

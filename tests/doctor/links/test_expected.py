@@ -50,19 +50,20 @@ def test_less_bandwidth_is_never_faster(sizes: tuple[int, float, float, int], ti
     parameters, step_s, gbit, per_host = sizes
     fast, slow = (outlook(model(parameters, step_s), links(rate), per_host) for rate in (gbit, gbit / times))
     for before, after in zip(fast.rows, slow.rows, strict=True):
-        assert all(after.step_s[name] >= before.step_s[name] - 1e-9 for name in COMPRESSIONS)
+        # Collectives that take turns may end a little sooner if one of them takes longer (Graham's anomalies).
+        assert all(after.step_s[name] >= before.step_s[name] * (1 - 2e-3) for name in COMPRESSIONS)
 
 
 @pytest.mark.parametrize("per_host", [1, 4])
 @pytest.mark.parametrize("gbit", [0.1, 1.0])
 def test_a_slow_link_costs_the_time_of_a_ring(gbit: float, per_host: int) -> None:
-    """2 (n - 1) / n of the bytes leave each host, whatever the number of its ranks."""
+    """2 (h - 1) / h of the bytes leave each of h hosts: NCCL's double tree sends them once for all ranks of a host."""
     parameters = 100_000_000
     found = outlook(model(parameters, 0.010), links(gbit, latency_us=0.0), per_host)
     for row in found.rows:
-        n = row.ranks.size
-        if row.ranks.hosts > 1:
-            ring_s = 2 * (n - 1) / n * 4 * parameters / (gbit / 8e-9)
+        hosts = row.ranks.hosts
+        if hosts > 1:
+            ring_s = 2 * (hosts - 1) / hosts * 4 * parameters / (gbit / 8e-9)
             assert row.step_s["none"] == pytest.approx(ring_s, rel=0.05)
 
 

@@ -25,6 +25,13 @@ def test_a_change_is_found_where_it_is(rows: int, count: int, kind: str) -> None
         assert min(abs(at - count // 3) for at in found) <= 0.05 * count, (seed, found)
 
 
+def test_a_change_within_a_block_is_one() -> None:
+    for at in range(250, 260):
+        values = _series(at, 8, 500)
+        values[3, at:] += 40.0
+        assert change_points(values, 1.0) == [at]
+
+
 def test_several_rows_may_change_and_change_back() -> None:
     values = _series(1, 4, 600)
     values[0, :150] += 9.0

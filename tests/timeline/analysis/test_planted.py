@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,44 @@ def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) ->
     (spell,) = found.blame.spells
     assert abs(spell.first_step - begin * STEPS) <= 0.05 * STEPS and abs(spell.last_step - end * STEPS) <= 0.05 * STEPS
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
+
+
+@pytest.mark.parametrize("fault", ["late", "moving", "host", "data", "none"])
+def test_512_ranks_and_three_days(fault: str) -> None:
+    step = _sampled(512)
+    work, half = _work(512, len(step), seed=3), step > STEPS / 2
+    sizes = np.random.default_rng(4).integers(2000, 6000, work.shape).astype(float)
+    late = {"late": [7], "moving": [7, 300], "host": list(range(16, 24))}.get(fault, [])
+    if fault == "late":
+        work[7, half] += 44.0
+    elif fault == "moving":
+        work[7, ~half] += 44.0
+        work[300, half] += 44.0
+    elif fault == "host":
+        work[16:24] += 22.0
+    table = _three_days(step, work)
+    if fault == "data":
+        late_us = 1e3 * 0.01 * sizes
+        ready = table.ready_us + late_us
+        more_us = (ready.max(axis=0) - table.ready_us.max(axis=0))[None]
+        table = replace(
+            table,
+            ready_us=ready,
+            released_us=table.released_us + more_us,
+            end_us=table.end_us + more_us,
+            elements=sizes,
+        )
+    found = analyse(run_of(table))
+    assert sorted(found.blame.late) == late
+    for spell in found.blame.spells:
+        turned = spell.first_step if spell.lasts else spell.last_step
+        assert abs(turned - STEPS / 2) <= 0.05 * STEPS and spell.cost_ms.value == pytest.approx(41.0, rel=0.2)
+    assert bool(found.blame.spells) == (fault in ("late", "moving"))
+    assert bool(_kinds_of(found) & {"batch_sizes"}) == (fault == "data")
+
+
+def _kinds_of(found: Analysis) -> set[str]:
+    return {finding.kind for finding in found.findings}
 
 
 def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.compression.sizes import sent_bytes
-from hvdtrain.timeline.whatif.links import Link, Ranks, collective_s, fit_allreduces, with_bandwidth
+from hvdtrain.timeline.whatif.links import (
+    ONE_HOST,
+    Algorithm,
+    Link,
+    Ranks,
+    collective_s,
+    fit_allreduces,
+    with_bandwidth,
+)
 
 LINK = Link(1e-5, 1e-9)
 KINDS = st.sampled_from(["allreduce", "allgather", "alltoall"])
@@ -50,7 +59,11 @@ def test_a_faster_link_takes_no_longer(kind: str, size: int, nbytes: int, gbit: 
     assert collective_s(without, ranks, kind, nbytes)[0] == pytest.approx(collective_s(without, ranks, kind, 0)[0])
 
 
-@given(st.integers(2, 4095), st.integers(1, 1 << 30), st.sampled_from(["ring", "tree", "auto"]))
+@given(
+    st.integers(2, 4095),
+    st.integers(1, 1 << 30),
+    st.sampled_from(["ring", "tree", "auto", "double_tree", "hierarchical"]),
+)
 def test_more_ranks_take_no_less_for_an_allreduce(size: int, nbytes: int, algorithm: str) -> None:
     few, more = (collective_s(LINK, Ranks(n, 1), "allreduce", nbytes, algorithm)[0] for n in (size, size + 1))  # type: ignore[arg-type]
     assert more >= few * (1 - 1e-9)
@@ -88,3 +101,27 @@ def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:
     between = fit_allreduces(seconds, Ranks(2, 1))
     assert between is not None
     assert between.s_per_byte == pytest.approx(s_per_byte)
+
+
+def test_algorithms_of_many_ranks_by_hand() -> None:
+    """8 hosts with 8 ranks: 2 x 3 rounds across hosts and 2 x 3 inside to negotiate; messages inside take less."""
+    ranks, link = Ranks(64, 8), Link(1e-4, 1e-9)
+    negotiation_s = 2 * (3 * 1e-4 + 3 * ONE_HOST.hop_s)
+
+    def seconds(algorithm: Algorithm) -> float:
+        return collective_s(link, ranks, "allreduce", 1e6, algorithm)[0] - negotiation_s
+
+    assert seconds("ring") == pytest.approx(126 * 1e-4 + 2 * 63 / 64 * 1e-3)
+    assert seconds("tree") == pytest.approx(3 * 1e-4 + 3 * ONE_HOST.hop_s + 3 * 8 * 1e-3)
+    assert seconds("hierarchical") == pytest.approx(14 * 1e-4 + 14 * ONE_HOST.hop_s + 2 * 7 / 8 * 1e-3)
+    assert seconds("double_tree") == pytest.approx(6 * 1e-4 + 14 * ONE_HOST.hop_s + 2 * 7 / 8 * 1e-3)
+    assert seconds("auto") == seconds("ring")
+    by_nccl = dataclasses.replace(link, by_nccl=True)
+    assert collective_s(by_nccl, ranks, "allreduce", 1e6)[0] - negotiation_s == pytest.approx(seconds("double_tree"))
+
+
+def test_the_latency_of_a_link_is_that_across_hosts() -> None:
+    ranks, link = Ranks(64, 8), Link(1e-4, 1e-9)
+    pairs = [(n, collective_s(link, ranks, "allreduce", n, "tree")[0]) for n in (4,)]
+    found = fit_allreduces([*pairs, (1 << 20, 1.0), (1 << 23, 2.0)], ranks)
+    assert found is not None and found.hop_s == pytest.approx(1e-4, rel=1e-3)

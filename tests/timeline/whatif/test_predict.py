@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,13 @@ def test_unknown_parts_are_reported_and_widen_the_interval(pair: Path, tmp_path:
     assert not any("extrapolated" in note for note in near.notes)
     assert any("extrapolated" in note for note in far.notes)
     assert far.high_s - far.low_s > near.high_s - near.low_s
+    for algorithm in ("ring", "tree"):  # of 64 ranks nobody knows which one MPI takes
+        many = Change(size=64, global_batch=256)
+        unknown, known = (predict(evidence, each) for each in (many, replace(many, algorithm=algorithm)))
+        assert unknown.low_s <= known.then.step_s <= unknown.high_s
+        assert unknown.high_s > known.then.step_s
+    faster = predict(evidence, replace(many, algorithm="ring", latency_us=1.0))
+    assert faster.high_s - faster.low_s < known.high_s - known.low_s
     guessed = predict(evidence, Change(compression="powersgd:4"))
     assert any("--probe" in note for note in guessed.notes)
 

@@ -23,6 +23,17 @@ def test_a_typical_step_and_the_order_of_its_gradients(tmp_path: Path) -> None:
     assert evidence.step_uncertainty_s == 0, "all steps are alike"
 
 
+def test_a_run_that_drifts_is_uncertain_by_its_drift(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    head, *steps = (path / "journal.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in steps]
+    for number, record in enumerate(records):
+        record["step_s"] *= 1.2 if number >= len(records) // 2 + 1 else 1.0
+    (path / "journal.jsonl").write_text("\n".join([head, *map(json.dumps, records)]) + "\n")
+    evidence = read_evidence(path)
+    assert evidence.step_uncertainty_s >= 0.2 * sum(PARTS.values()) / 1e3
+
+
 def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run")
     lines = (path / "journal.jsonl").read_text().splitlines()
