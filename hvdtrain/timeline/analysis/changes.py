@@ -45,18 +45,23 @@ def change_points(values: Floats, least: float) -> list[int]:
     noise = np.maximum(noise, least / _BLOCKS)
     limit = math.sqrt(2 * math.log(2 * blocks * rows / _ODDS))
     row_of: dict[int, int] = {}
+    rises: dict[int, bool] = {}
+
+    def near(at: int) -> bool:
+        before = [at - back for back in range(1, _LEAST_BLOCKS + 1)]
+        return any(row_of.get(each) == row_of[at] and rises[each] == rises[at] for each in before)
+
     todo = [(0, blocks)]
     while todo and len(row_of) < _MOST:
         begin, end = todo.pop(0)
         change = _largest(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
         if change is not None:
             middle = begin + change[1]
-            row_of[middle] = change[0]
+            row_of[middle], rises[middle] = change[0], change[2]
             todo += [(begin, middle), (middle, end)]
     means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
-    # A change within a block is one at both of its edges.
-    once = {at: row for at, row in row_of.items() if row_of.get(at - 1) != row}
-    places = _significant(means, once, limit)
+    # A change within a block is found at both of its edges.
+    places = _significant(means, {at: row for at, row in row_of.items() if not near(at)}, limit)
     kept = [0]
     for before, at, after in zip([0, *places], places, [*places[1:], blocks], strict=False):
         low, high = max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
@@ -88,20 +93,21 @@ def _significant(means: Floats, row_of: Mapping[int, int], limit: float) -> list
     return places
 
 
-def _largest(medians: Floats, noise: Floats, least: float, limit: float) -> tuple[int, int] | None:
-    """Return the row and the block of the most significant change; None if none is significant."""
+def _largest(medians: Floats, noise: Floats, least: float, limit: float) -> tuple[int, int, bool] | None:
+    """Return row and block of the most significant change, and whether it is a rise; None if none is significant."""
     count = medians.shape[1]
     if count < 2 * _LEAST_BLOCKS:
         return None
     left = np.arange(1, count)
     sums = np.cumsum(medians, axis=1)
     before = sums[:, :-1] / left
-    jump = np.abs((sums[:, -1:] - sums[:, :-1]) / (count - left) - before)
+    rise = (sums[:, -1:] - sums[:, :-1]) / (count - left) - before
+    jump = np.abs(rise)
     score = np.sqrt(left * (count - left) / count) * jump / noise[:, None]
     score[:, : _LEAST_BLOCKS - 1] = score[:, count - _LEAST_BLOCKS :] = 0.0
     score[jump < least] = 0.0
     row, place = np.unravel_index(int(np.argmax(score)), score.shape)
-    return (int(row), int(place) + 1) if score[row, place] > limit else None
+    return (int(row), int(place) + 1, bool(rise[row, place] > 0)) if score[row, place] > limit else None
 
 
 def _refined(values: Floats, begin: int, low: int, high: int, end: int) -> int:
