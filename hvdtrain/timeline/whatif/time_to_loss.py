@@ -30,10 +30,14 @@ class Measured:
     high: float
 
 
-_OUTER = "--outer.lr 0.8 --outer.momentum 0.5 --outer.start_steps 100"
+_BEGIN = "--outer.start_steps 100"
+_OUTER = f"--outer.lr 0.8 --outer.momentum 0.5 {_BEGIN}"
 MEASURED = (
     Measured("diloco:8", "int2", _OUTER, 1.07, 1.06, 1.12),
     Measured("streaming:8", "int2", _OUTER, 1.07, 1.06, 1.13),
+    Measured("streaming:32", "int2", _OUTER, 1.12, 1.11, 1.14),
+    Measured("local:8", "int4", _BEGIN, 1.04, 1.01, 1.05),
+    Measured("sparseloco:8", "topk:0.03", _BEGIN, 1.10, 1.06, 1.12),
 )
 """By ``benchmarks/slow_links.py``: the default model, 2 workers of 8 samples, until the loss that the synchronous run
 has after 400 of 1,000 steps. The first 100 steps were synchronous."""
