@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm, GroupingComm
+from hvdtrain.comm.base import Comm, GroupingComm, TimelineComm
 from hvdtrain.comm.mesh import subset
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
@@ -29,6 +29,7 @@ from hvdtrain.engine.base import Engine, Loss
 from hvdtrain.engine.make import named_parameters
 from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.runtime.threads import lower_priority
 from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.train_state import stored_as
 
@@ -190,8 +191,19 @@ class PeriodicEngine(Engine):
         for worker in self.links.served:
             parameters = [tensor.clone() for tensor in self._shared]
             self._workers[worker] = _Worker(parameters, [buffer.clone() for buffer in self._shared_buffers])
+        self._let_computing_go_first()
         fragments = divide([tensor.numel() for tensor in self._shared], self.plan.fragments)
         self._outer = OuterExchange(self.plan, self.links, self._shared, fragments, self._coding)
+
+    def _let_computing_go_first(self) -> None:
+        """Lower the priority of Horovod's threads where they only exchange fragments while the same cores compute.
+
+        MPI polls while a transfer runs. A rank that waits leaves them its core, whatever their priority.
+        """
+        everyone = self.links.everyone
+        on_cpu = all(tensor.device.type == "cpu" for tensor in self._shared)
+        if self.plan.delay and self.links.group.size == 1 and on_cpu and isinstance(everyone, TimelineComm):
+            lower_priority(everyone.started_threads)
 
     def _buffers_now(self) -> list[Tensor]:
         return [buffer for module, name in self._buffer_places if (buffer := module._buffers[name]) is not None]

@@ -20,6 +20,10 @@ import orjson
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.output import plain
 
+FORMAT = 1
+"""Of the lines that follow an event `started`, which has it. Readers ignore keys and events that they do not know; this
+number changes if a known key gets another meaning."""
+
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
 _RETRY_S = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from hvdtrain.spans import JOURNAL_KEYS
@@ -110,7 +111,7 @@ def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 
 
 def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the delay of the slowest rank after the next slowest, its number, and exposed communication (ms per step).
+    """Return the delay of the slowest rank after the median of the others, its number, and exposed communication (ms).
 
     `record` is an event ``ranks``: means over some steps, one number per rank.
     """
@@ -118,8 +119,9 @@ def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     exposed = [ms for ms in record["exposed_ms"] if isinstance(ms, (int, float))]
     found = {}
     if len(late) > 1:
-        last, before = sorted(late, key=lambda rank: -late[rank])[:2]
-        found = {"straggler/cost_ms": late[last] - late[before], "straggler/rank": float(last)}
+        last = max(late, key=lambda rank: late[rank])
+        others = median(ms for rank, ms in late.items() if rank != last)
+        found = {"straggler/cost_ms": late[last] - others, "straggler/rank": float(last)}
     if exposed:
         found["straggler/exposed_ms"] = sum(exposed) / len(exposed)
     return numbers(found)

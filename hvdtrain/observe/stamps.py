@@ -47,9 +47,9 @@ _EVEN, _EVEN_AT_LEAST, _EVEN_STAMPS = 128, 16, 16384
 def is_gathered(block: int, size: int, steps: int = 0) -> bool:
     """Return whether the stamps of a block are gathered; equal on all ranks. Blocks count from a start's first step.
 
-    Of a start of `steps` steps, if that is known, ``e = min(128, max(16, 16384 // size))`` blocks are, evenly spaced, so
-    that a change at any time is seen. In addition, because a start may end early, all of the first ``d = max(4, 256 //
-    size)`` blocks are, every second up to ``2 d``, every fourth up to ``4 d``, and so on: ``d + d/2 log2(n/d)`` of n
+    Of a start of `steps` steps, if that is known, ``e = min(128, max(16, 16384 // size))`` blocks are, evenly spaced,
+    so that a change at any time is seen. In addition, because a start may end early, all of the first ``d = max(4, 256
+    // size)`` blocks are, every second up to ``2 d``, every fourth up to ``4 d``, and so on: ``d + d/2 log2(n/d)`` of n
     blocks. At about 2 KB per rank and block, a million steps take 5 MB for 1 rank, 6 for 8, 8 for 64; the evenly spaced
     ones take 16 MB for 64 ranks, and 32 MB for 128 to 1024.
     """

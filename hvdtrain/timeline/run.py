@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.run_layout import RunLayout, TimelineLayout
@@ -81,8 +82,8 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
             found=content,
             next_step="name a run's folder, such as runs/RUN",
         )
-    past = read_journal_starts(layout.journal)
     notes: list[str] = []
+    past = list(_readable(read_journal_starts(layout.journal), notes))
     starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
     start = next(reversed(stamped or starts), None)
@@ -127,6 +128,17 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         evaluation_s=_evaluation_s(this),
     )
     return run, logs
+
+
+def _readable(starts: Sequence[JournalStart], notes: list[str]) -> Iterator[JournalStart]:
+    """Yield the starts of the journal's format; note the others."""
+    for number, start in enumerate(starts):
+        if (found := start.started.get("format", FORMAT)) == FORMAT:
+            yield start
+        else:
+            notes.append(
+                f"start {number} of the journal has format {found}, this program reads {FORMAT}: it is ignored"
+            )
 
 
 def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:

@@ -54,6 +54,8 @@ def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
     """Parts of `PART_US` each, ready `LATE_US` later on each further rank, a whole of `STEP_US`."""
     began = clock.ns
     spans.step = step
+    spans.add_size(100 * step)
+    spans.add_size(rank)
     for name in ("data", "copy", "forward", "backward"):
         with spans(name):
             clock.pass_us(PART_US)
@@ -154,7 +156,8 @@ def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, 
     numbers = [first + n for first, stamps, _, _ in gathered for n in range(stamps.shape[1])]
     assert numbers == list(range(started_at + 1, started_at + steps + 1))
     for first, stamps, facts, elements in gathered:
-        assert elements.shape == stamps.shape[:2]
+        steps = first + np.arange(stamps.shape[1])
+        assert np.array_equal(elements, 100 * steps + np.arange(size)[:, None])
         assert facts == {"cpu_wait_us": [7.0] * size}
         for rank in range(size):
             for number in range(stamps.shape[1]):
@@ -255,6 +258,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
     assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
+    assert np.array_equal(table.elements, 100 * table.step + np.arange(2)[:, None])
     stamps = np.concatenate([s for _, s, *_ in gathered], axis=1)
     for name in ("start", "ready", "released", "end"):
         expected = stamps[:, :, COLUMNS.index(name)]

@@ -313,7 +313,7 @@ def test_the_straggler_during_the_run(tmp_path: Path) -> None:
     _write(
         tmp_path, STARTED, step_record(1, 1e9), RANKS, step_record(2, 1e9 + 1), later, step_record(3, 1e9 + 2), nothing
     )
-    assert series(tmp_path, "straggler/cost_ms") == {1: 7.0, 2: 2.0}
+    assert series(tmp_path, "straggler/cost_ms") == {1: 7.75, 2: 2.0}
     assert series(tmp_path, "straggler/rank") == {1: 1.0, 2: 2.0}
     assert series(tmp_path, "straggler/exposed_ms") == {1: 7.0, 2: 3.0}
 

@@ -252,3 +252,16 @@ def test_the_last_operations_of_a_long_timeline_are_analysed(monkeypatch: pytest
     assert last.start_us.tolist() == whole.start_us[-100:].tolist()
     assert last.tick_us.tolist() == [us for us in whole.tick_us.tolist() if us >= last.start_us.min()]
     assert run.notes[-1].endswith(f"the last 100 of {len(whole.start_us):,} operations are analysed")
+
+
+def test_a_start_of_another_format_is_ignored_with_a_note(tmp_path: Path) -> None:
+    _lines(
+        tmp_path / "journal.jsonl",
+        _started(),
+        {"step": 1, "time": 2.0, "step_s": 1.0},
+        {**_started(), "format": 2},
+        {"step": 2, "time": 3.0, "step_s": 9.0},
+    )
+    run = load(tmp_path)
+    assert len(run.starts) == 1 and run.history is not None and run.history.step.tolist() == [1]
+    assert run.notes[0] == "start 1 of the journal has format 2, this program reads 1: it is ignored"

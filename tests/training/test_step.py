@@ -23,7 +23,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.elastic.worker_state import make_worker_state
-from hvdtrain.training.loop.forward import Precision
+from hvdtrain.training.loop.forward import Precision, batch_size
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, StepResult, takes_scale, to_device
 from tests.support.toy import toy
@@ -374,3 +374,19 @@ def test_buffers_are_shared_before_a_step_is_confirmed() -> None:
         _run(stepper, _batches(task, 4))
     assert comm.names[-1] == "step/confirm" and "buffers/torch.float32" in comm.names[:-1]
     assert torch.equal(task.model.statistics, torch.ones(3))
+
+
+def test_the_size_of_a_batch_is_that_of_its_largest_tensor() -> None:
+    ids, mask = torch.zeros(4, 128), torch.zeros(4, 1)
+    assert batch_size(ids) == 512
+    for batch in ([mask, ids], (ids, mask), {"ids": ids, "more": [mask]}, OrderedDict(a={"b": (mask, ids)})):
+        assert batch_size(batch) == 512
+    assert batch_size({"text": "abc"}) == batch_size([]) == batch_size(None) == 0
+
+
+def test_a_step_counts_the_sizes_of_its_batches() -> None:
+    stepper = _stepper(_task())
+    stepper.spans.step = 7
+    batches = _batches(stepper.task, 4)
+    _run(stepper, batches)
+    assert stepper.spans.sizes == {7: sum(x.numel() for x, _ in batches)}

@@ -144,6 +144,31 @@ def test_fp16_finding_its_scale_is_no_matter() -> None:
     assert [e["kind"] for e in _events("not_finite", "ends")] == ["overflow"]
 
 
+def test_an_overflow_at_a_stable_scale_is_looked_into() -> None:
+    hvdtrain.train({**_config(steps=160), "precision": "fp16"}, _by_step(lambda step: 1e3 if step == 150 else 1e-3))
+    skipped = {e["at_step"]: e["reason"] for e in _events("skipped_step")}
+    assert "gradient overflow" in skipped.pop(150)
+    assert [e["at_step"] for e in _events("not_finite")] == [150]
+    assert all(step < 10 for step in skipped)
+
+
+def test_looks_are_bounded_within_a_thousand_steps() -> None:
+    bad = (5, 10, 15, 20, 1003, 1006, 1030)
+    hvdtrain.train(_config(steps=1040), _by_step(lambda step: 0.0 if step in bad else 1.0))
+    assert [e["at_step"] for e in _events("not_finite")] == [5, 10, 15, 1006, 1030]
+
+
+def test_a_drop_a_rise_and_a_jump_of_the_gradient_are_events() -> None:
+    def factor(step: int) -> float:
+        noise = 1 + 0.02 * (step * 7 % 5 - 2)
+        return noise * (1e-3 if step == 70 else 1.0) * (1 + max(0, step - 150) / 500)
+
+    hvdtrain.train(_config(steps=420), _by_step(factor))
+    assert [e["at_step"] for e in _events("loss_drop")] == [70]
+    (rise,) = _events("loss_rises")
+    assert rise["at_step"] in (256, 320, 384) and rise["since"] <= 192 and rise["loss"] > rise["before"]
+
+
 @pytest.mark.parametrize("stop", [None, 38])
 def test_a_spike_is_reported_once_also_right_after_a_resume(
     stop: int | None, capsys: pytest.CaptureFixture[str]

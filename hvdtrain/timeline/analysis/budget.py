@@ -21,6 +21,8 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
 """Exposed communication after the last rank is ready, if no Horovod Timeline shows its phases."""
+UNRECORDED = "longer steps without stamps"
+"""How much longer they took than those with stamps, by the journal."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
 PARAMETERS = "parameter gather"
@@ -41,6 +43,7 @@ ORDER = (
     OTHER_EXCHANGE,
     "optimizer",
     ASIDE,
+    UNRECORDED,
     REST,
 )
 
@@ -85,7 +88,7 @@ def step_budget(
     the wait, such as device work, are shortened.
 
     Of steps between recorded ones the total is known, and from the journal the mean duration. What makes them longer
-    than recorded ones counts as the rest; what else is left, as evaluations and checkpoints if there are any.
+    than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if there are any.
     """
     sample = sample_of(table)
     wall, parts = step_parts(table, sample)
@@ -104,8 +107,9 @@ def step_budget(
             own_ms = float(np.mean(journal.step_ms[inside])) if inside.any() else 0.0
             known = sum(each.value for name, each in ms.items() if name != ASIDE)
             slower = min(max(0.0, own_ms - known), max(0.0, whole.value - known))
-            columns[REST] = columns[REST] + slower
-            ms[REST] = mean_of(columns[REST], sample.weights)
+            if slower > _LEAST * whole.value:
+                columns[UNRECORDED] = np.full_like(columns[REST], slower)
+                ms[UNRECORDED] = mean_of(columns[UNRECORDED], sample.weights)
         ms = _with_steps_between(ms, columns, sample.weights, whole)
     exchange = ms.pop(EXCHANGE)
     shares = exposed_shares(table, horovod)

@@ -43,6 +43,7 @@ _HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     "evaluation": "aside",
     "checkpoint": "aside",
     "evaluations and checkpoints": "aside",
+    "longer steps without stamps": "queue",
     "nothing under way": "rest",
     "exchange": "queue",
     "other exchange": "other",

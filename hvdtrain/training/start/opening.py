@@ -16,6 +16,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
+from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
@@ -143,7 +144,13 @@ def _describe(current: Round, job: JobFacts) -> None:
     if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
     recorder.event(
-        {"event": "started", "goes_on": worker.resumes_in_job, **facts, "config": dict(current.run.resolved)}
+        {
+            "event": "started",
+            "format": FORMAT,
+            "goes_on": worker.resumes_in_job,
+            **facts,
+            "config": dict(current.run.resolved),
+        }
     )
     if worker.resumes_in_job:
         return
