@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,24 @@ def test_a_run_says_what_becomes_slow(tmp_path: Path) -> None:
     watch.close()
     assert len(lines) == 1 and lines[0].startswith("rank 2 on n03 is slow since step")
     assert events == [{"event": "verdict", "at_step": 240, "text": lines[0]}]
+
+
+def test_a_verdict_that_stays_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([{"a": "slow"}, {"a": "slow"}, {}, {}])
+    looked = threading.Event()
+
+    def look(watch: VerdictWatch) -> dict[str, str] | None:
+        state = next(found, None)
+        if state is None:
+            looked.set()
+        return state
+
+    monkeypatch.setattr(VerdictWatch, "_look", look)
+    lines: list[str] = []
+    watch = VerdictWatch(tmp_path, 0.01, lines.append, lambda record: None)
+    assert looked.wait(10)
+    watch.close()
+    assert lines == ["slow", "no longer: slow"]
 
 
 def test_a_look_that_fails_says_nothing(tmp_path: Path) -> None:

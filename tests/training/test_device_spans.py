@@ -136,6 +136,7 @@ def test_the_clock_of_a_device_that_is_never_idle_is_set_where_the_host_waits(ra
         device.done_ms = copied.at_ms
         assert spans.on_synchronized is not None
         spans.on_synchronized(copied, True)
+        device.host_ms += 3.0  # while the device updates the parameters
         spans.pop_seconds()
     (forward,) = [event for event in spans.events(2000) if event.track == DEVICE and event.name == "forward"]
     assert forward.end_ns == pytest.approx(1000 + true_ms * 1e6, abs=0.1e6 + 0.01e6)  # it would be 18 ms off

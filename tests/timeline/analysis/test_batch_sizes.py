@@ -75,6 +75,22 @@ def test_sizes_that_cost_nothing_are_no_finding(kind: str) -> None:
     assert not _of(_analysed(work, np.full_like(work, 4096.0)), "batch_sizes")
 
 
+def test_a_slow_rank_with_longer_texts_is_slow_if_texts_cost_nothing() -> None:
+    sizes = _sizes(4, 300, 6)
+    sizes[1] *= 2.0
+    work = _work(sizes)
+    work[1] += 15.0
+    found = _analysed(work, sizes, cost=0.0)
+    assert found.blame.late == [1] and not _of(found, "batch_sizes")
+
+
+def test_of_few_noisy_steps_sizes_are_no_finding() -> None:
+    for seed in range(60):
+        sizes = _sizes(2, 20, seed)
+        work = 100 + noise(np.random.default_rng(seed), (2, 20), "gaussian", 20.0)
+        assert not _of(_analysed(work, sizes, cost=0.0), "batch_sizes")
+
+
 def test_padding_is_told_where_the_weight_counts_tokens() -> None:
     sizes = np.full((4, 60), 1000.0)
     tokens = np.full(60, 2800.0)

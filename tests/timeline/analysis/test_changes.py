@@ -26,10 +26,16 @@ def test_a_change_is_found_where_it_is(rows: int, count: int, kind: str) -> None
 
 
 def test_a_change_within_a_block_is_one() -> None:
-    for at in range(250, 260):
-        values = _series(at, 8, 500)
-        values[3, at + 130 :] += 40.0
-        assert change_points(values, 1.0) == [at + 130]
+    for at, seed in ((386, 0), (386, 4), (394, 0), (394, 1)):
+        values = _series(seed, 8, 500)
+        values[3, at:] += 40.0
+        assert change_points(values, 1.0) == [at]
+
+
+def test_a_short_spell_is_two_changes() -> None:
+    values = _series(0, 8, 500)
+    values[3, 200:216] += 40.0
+    assert change_points(values, 1.0) == [200, 216]
 
 
 def test_several_rows_may_change_and_change_back() -> None:

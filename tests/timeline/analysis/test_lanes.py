@@ -121,9 +121,9 @@ def test_steps_around_a_change_are_shown_after_one_another() -> None:
         (name, track, step + 100, start + 5000, end + 5000) for name, track, step, start, end in _steps([30.0] * 20)
     ]
     run = RunTrace(Path("run"), 1, spans=[_spans(rows)])
-    (lane,) = window_lanes(run, [110, 60])
+    (lane,) = window_lanes(run, [10, 60])
     steps = sorted({piece.step for piece in lane.slices})
-    assert {108, 109, 110, 111, 112} < set(steps) and not {60, 61} & set(steps)
+    assert {8, 9, 10, 11, 12} < set(steps) and max(steps) > 100 and not {60, 61} & set(steps)
     starts = [piece.start_ms for piece in lane.slices]
     ends = [piece.end_ms for piece in lane.slices]
     assert starts == sorted(starts) and all(a <= b for a, b in zip(ends, starts[1:], strict=False))

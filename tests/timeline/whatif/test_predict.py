@@ -122,8 +122,10 @@ def test_unknown_parts_are_reported_and_widen_the_interval(pair: Path, tmp_path:
         unknown, known = (predict(evidence, each) for each in (many, replace(many, algorithm=algorithm)))
         assert unknown.low_s <= known.then.step_s <= unknown.high_s
         assert unknown.high_s > known.then.step_s
-    faster = predict(evidence, replace(many, algorithm="ring", latency_us=1.0))
-    assert faster.high_s - faster.low_s < known.high_s - known.low_s
+    assert evidence.fitted.link is not None
+    ring, hop_us = replace(many, algorithm="ring"), 1e6 * evidence.fitted.link.hop_s
+    fitted, given = predict(evidence, ring), predict(evidence, replace(ring, latency_us=hop_us))
+    assert given.then == fitted.then and given.high_s - given.low_s < fitted.high_s - fitted.low_s
     guessed = predict(evidence, Change(compression="powersgd:4"))
     assert any("--probe" in note for note in guessed.notes)
 
