@@ -152,7 +152,7 @@ def _allreduce(ranks: Ranks, nbytes: float) -> dict[str, _Cost]:
 
 
 def _hops(ranks: Ranks, count: float) -> tuple[float, float]:
-    """Return messages of which each round has one that crosses the network, if there is one."""
+    """Return the messages of rounds that each wait for one across the network, if there is one."""
     return (count, 0.0) if ranks.hosts > 1 else (0.0, count)
 
 
