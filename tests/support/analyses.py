@@ -12,14 +12,20 @@ from hvdtrain.timeline.analysis.analysis import (
     Carrier,
     Cause,
     Communication,
+    Efficiency,
     Estimate,
     Finding,
     Lane,
+    Mark,
     Memory,
+    Moment,
+    OverTime,
     Part,
     RankRow,
+    Scaling,
     Slice,
 )
+from hvdtrain.timeline.analysis.goodput import Goodput
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">'\"&amp;"
 
@@ -173,7 +179,22 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
         ],
         memory=Memory("GPU", {"parameters": 1000.0, "buffers": 0.0, "activations and rest": 3000.5}),
         cost=Cost(2, 12.5, {"GPUs": 8.25}, {"CPUs": "RAPL is for root only"}, 31.25, 2.5),
+        goodput=Goodput({"training": 8.5, "waiting for late ranks": 2.0, "start-up": 1.25, "restarts": 0.75}),
+        efficiency=Efficiency(0.41, {"kernels below the peak": 0.38, "waiting for late ranks": 0.12, "rest": 0.09}),
+        scaling=Scaling(2, 8, 0.93),
+        over_time=over_time(),
     )
+
+
+def over_time(text: str = "") -> OverTime:
+    """190 moments of a run, with a start, a straggler and a change."""
+    chance = random.Random(7)
+    moments = []
+    for n in range(190):
+        took = {name: ms * chance.uniform(0.9, 1.1) for name, ms in _PARTS.items()}
+        moments.append(Moment(2 * n + 1, 2 * n + 2, sum(took.values()), 350.0, took))
+    marks = [Mark("start", 1, f"the run starts{text}"), Mark("straggler", 200, f"rank 3 becomes a straggler{text}")]
+    return OverTime(moments, [*marks, Mark("change", 300, f"steps take longer{text}")])
 
 
 def hostile() -> Analysis:
@@ -198,6 +219,7 @@ def hostile() -> Analysis:
         warnings=[HOSTILE],
         notes=[HOSTILE],
         memory=Memory(HOSTILE, {HOSTILE: 1.0}),
+        over_time=over_time(HOSTILE),
         cost=Cost(1, 0.0, {HOSTILE: 1.0}, {HOSTILE: HOSTILE}, None, None),
     )
 

@@ -12,6 +12,9 @@ from hvdtrain.cli.parser import Parser
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis.slow_hosts import Place
 
+_MOST = 10
+"""Places of a kind that are printed."""
+
 _EPILOG = """\
 examples:
   hvdtrain timeline hosts runs/NAME
@@ -83,9 +86,6 @@ def _plain(place: Place) -> dict[str, object]:
         "device_hours": place.device_hours,
         "causes": [name for name, _ in place.causes.most_common()],
     }
-
-
-_MOST = 10
 
 
 def _lines(kind: str, places: Sequence[Place]) -> list[str]:

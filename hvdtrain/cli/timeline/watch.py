@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from datetime import datetime
@@ -26,6 +27,7 @@ def main(command: str, argv: list[str]) -> int:
     """Print verdicts until the run has ended; return the exit code."""
     options = parser(command).parse_args(argv)
 
+    from hvdtrain.errors import TraceError
     from hvdtrain.observe.past_journal import is_finished
     from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.analysis.analyse import analyse
@@ -37,22 +39,34 @@ def main(command: str, argv: list[str]) -> int:
     journal, before = RunLayout(options.run).journal, None
     while True:
         is_over = is_finished(journal) if journal.is_file() else False
-        analysis = analyse(load(options.run, most_bytes=_MOST_BYTES))
-        found = verdicts(analysis)
-        if options.json:
-            step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
-            sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found}).decode())
-        else:
-            lines = summary_lines(analysis) if before is None else changed(before, found)
-            stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "
-            print("\n".join(f"{stamp}{line}" for line in lines), end="\n" if lines else "", flush=True)
+        try:
+            analysis = analyse(load(options.run, most_bytes=_MOST_BYTES))
+        except TraceError:
+            if options.once or is_over or not journal.is_file():
+                raise
+        else:  # it has begun
+            found = verdicts(analysis)
+            if options.json:
+                step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
+                sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found}).decode())
+            else:
+                lines = summary_lines(analysis) if before is None else changed(before, found)
+                stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "
+                print("\n".join(f"{stamp}{line}" for line in lines), end="\n" if lines else "", flush=True)
+            before = found
         if options.once or is_over:
             return 0
-        before = found
         try:
             time.sleep(options.every_s)
         except KeyboardInterrupt:
             return 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, found {text}")
+    return value
 
 
 def parser(command: str) -> Parser:
@@ -64,7 +78,7 @@ def parser(command: str) -> Parser:
     )
     made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
     every = "seconds between two looks (default: %(default)g)"
-    made.add_argument("--every_s", type=float, default=_EVERY_S, metavar="S", help=every)
+    made.add_argument("--every_s", type=_seconds, default=_EVERY_S, metavar="S", help=every)
     made.add_argument("--once", action="store_true", help="look once")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

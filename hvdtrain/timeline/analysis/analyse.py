@@ -53,7 +53,13 @@ def analyse(run: RunTrace) -> Analysis:
     exchange = communication.measure_communication(run)
     rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
     sizes = None
-    if rounds is not None and table is not None and rounds.source == "stamps" and len(table.elements):
+    if (
+        rounds is not None
+        and table is not None
+        and rounds.source == "stamps"
+        and len(table.elements)
+        and not run.shares
+    ):
         rounds, sizes = without_sizes(rounds, table.elements[:, rounds.column])
     stragglers = _stragglers(rounds, run) if rounds is not None else None
     blame = _blame(run, stragglers)

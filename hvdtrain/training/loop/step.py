@@ -114,6 +114,7 @@ class Stepper:
     ) -> StepResult:
         nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count + extra)
+        self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
         if count:
             self._rollback.begin()
         losses: list[Tensor] = []

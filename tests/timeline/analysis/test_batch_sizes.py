@@ -101,3 +101,11 @@ def test_padding_is_told_where_the_weight_counts_tokens() -> None:
         assert len(_of(found, "padding")) == expected
     full = replace(journal, tokens=np.full(60, 3900.0))
     assert not _of(_analysed(_work(sizes), sizes, journal=full, starts=[start], start=0), "padding")
+
+
+def test_micro_batches_that_follow_speed_are_no_unequal_batches() -> None:
+    sizes = np.full((2, 200), 4000.0)
+    sizes[0, 50:], sizes[1, 50:] = 6000.0, 2000.0
+    shares = [{"event": "shares", "at_step": 50, "shares": [3, 1], "pass_s": [0.02, 0.06]}]
+    found = _analysed(_work(sizes), sizes, shares=shares)
+    assert not _of(found, "batch_sizes")

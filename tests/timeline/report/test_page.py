@@ -47,9 +47,12 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
 const segments = [...document.querySelectorAll(".bar rect:not(.bracket)")].map(r => [r.getBoundingClientRect(), r]);
 for (const text of document.querySelectorAll(".bar text:not(.label)")) {
   const box = text.getBoundingClientRect(), middle = (box.left + box.right) / 2;
-  const [, under] = segments.find(([r]) => r.left <= middle && middle <= r.right);
-  const found = ratio(rgb(getComputedStyle(text).fill), rgb(getComputedStyle(under).fill));
-  if (found < 4.5) bad.push([text.textContent, found]);
+  const own = segments.filter(([, rect]) => rect.parentElement === text.parentElement);
+  const [, under] = own.find(([r]) => r.left <= middle && middle <= r.right);
+  for (const ground of under.matches(".f-late") ? document.querySelectorAll("#late-hatch rect") : [under]) {
+    const found = ratio(rgb(getComputedStyle(text).fill), rgb(getComputedStyle(ground).fill));
+    if (found < 4.5) bad.push([text.textContent, found]);
+  }
 }
 return bad;
 """
@@ -203,6 +206,7 @@ def test_hands_stay_on_the_keyboard(chromium: WebDriver, tmp_path: Path) -> None
     assert list(dict.fromkeys(reached)) == [
         "theme",
         "a",
+        "to-step",
         "copy",
         "sort",
         "why",
@@ -273,6 +277,20 @@ def test_a_mouse_zooms_moves_and_asks(chromium: WebDriver, tmp_path: Path) -> No
     assert view(chromium)[0] < begin and view(chromium)[1] - view(chromium)[0] == pytest.approx(end - begin, abs=2)
 
 
+def test_a_click_on_the_plot_shows_the_steps_of_that_time(chromium: WebDriver, tmp_path: Path) -> None:
+    show(chromium, analysis(2), tmp_path)
+    whole = view(chromium)
+    assert run(chromium, "return document.querySelectorAll('.over-time .place').length") == 190
+    assert not run(chromium, "return document.querySelector('.marks .at').checkVisibility()"), "a button says it"
+    run(chromium, "document.querySelectorAll('.to-step')[1].click()")
+    begin, end = until(chromium, lambda: (now := view(chromium)) != whole and now)
+    last_step_us = 2 * 352_400
+    assert begin <= last_step_us <= end and end - begin < whole[1]
+    assert run(chromium, "return document.getElementById('said').textContent") == "step 3"
+    run(chromium, "document.querySelector('.over-time .place').dispatchEvent(new Event('click'))")
+    assert view(chromium)[0] == 0 and run(chromium, "return document.getElementById('said').textContent") == "step 1"
+
+
 def test_headings_sort(chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, analysis(64), tmp_path)
     order = "return [...document.querySelectorAll('#rank-table tbody')].map(b => b.rows[0].cells[0].innerText.trim())"
@@ -292,6 +310,7 @@ def test_headings_sort(chromium: WebDriver, tmp_path: Path) -> None:
 
 def test_a_flag_is_copied(chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, analysis(2), tmp_path)
+    run(chromium, "document.querySelector('.copy').scrollIntoView({block: 'center', behavior: 'instant'})")
     chromium.find_element("css selector", ".copy").click()
     said = "return document.getElementById('said').textContent"
     assert until(chromium, lambda: run(chromium, said)) == "copied --parallel.compression powersgd:4"
