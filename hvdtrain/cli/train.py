@@ -135,7 +135,7 @@ def summary(result: Result, info: RankInfo) -> str:
 def _goodput(result: Result) -> str:
     """Return the line of the analysis, which knows late ranks; without, that of the journal."""
     found = result.analysis.goodput if result.analysis is not None else None
-    return wording.goodput(found) if found is not None else result.goodput
+    return wording.goodput(found, most=1) if found is not None else result.goodput
 
 
 def _on(sizes: Sequence[int]) -> str:

@@ -95,11 +95,11 @@ def scaling(found: Scaling) -> str:
     return f"scaling: on {found.ranks} ranks a device trains at {found.efficiency:.0%} of its speed on {found.fewer}"
 
 
-def goodput(found: Goodput) -> str:
-    """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first."""
+def goodput(found: Goodput, most: int | None = None) -> str:
+    """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first; `most` of them."""
     total = sum(found.hours.values())
     lost = sorted(((hours / total, use) for use, hours in found.hours.items() if use != USEFUL), reverse=True)
-    parts = ", ".join(f"{use} {percent(share)}" for share, use in lost if share >= _LEAST_LOST)
+    parts = ", ".join(f"{use} {percent(share)}" for share, use in lost[:most] if share >= _LEAST_LOST)
     return f"{percent(found.share)} of the device-hours{f'; {parts}' if parts else ''}"
 
 

@@ -118,7 +118,7 @@ def journal_figures(journal: Path) -> dict[str, Any]:
     return {
         **tally.figures(),
         "cost": cost_text(cost) if cost is not None else "",
-        "goodput": wording.goodput(goodput) if goodput is not None else "",
+        "goodput": wording.goodput(goodput, most=1) if goodput is not None else "",
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +11,6 @@ from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import mean_of
 from hvdtrain.timeline.columns import Floats
 
-_SURE = 5.0
-"""Standard errors: a slope closer to 0 is chance."""
 _WORTH_MS, _WORTH_SHARE = 0.2, 0.01
 
 
@@ -36,8 +33,7 @@ def without_sizes(rounds: Rounds, elements: Floats) -> tuple[Rounds, BatchSizes 
     """Return rounds with the times that ranks would have with batches of equal size, and the effect of sizes.
 
     The time of an element is the slope of a regression with fixed effects of ranks and steps, so that a slow rank or a
-    slow step does not change it. Its error is that of clusters of steps. Unless the effect is certain and matters,
-    rounds stay as they are.
+    slow step does not change it. Unless the low end of the cost's interval matters, rounds stay as they are.
 
     `elements` are those of each rank in each round [ranks, rounds].
     """
@@ -47,11 +43,10 @@ def without_sizes(rounds: Rounds, elements: Floats) -> tuple[Rounds, BatchSizes 
     if power <= 0:
         return rounds, None
     slope = float(np.sum(sizes * times)) / power
-    error = math.sqrt(float(np.sum(np.sum(sizes * (times - slope * sizes), axis=0) ** 2))) / power
     mean = elements.mean(axis=0)
     equal = work - slope * (elements - mean)
     cost = mean_of(work.max(axis=0) - equal.max(axis=0), rounds.weight)
-    if slope <= _SURE * error or cost.low < max(_WORTH_MS, _WORTH_SHARE * rounds.step_ms):
+    if slope <= 0 or cost.low < max(_WORTH_MS, _WORTH_SHARE * rounds.step_ms):
         return rounds, None
     more = float(np.median(elements.max(axis=0) / np.maximum(mean, 1e-9))) - 1
     return replace(rounds, work_ms=equal), BatchSizes(cost, 1e3 * slope, more)
