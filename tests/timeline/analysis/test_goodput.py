@@ -8,6 +8,7 @@ import pytest
 
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.past_journal import read_journal_starts
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import goodput as uses
 from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
 from tests.support.journals import FakeRun
@@ -107,3 +108,10 @@ def test_a_journal_without_starts_has_none(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a")
     run.write({"step": 1, "time": 5.0, "loss": 1.0})
     assert goodput_of(read_journal_starts(run.folder / "journal.jsonl")) is None
+
+
+def test_a_line_names_what_was_lost_largest_first() -> None:
+    found = Goodput({uses.USEFUL: 8.0, uses.START_UP: 0.5, uses.RESTARTS: 1.5, uses.PAUSES: 0.01})
+    assert wording.goodput(found) == "80% of the device-hours; restarts 15%, start-up 5%"
+    assert wording.goodput(found, most=1) == "80% of the device-hours; restarts 15%"
+    assert wording.goodput(Goodput({uses.USEFUL: 8.0})) == "100% of the device-hours"
