@@ -79,9 +79,9 @@ def mean_step_s(job: Job, steps: int, window: int) -> float:
     return statistics.mean(step["step_s"] for step in job.steps()[first : first + steps])
 
 
-def steps(quick: bool) -> list[Figure]:
+def steps(methods: Sequence[str], quick: bool) -> list[Figure]:
     """Measure steps and bytes."""
-    ours = {**RARE, **EVERY_STEP}
+    ours = {**{name: RARE[name] for name in methods}, **EVERY_STEP}
     names = [COMPUTE, *ours, *(peer for peer in PEERS if is_installed(peer))]
     found: list[Figure] = []
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def steps(quick: bool) -> list[Figure]:
         starts = {name: partial(HostsJob, name, *kinds[name], hosts=hosts) for name in names}
         jobs = stack.enter_context(warmed_up(starts, ROUND))
         gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
-        for name in (*RARE, "int8"):
+        for name in (*methods, "int8"):
             share = jobs[name].bytes_a_step(ROUND) / gradients  # an all-reduce of two ranks sends all once
             found.append(figure(f"slow_links/bytes_per_sample/{name}", [share], "ratio"))
         for rate, rounds in RATES.items():
@@ -103,7 +103,7 @@ def steps(quick: bool) -> list[Figure]:
             seconds = take_turns(these, turn, 1 if quick else rounds)
             over = {name: ratios(own, seconds[COMPUTE]) for name, own in seconds.items() if name != COMPUTE}
             found += [figure(f"slow_links/{rate}/step/{name}", own, "ratio") for name, own in over.items()]
-            best = min(RARE, key=lambda name: statistics.median(over[name]))
+            best = min(methods, key=lambda name: statistics.median(over[name]))
             found.append(figure(f"slow_links/{rate}/step", over[best], "ratio"))
     return found
 
@@ -187,7 +187,7 @@ def main() -> None:
         figures = [Figure(**each) for each in json.loads(arguments.steps.read_text())["results"]]
     elif arguments.only != "losses":
         try:
-            figures = steps(arguments.quick)
+            figures = steps(arguments.methods, arguments.quick)
         except UnavailableError as reason:
             print(f"steps are left out: {reason}", file=sys.stderr)
     if arguments.only != "steps" and not arguments.quick:
