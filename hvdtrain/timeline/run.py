@@ -27,6 +27,8 @@ _MOST_STEPS = 20_000
 """Steps that are read from a journal."""
 _MOST_OPERATIONS = 2_000_000
 """Of all Timelines together: more are in memory only while the file is read, which keeps columns on the disk."""
+_MOST_SPANS = 2_000_000
+"""Of all ranks together."""
 _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
@@ -97,7 +99,9 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         if start is not starts[-1] or (past and this is not past[-1]):
             notes.append(f"the last start has no step stamps: an earlier start is analysed, {which}")
     notes += start.dropped if start is not None else ()
-    files = read_span_files(timeline, most_bytes, start.number if start is not None and stamped else None)
+    files = read_span_files(timeline, most_bytes, start.number if start is not None and stamped else None, _MOST_SPANS)
+    if dropped := sum(file.dropped for file in files):
+        notes.append(f"the last spans of each rank are analysed: {dropped:,} earlier ones are left out")
     spans = on_one_clock(files, starts)
     config = this.started.get("config") or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,27 +36,33 @@ class SpanFile:
         start: number of the start; -1 if unknown.
         clock_id: equal ones are the same clock.
         epoch_us: the wall clock at time 0 of the rank's clock.
+        dropped: number of the first spans of the file, which are left out.
     """
 
     spans: RankSpans
     start: int
     clock_id: str
     epoch_us: float
+    dropped: int = 0
 
 
-def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | None = None) -> list[SpanFile]:
+def read_span_files(
+    folder: Path, most_bytes: float = math.inf, start: int | None = None, most_spans: int = sys.maxsize
+) -> list[SpanFile]:
     """Read the files of one start of a run. Unreadable files are skipped.
 
     Args:
         folder: ``RUN/timeline``, or the run.
         most_bytes: limit of the total size; files of later ranks are skipped.
         start: number of the start (default: the last one).
+        most_spans: the last ones are kept, about so many of all files together.
     """
     paths = _paths(folder)
     starts = {path: _start_of(path) for path in paths}
     wanted = max(starts.values(), default=-1) if start is None else start
     chosen = [path for path in paths if starts[path] == wanted]
-    return [file for path in _fitting(chosen, most_bytes) if (file := read_span_file(path)) is not None]
+    each = max(1, most_spans // max(1, len(chosen)))
+    return [file for path in _fitting(chosen, most_bytes) if (file := read_span_file(path, each)) is not None]
 
 
 def _start_of(path: Path) -> int:
@@ -91,10 +98,10 @@ def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
     return max(found)[1] if found else None
 
 
-def read_span_file(path: Path) -> SpanFile | None:
-    """Read one file; None if it is not a span file."""
+def read_span_file(path: Path, most_spans: int = sys.maxsize) -> SpanFile | None:
+    """Read the last spans of a file; None if it is not a span file."""
     try:
-        return _file(_events(path))
+        return _file(_events(path), most_spans)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
         return None
 
@@ -111,12 +118,21 @@ def _events(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield orjson.loads(line)
 
 
-def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
+def _file(events: Iterator[Mapping[str, Any]], most: int) -> SpanFile:
     head: dict[str, Mapping[str, Any]] = {}
     buckets: dict[int, BucketFacts] = {}
     number: dict[str, int] = {}
     name, track, step = array("i"), array("i"), array("i")
     start_us, length_us = array("d"), array("d")
+    columns: tuple[array[Any], ...] = (name, track, step, start_us, length_us)
+    dropped = 0
+
+    def keep_last() -> int:
+        more = max(0, len(name) - most)
+        for column in columns:
+            del column[:more]
+        return more
+
     for event in events:
         kind = event.get("ph")
         if kind == "M" and event["name"] == BUCKET:
@@ -129,6 +145,9 @@ def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
             step.append(event["args"]["step"])
             start_us.append(event["ts"])
             length_us.append(event["dur"])
+            if len(name) >= 2 * most:
+                dropped += keep_last()
+    dropped += keep_last()
     clock = msgspec.convert(head[CLOCK]["args"], SpanClock)
     begin_us = np.array(start_us, np.float64) + clock.monotonic_us
     return SpanFile(
@@ -146,6 +165,7 @@ def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
         start=clock.start,
         clock_id=clock.clock_id,
         epoch_us=clock.start_time_since_epoch_in_micros - clock.monotonic_us,
+        dropped=dropped,
     )
 
 

@@ -125,3 +125,20 @@ def test_of_more_than_is_asked_for_the_first_ranks_are_read(tmp_path: Path, monk
     assert found == [0, 2]
     assert wall_clock_us(read_span_files(tmp_path, sizes[0])) == wall_clock_us(read_span_files(tmp_path)) is not None
     assert wall_clock_us(read_span_files(tmp_path, sizes[0] - 1)) is None
+
+
+@pytest.mark.parametrize("most", [1, 6, 7, 20, 21, 100])
+def test_of_a_long_file_the_last_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    now = [0]
+    spans = Spans(lambda: now[0])
+    monkeypatch.setattr(span_trace, "read_clocks", lambda: Pair(5e15, 0.0))
+    file = SpanTrace(spans, tmp_path, 0, "host", ALL, pytest.fail, 0)
+    for step in range(1, 22):
+        file.begin_step(step)
+        spans.step = step
+        with spans("forward"):
+            now[0] += 1000
+    file.close()
+    (found,) = read_span_files(tmp_path, most_spans=most)
+    assert found.spans.step.tolist() == list(range(1, 22))[-most:]
+    assert found.dropped == max(0, 21 - most) and len(found.spans.end_us) == min(most, 21)
