@@ -55,7 +55,7 @@ def read_span_files(
         folder: ``RUN/timeline``, or the run.
         most_bytes: limit of the total size; files of later ranks are skipped.
         start: number of the start (default: the last one).
-        most_spans: the last ones are kept, about so many of all files together.
+        most_spans: of all files together; the last ones of each are kept.
     """
     paths = _paths(folder)
     starts = {path: _start_of(path) for path in paths}
