@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.observe.cost import as_mapping
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
 from hvdtrain.observe.scalars import numbers
@@ -27,6 +28,8 @@ _MOST_STEPS = 20_000
 """Steps that are read from a journal."""
 _MOST_OPERATIONS = 2_000_000
 """Of all Timelines together: more are in memory only while the file is read, which keeps columns on the disk."""
+_MOST_RANKS = 1 << 24
+"""A journal that says more is damaged."""
 _MOST_SPANS = 2_000_000
 """Of all ranks together."""
 _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
@@ -103,10 +106,11 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if dropped := sum(file.dropped for file in files):
         notes.append(f"the last spans of each rank are analysed: {dropped:,} earlier ones are left out")
     spans = on_one_clock(files, starts)
-    config = this.started.get("config") or _config(layout)
+    config = as_mapping(this.started.get("config")) or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
-        size = int(this.started.get("size") or size)
+        said = this.started.get("size")
+        size = said if isinstance(said, int) and 0 < said < _MOST_RANKS else size
     horovod = _bounded(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes), notes)
     logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
     if not (past or starts or files or horovod or logs):
@@ -173,15 +177,20 @@ def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapp
 def _marks(start: JournalStart) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for event in start.events:
-        if isinstance(at_step := event.get("at_step"), int):
+        if (at_step := _at_step(event)) >= 0:
             found.setdefault(str(event["event"]), []).append(at_step)
     return found
+
+
+def _at_step(event: Mapping[str, Any]) -> int:
+    found = event.get("at_step")
+    return found if isinstance(found, int) else -1
 
 
 def _evaluation_s(start: JournalStart) -> float | None:
     """Return the seconds of evaluations after the first step and before the last; None if one is unknown."""
     first = start.first_step or 0
-    between = [e for e in start.events_named("evaluation") if first <= e.get("at_step", -1) < start.last_step]
+    between = [e for e in start.events_named("evaluation") if first <= _at_step(e) < start.last_step]
     known = [float(e["seconds"]) for e in between if isinstance(e.get("seconds"), (int, float))]
     return sum(known) if len(known) == len(between) else None
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 
-from hvdtrain.errors import TraceError
+from hvdtrain.errors import HvdtrainError, TraceError
 from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.report.form import to_bytes
+from hvdtrain.timeline.report.page import to_html
 from hvdtrain.timeline.report.terminal import summary_lines, to_text
 from hvdtrain.timeline.run import load
+from tests.support.journals import FakeRun
 
 TRACES = Path(__file__).parent / "traces"
 ALL = sorted(TRACES.glob("*.json.gz"))
@@ -265,3 +270,28 @@ def test_a_start_of_another_format_is_ignored_with_a_note(tmp_path: Path) -> Non
     run = load(tmp_path)
     assert len(run.starts) == 1 and run.history is not None and run.history.step.tolist() == [1]
     assert run.notes[0] == "start 1 of the journal has format 2, this program reads 1: it is ignored"
+
+
+_ODD: list[Any] = [None, "x", -3, 1e308, [], {}, True, [1], {"a": 1}, 0, "", -1e308]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 1e308 overflows
+@pytest.mark.parametrize("seed", range(40))
+def test_a_journal_with_odd_values_has_a_report_or_an_error_of_ours(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def odd(*plain: Any) -> Any:
+        return chance.choice([*plain, *_ODD])
+
+    run = FakeRun(tmp_path / "a").start([1.0] * 30, step_s=0.5, end="")
+    run.write({"event": "evaluation", "at_step": odd(), "loss": odd(), "seconds": odd(), "time": odd()})
+    facts = {"size": odd(4), "devices": odd(), "goes_on": odd(), "unit": odd(), "format": chance.choice([1, 1, 2, "x"])}
+    run.start([1.0] * 30, after=20, step_s=0.5, **facts, config=odd(run.config, run.config))
+    for _ in range(3):
+        run.write({chance.choice(["step", "event", "x"]): odd(), "step_s": odd(), "time": odd(), "tokens": odd()})
+    run.write({"event": "flops", "per_sample": odd(1e9), "peak_per_s": odd(1e12), "time": 1.0})
+    try:
+        found = analyse(load(run.folder))
+    except HvdtrainError:
+        return
+    assert to_bytes(found) and to_html(found) and to_text(found)

@@ -62,7 +62,7 @@ def scaling(starts: Sequence[JournalStart]) -> Scaling | None:
         size = start.started.get("size")
         seconds = np.frombuffer(start.seconds) if len(start.seconds) else np.zeros(0)
         seconds = seconds[start_up_steps(seconds) :] if len(seconds) >= _LEAST_STEPS else seconds[:0]
-        if isinstance(size, int) and len(seconds) and (usual := float(np.median(seconds))) > 0:
+        if isinstance(size, int) and size > 0 and len(seconds) and (usual := float(np.median(seconds))) > 0:
             speeds[size] = 1 / (size * usual)
             last = size
     if len(speeds) < 2 or last == (fewest := min(speeds)):
