@@ -111,7 +111,7 @@ def test_the_options_of_train_are_those_of_its_parser() -> None:
         ("launch -np 2 -- --config ru", ["run 1.yaml"]),
         ("timeline re", ["report"]),
         ("timeline report ru", ["run 1.yaml"]),
-        ("timeline whatif --algorithm ", ["auto", "ring", "tree"]),
+        ("timeline whatif --algorithm ", ["auto", "ring", "tree", "double_tree", "hierarchical"]),
         ("verify ", ["data", "resume"]),
         ("build-horovod --gpu n", ["nccl", "none"]),
         ("completion ", ["bash", "zsh", "fish"]),

@@ -62,6 +62,9 @@ def served(serving: Served) -> Served:
     serving.log.clear()
     serving.server._counts.clear()
     serving.server.open(3, {})
+    opened = threading.Event()
+    serving.server._run_in_thread(opened.set)
+    assert opened.wait(TIMEOUT_S)
     return serving
 
 
