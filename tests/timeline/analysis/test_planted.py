@@ -173,7 +173,7 @@ def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) ->
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
 
 
-@pytest.mark.parametrize("fault", ["late", "moving", "host", "data", "none"])
+@pytest.mark.parametrize("fault", ["late", pytest.param("moving", marks=pytest.mark.slow), "host", "data", "none"])
 def test_512_ranks_and_three_days(fault: str) -> None:
     step = _sampled(512)
     work, half = _work(512, len(step), seed=3), step > STEPS / 2
