@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import quantiles
 from typing import Any
 
@@ -17,12 +18,13 @@ _SEEN = 0.002
 
 
 def over_time_view(found: OverTime) -> dict[str, Any]:
-    """Return areas of parts from bottom to top, the line of medians, places to point at, and marks."""
+    """Return areas of parts from bottom to top, the line of medians, bands, places to point at, and marks."""
     moments = found.moments
     first, last = moments[0].first_step, moments[-1].last_step
     edges = [_x(moment.first_step, first, last) for moment in moments] + [WIDTH]
     most = _top([moment.step_ms for moment in moments])
     names = [n for n in moments[0].parts_ms if any(m.parts_ms[n] > _SEEN * m.step_ms for m in moments)]
+    starts = [_x(m.step, first, last) for m in found.marks if m.kind == "start" and first <= m.step <= last]
     below, areas = [0.0] * len(moments), []
     for name in names:
         above = [low + moment.parts_ms[name] for low, moment in zip(below, moments, strict=True)]
@@ -31,6 +33,7 @@ def over_time_view(found: OverTime) -> dict[str, Any]:
     return {
         "areas": areas,
         "median": _line(edges, [moment.median_ms for moment in moments], most),
+        "bands": [{"x": x, "width": end - x} for x, end in list(pairwise([*starts, WIDTH]))[1::2]],
         "places": [
             {"x": x, "width": end - x, "step": moment.first_step, "text": _describe(moment, names)}
             for x, end, moment in zip(edges, edges[1:], moments, strict=False)

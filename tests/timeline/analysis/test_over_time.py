@@ -41,6 +41,7 @@ def test_moments_sum_to_the_step_and_cover_the_run() -> None:
     view = over_time_view(found.over_time)
     assert [place["x"] for place in view["places"]][:2] == [0.0, WIDTH / 200]
     assert sum(place["width"] for place in view["places"]) == pytest.approx(WIDTH)
+    assert [(band["x"], band["width"]) for band in view["bands"]] == [(0.3 * WIDTH, 0.7 * WIDTH)]
     page = to_html(found)
     assert 'id="over-time"' in page and page.count('class="place"') == 200 and "becomes a straggler" in page
 
