@@ -34,7 +34,7 @@ class HostLoad:
         self._gpu = gpu
         self._stat = root / "proc/stat"
         self._schedstat = root / f"proc/self/task/{threading.get_native_id()}/schedstat"
-        self._waited_us = self._wait_us()
+        self._waited_us = _delay_us(self._schedstat)
         self._began_s = time.monotonic()
         self._sampled: tuple[float, float, float, float] = (math.nan,) * 4
         self._stopped_us = self._stopped_before_us = 0.0
@@ -44,7 +44,7 @@ class HostLoad:
 
     def read(self) -> list[float]:
         """Return `CAUSES` since the last call, NaN where unknown. Takes some microseconds."""
-        waited_us, now_s = self._wait_us(), time.monotonic()
+        waited_us, now_s = _delay_us(self._schedstat), time.monotonic()
         since_us, since_s = waited_us - self._waited_us, now_s - self._began_s
         self._waited_us, self._began_s = waited_us, now_s
         steal_share, *gpu = self._sampled
@@ -55,9 +55,6 @@ class HostLoad:
         """Stop sampling. Does not wait for a thread that hangs in a driver."""
         self._ended.set()
         self._thread.join(1.0)
-
-    def _wait_us(self) -> float:
-        return _delay_us(self._schedstat)
 
     def _run(self) -> None:
         stolen, at_s = steal_s(self._stat), time.monotonic()

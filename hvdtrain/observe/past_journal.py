@@ -191,10 +191,9 @@ def skipped_steps(starts: Iterable[JournalStart]) -> set[int]:
     """Return the steps that changed nothing. The last line counts for a step that ran again after a resume."""
     found: set[int] = set()
     for start in starts:
-        found.difference_update(start.steps)
-        skipped = {start.steps[place]: place for place in start.skipped}
-        last = {step: place for place, step in enumerate(start.steps) if step in skipped} if skipped else {}
-        found.update(step for step, place in skipped.items() if last[step] == place)
+        skipped = set(start.skipped)
+        for place, step in enumerate(start.steps):
+            (found.add if place in skipped else found.discard)(step)
     return found
 
 

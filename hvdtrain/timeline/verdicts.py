@@ -18,9 +18,7 @@ def verdicts(analysis: Analysis) -> dict[str, str]:
     found = dict(_slow_ranks(analysis.blame))
     for change in analysis.changes:
         if change.lasts and not change.begins:
-            with_it = f": {'; '.join(change.coincided)}" if change.coincided else ""
-            took = f"{wording.ms(change.step_ms)} instead of {wording.ms(change.usual_ms)} ms"
-            found["step time"] = f"steps take longer since step {change.first_step:,}, {took}{with_it}"
+            found["step time"] = f"steps take longer since step {change.first_step:,}, {wording.slower(change)}"
     step_ms = analysis.budget.step_ms.value if analysis.budget is not None else 0.0
     for finding in analysis.findings:
         if finding.kind not in _APART and finding.cost_ms is not None and finding.cost_ms >= _SHARE * step_ms > 0:

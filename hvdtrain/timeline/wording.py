@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hvdtrain.timeline.analysis.analysis import Blame, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
+from hvdtrain.timeline.analysis.analysis import Blame, Change, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
 from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
 
 _LEAST_LOST = 0.005
@@ -85,9 +85,20 @@ def outer(found: OuterSteps) -> str:
 
 def efficiency(found: Efficiency) -> str:
     """Format shares of the peak as ``41% used (MFU); lost: kernels below the peak 30%, input 4%``, largest first."""
-    lost = sorted(found.lost.items(), key=lambda each: -each[1])
-    parts = ", ".join(f"{name} {percent(share)}" for name, share in lost if share >= _LEAST_LOST)
+    parts = _lost(found.lost)
     return f"{percent(found.mfu)} used (MFU){f'; lost: {parts}' if parts else ''}"
+
+
+def _lost(shares: Mapping[str, float], most: int | None = None) -> str:
+    """List `most` shares that are not tiny, largest first."""
+    ordered = sorted(shares.items(), key=lambda each: -each[1])
+    return ", ".join(f"{name} {percent(share)}" for name, share in ordered[:most] if share >= _LEAST_LOST)
+
+
+def slower(found: Change) -> str:
+    """Format a stretch of slow steps as ``233 instead of 187 ms: batches have more tokens``."""
+    with_it = f": {'; '.join(found.coincided)}" if found.coincided else ""
+    return f"{ms(found.step_ms)} instead of {ms(found.usual_ms)} ms{with_it}"
 
 
 def scaling(found: Scaling) -> str:
@@ -98,8 +109,7 @@ def scaling(found: Scaling) -> str:
 def goodput(found: Goodput, most: int | None = None) -> str:
     """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first; `most` of them."""
     total = sum(found.hours.values())
-    lost = sorted(((hours / total, use) for use, hours in found.hours.items() if use != USEFUL), reverse=True)
-    parts = ", ".join(f"{use} {percent(share)}" for share, use in lost[:most] if share >= _LEAST_LOST)
+    parts = _lost({use: hours / total for use, hours in found.hours.items() if use != USEFUL}, most)
     return f"{percent(found.share)} of the device-hours{f'; {parts}' if parts else ''}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hvdtrain.timeline.analysis.analysis import (
     RankRow,
     Spell,
 )
-from hvdtrain.timeline.analysis.batch_sizes import without_sizes
+from hvdtrain.timeline.analysis.batch_sizes import BatchSizes, without_sizes
 from hvdtrain.timeline.analysis.efficiency import efficiency, scaling
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
@@ -36,7 +36,7 @@ from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import RunTrace, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -51,16 +51,7 @@ def analyse(run: RunTrace) -> Analysis:
     if spent is None:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
-    rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
-    sizes = None
-    if (
-        rounds is not None
-        and table is not None
-        and rounds.source == "stamps"
-        and len(table.elements)
-        and not run.shares
-    ):
-        rounds, sizes = without_sizes(rounds, table.elements[:, rounds.column])
+    rounds, sizes = _rounds(run, ticks)
     stragglers = _stragglers(rounds, run) if rounds is not None else None
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
@@ -120,6 +111,17 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     if not found or not isinstance(workers, int):
         return None
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
+
+
+def _rounds(run: RunTrace, ticks: Sequence[HorovodTrace]) -> tuple[Rounds | None, BatchSizes | None]:
+    """Return rounds of stamps without the effect of batch sizes, or else of ticks; and that effect.
+
+    Where micro-batches follow the speed of ranks, sizes are no chance, and stay.
+    """
+    rounds = from_stamps(run.steps) if run.steps is not None else None
+    if rounds is None or run.steps is None:
+        return from_ticks(ticks), None
+    return (rounds, None) if run.shares else without_sizes(rounds, run.steps)
 
 
 def _stragglers(rounds: Rounds, run: RunTrace) -> Stragglers:

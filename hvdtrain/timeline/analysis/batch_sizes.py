@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import mean_of
-from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.columns import Floats, StepTable
 
 _WORTH_MS, _WORTH_SHARE = 0.2, 0.01
 
@@ -29,15 +29,17 @@ class BatchSizes:
     more: float
 
 
-def without_sizes(rounds: Rounds, elements: Floats) -> tuple[Rounds, BatchSizes | None]:
+def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes | None]:
     """Return rounds with the times that ranks would have with batches of equal size, and the effect of sizes.
 
     The time of an element is the slope of a regression with fixed effects of ranks and steps, so that a slow rank or a
     slow step does not change it. Unless the low end of the cost's interval matters, rounds stay as they are.
 
-    `elements` are those of each rank in each round [ranks, rounds].
+    `rounds` are those of the stamps in `table`, which may lack sizes.
     """
-    work = rounds.work_ms
+    if not len(table.elements):
+        return rounds, None
+    work, elements = rounds.work_ms, table.elements[:, rounds.column]
     sizes, times = _within(elements), _within(work)
     power = float(np.sum(sizes**2))
     if power <= 0:

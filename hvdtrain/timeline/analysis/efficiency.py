@@ -40,7 +40,7 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
         "kernels below the peak": computing - again - used,
         "recomputation": again,
         "exposed communication": sum(share for n, share in shares.items() if n in budget.exposed and n != LATE),
-        "waiting for late ranks": shares.get(LATE, 0.0),
+        LATE: shares.get(LATE, 0.0),
         "input": shares.get("data", 0.0),
         "optimizer": shares.get("optimizer", 0.0),
         ASIDE: shares.get(ASIDE, 0.0),

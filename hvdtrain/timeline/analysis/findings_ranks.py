@@ -132,15 +132,15 @@ def _sizes(facts: Facts) -> Iterator[Finding]:
 
 
 def _stopped(facts: Facts) -> Iterator[Finding]:
-    """Report ranks with processes that were stopped, unless it is said to make them stragglers."""
+    """Report ranks with processes that were stopped, unless that is named as the cause of a straggler."""
     table = facts.run.steps
     if table is None or not len(table.step):
         return
     rows = [[float(us or 0.0) for us in values] for block in table.facts if (values := block.get("stopped_us"))]
     per_step = np.sum(np.array(rows), axis=0) / 1e3 / len(table.step) if rows else np.zeros(0)
     least = max(_SHARE * facts.step_ms, _LEAST_MS)
-    told = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
-    ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in told]
+    named = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
+    ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
         most, who = float(per_step[ranks].max()), _names(ranks, table.hosts)
         text = (

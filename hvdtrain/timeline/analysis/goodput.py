@@ -54,7 +54,8 @@ def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None 
     if not known:
         return None
     hours: defaultdict[str, float] = defaultdict(float)
-    indices = [index for index, start in enumerate(starts) if any(start is each for each in known)]
+    ids = set(map(id, known))
+    indices = [index for index, start in enumerate(starts) if id(start) in ids]
     kept = _kept(known)
     for number, (start, gap) in enumerate(zip(known, hours_before(known), strict=True)):
         used = _seconds(start, kept[number], is_first=number == 0)

@@ -55,12 +55,10 @@ def _starts(run: RunTrace) -> Iterator[Mark]:
 
 def _changes(changes: Sequence[Change]) -> Iterator[Mark]:
     for change in changes:
-        took = f"{wording.ms(change.step_ms)} instead of {wording.ms(change.usual_ms)} ms"
-        with_it = f": {'; '.join(change.coincided)}" if change.coincided else ""
         if not change.begins:
-            yield Mark("change", change.first_step, f"steps take longer, {took}{with_it}")
+            yield Mark("change", change.first_step, f"steps take longer, {wording.slower(change)}")
         if not change.lasts:
-            yield Mark("change", change.last_step, f"steps are as usual again, before {took}{with_it}")
+            yield Mark("change", change.last_step, f"steps are as usual again, before {wording.slower(change)}")
 
 
 def _spells(blame: Blame) -> Iterator[Mark]:

@@ -53,18 +53,15 @@ def slow_hosts(starts: Iterable[StepTable], group_of: Mapping[str, str]) -> Slow
         rounds = from_stamps(table)
         if rounds is None or len(rounds.step) < _LEAST_STEPS:
             continue
-        if len(table.elements):
-            rounds, _ = without_sizes(rounds, table.elements[:, rounds.column])
-        found = find_stragglers(rounds)
-        names = [{"host": host, "device": device} for host, device in zip(table.hosts, _devices(table), strict=True)]
-        of_rank = [
-            [
-                hosts.setdefault(name["host"], Place(name["host"], name["host"])),
-                *([devices.setdefault(name["device"], Place(name["device"], name["host"]))] if name["device"] else []),
-                *([groups.setdefault(g, Place(g, ""))] if (g := group_of.get(name["host"], "")) else []),
-            ]
-            for name in names
-        ]
+        found = find_stragglers(without_sizes(rounds, table)[0])
+        of_rank = []
+        for host, device in zip(table.hosts, _devices(table), strict=True):
+            places = [hosts.setdefault(host, Place(host, host))]
+            if device:
+                places.append(devices.setdefault(device, Place(device, host)))
+            if group := group_of.get(host):
+                places.append(groups.setdefault(group, Place(group, "")))
+            of_rank.append(places)
         _add(found, table, of_rank)
     return SlowHosts(
         *(sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for each in (hosts, devices, groups))

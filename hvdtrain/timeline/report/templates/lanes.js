@@ -57,7 +57,7 @@
     const tile = document.createElement("canvas");
     tile.width = tile.height = 6;
     const brush = tile.getContext("2d");
-    const hatched = (hex) => {  // late ranks are told apart without colours, too
+    const hatched = (hex) => {  // late ranks differ without colours, too
       brush.fillStyle = hex;
       brush.fillRect(0, 0, 6, 6);
       brush.strokeStyle = of("--stripe");
