@@ -19,6 +19,7 @@ _LEAST_SHARE = 0.1
 _CLOCK_SHARE = 0.97
 _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
+_EXPLAINS = 0.5
 _PARTS = ("data", "copy", "gather", "forward", "backward")
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
@@ -64,6 +65,7 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
     """Return how a straggler differs from the median of the other ranks; largest difference first.
 
+    That its process was stopped comes before the parts of the step in which it was, if it explains most of them.
     `steady`: the rank is late in most steps, so events in single steps are no cause.
     """
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
@@ -80,7 +82,13 @@ def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], 
         if mine - usual >= least:
             text = _WORDS[name].format(mine=wording.ms(mine), others=wording.ms(usual))
             found.append(Cause(name, mine - usual, text))
-    return sorted(found, key=lambda cause: -(cause.ms or 0.0)) + _other_causes(rank, others, table, column)
+    most = max((cause.ms or 0.0 for cause in found), default=0.0)
+
+    def order(cause: Cause) -> tuple[bool, float]:
+        ms = cause.ms or 0.0
+        return not (cause.name == "stopped" and ms >= _EXPLAINS * most), -ms
+
+    return sorted(found, key=order) + _other_causes(rank, others, table, column)
 
 
 def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:

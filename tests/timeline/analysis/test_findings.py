@@ -431,7 +431,8 @@ def test_a_rank_that_is_stopped_often_is_told_so() -> None:
     (found,) = [finding for finding in analyse(run_of(table)).findings if finding.kind == "straggler"]
     causes = analyse(run_of(table)).blame.causes[2]
     assert "its process was stopped for 19.0 ms per step, others' for 0 ms" in [cause.text for cause in causes]
-    assert "find what stops it" in found.advice
+    assert causes[0].name == "stopped" and "its process was stopped for 19.0 ms" in found.text
+    assert "find what stops it" in found.advice and "balance" not in found.advice
 
 
 def test_a_rank_that_is_stopped_seldom_is_told_without_statistics() -> None:
