@@ -433,6 +433,9 @@ def test_a_rank_that_is_stopped_often_is_told_so() -> None:
     assert "its process was stopped for 19.0 ms per step, others' for 0 ms" in [cause.text for cause in causes]
     assert causes[0].name == "stopped" and "its process was stopped for 19.0 ms" in found.text
     assert "find what stops it" in found.advice and "balance" not in found.advice
+    for stopped_ms, first in ((9.0, "stopped"), (3.0, "backward")):  # backward takes 11 ms more
+        table = table_of(work, facts={"stopped_us": [0.0, 0.0, 50 * 1e3 * stopped_ms, 0.0]})
+        assert analyse(run_of(table)).blame.causes[2][0].name == first
 
 
 def test_a_rank_that_is_stopped_seldom_is_told_without_statistics() -> None:
