@@ -155,6 +155,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     """Train as one rank of a job, and write its count into the folder."""
     from hvdtrain.comm.rounds import OneRound
     from hvdtrain.comm.start import start_comm
+    from hvdtrain.engine.table import groups_of
     from hvdtrain.runtime.timeline import TimelinePlan
     from hvdtrain.runtime.tuning import prepare
     from hvdtrain.training.session import run_training
@@ -162,7 +163,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     info, _ = prepare()
     run, build = _parsed(options)
     live = LiveBytes()
-    comm: Any = CountedComm(start_comm(info, run.config.parallel.dp_shard), live)
+    comm: Any = CountedComm(start_comm(info, groups_of(run.config)), live)
     passes = run.config.train.global_batch // run.config.train.pass_samples // comm.size
 
     def build_counted() -> Task:

@@ -94,7 +94,7 @@ def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
         )
     source = find_model(options.path, "RUN")
     tokenizer, model = load_tokenizer(source.folder), load_model(source).eval()
-    comm = start_rounds(info, None, horovod=True).enter(STARTED)
+    comm = start_rounds(info, horovod=True).enter(STARTED)
     device = pick_device("auto", comm.local_rank, comm.local_size, comm)
     wanted = TaskOptions(options.tasks, options.task_folder, options.fewshot, options.samples)
     found = evaluate_tasks(model.to(device), tokenizer, wanted, comm)
@@ -123,7 +123,7 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     function = load_task_function(task_spec(argv))
     run = parse_argv(argv, function)
     config = for_evaluation(run.config, options.samples, one_by_one=options.per_sample is not None)
-    comm = start_rounds(info, None, horovod=True).enter(STARTED)
+    comm = start_rounds(info, horovod=True).enter(STARTED)
     load = source.load if source.is_checkpoint else None
     found = evaluate_run(config, partial(function, **run.task_args), load, comm, options.split)
     values = {"model": str(source.folder), "samples": found.samples, **found.means}

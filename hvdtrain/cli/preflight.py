@@ -102,7 +102,7 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
         _write(options.write, ())  # an error after the measurement would be too late
     hosts: list[str] = []
     deadline = Deadline(options.timeout, info.rank, partial(_give_up, options, info, hosts, log))
-    rounds = start_rounds(info, None, horovod=True)
+    rounds = start_rounds(info, horovod=True)
     comm = rounds.enter(STARTED)
     facts = allgather_json(comm, _rank_facts(info), name="preflight/facts")
     hosts += [fact["host"] for fact in facts]

@@ -60,13 +60,12 @@ def main(argv: list[str]) -> int:
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import engine_of, needs_horovod
+    from hvdtrain.engine.table import engine_of, groups_of, needs_horovod
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
     checked = [word for word in argv if declared_spelling(word, _PRINT).partition("=")[0] not in _PRINT]
     run = parse_argv(checked, function)
-    parallel = run.config.parallel
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
         engine_of(run.config)
         parse_argv(argv, function)
@@ -74,13 +73,10 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 
     from hvdtrain.comm.start import start_rounds
-    from hvdtrain.data.workers import worker_groups
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(
-        info, parallel.dp_shard, worker_groups(parallel.workers), horovod=needs_horovod(parallel.engine)
-    )
+    rounds = start_rounds(info, groups_of(run.config), horovod=needs_horovod(run.config.parallel.engine))
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

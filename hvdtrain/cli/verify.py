@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,13 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli.ending import end, show
 from hvdtrain.cli.parser import Parser, positive, run_group
+from hvdtrain.observe.output import FailureOutput
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
 
 COMMANDS = {
     "data": "check that every sample of each epoch was used exactly once, across kills and resizes",
+    "plan": "check the gradients of ranks that divide a model, by parameter, against one rank",
     "resume": "check that an interrupted run equals an uninterrupted one, also on other numbers of ranks",
 }
 _DATA_DESCRIPTION = """\
@@ -46,6 +50,23 @@ optimizer state must be equal bit for bit; otherwise up to a tolerance.
 exit code: 0 if they are equal; 1 if not, with the first step or tensor that
 differs; 130 on Ctrl-C
 """
+_PLAN_DESCRIPTION = """\
+Compare the gradient of each parameter on ranks that divide a model with that
+on one rank, in one step in fp32 on a small copy of the model: the same
+modules, heads and experts, with narrow matrices. Models of other tasks than
+language_model are trained as they are."""
+_PLAN_EPILOG = """\
+All options of hvdtrain train are accepted. Without a launcher, it starts ranks
+on this host: as many as divide the model, and a copy of each.
+
+examples:
+  hvdtrain verify plan --config run.yaml
+  hvdtrain verify plan --ranks 4 --parallel.ep 2 --model.preset 16b
+  hvdtrain launch -np 8 -- verify plan --config run.yaml
+
+exit code: 0 if all gradients are equal, up to the order of sums; 1 if not, with
+each parameter that differs, or on an error
+"""
 
 
 def main(argv: list[str]) -> int:
@@ -59,6 +80,11 @@ def parser(name: str) -> Parser:
         made = Parser(prog="hvdtrain verify data", description=_DATA_DESCRIPTION, epilog=_DATA_EPILOG)
         made.add_argument("run", type=Path, metavar="RUN", help="run folder")
         return made
+    if name == "plan":
+        made = Parser(prog="hvdtrain verify plan", description=_PLAN_DESCRIPTION, epilog=_PLAN_EPILOG)
+        help_ = "number of ranks to start (default: twice as many as divide the model, or 2)"
+        made.add_argument("--ranks", type=positive, metavar="N", help=help_)
+        return made
     made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
     made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
     made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
@@ -67,6 +93,8 @@ def parser(name: str) -> Parser:
 
 
 def _call(name: str, argv: list[str]) -> int:
+    if name == "plan":
+        return _verify_plan(*parser(name).parse_known_args(argv), argv)
     options = parser(name).parse_args(argv)
     if name == "resume":
         return _verify_resume(options.run, options.steps, options.sizes)
@@ -100,6 +128,36 @@ def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
     shutil.rmtree(folder)
     print("the runs are equal")
     return 0
+
+
+def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[str]) -> int:
+    """Start ranks, or compare on those of this job; print, and return the exit code."""
+    from hvdtrain.config.parse import parse_argv, task_spec
+    from hvdtrain.engine.table import dimensions_of, engine_of
+    from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+    from hvdtrain.runtime.tuning import prepare
+    from hvdtrain.task.base import load_task_function
+
+    function = load_task_function(task_spec(training))
+    run = parse_argv(training, function)
+    engine_of(run.config)
+    dimensions = dimensions_of(run.config)
+    if rank_info(environ()).launcher == NO_LAUNCHER:
+        ranks = options.ranks or 2 * max(1, dimensions.tp, dimensions.ep)
+        dimensions.check(ranks)
+        start = [sys.executable, "-m", "hvdtrain.cli.start", "-np", str(ranks), "--", "verify", "plan", *argv]
+        return subprocess.run(start, check=False).returncode
+    info = None
+    try:
+        info, _ = prepare()
+        from hvdtrain.verify.plan_job import check_plan
+
+        found = check_plan(run, function, info)
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error, info, FailureOutput(show))
+    if info.rank == 0:
+        print(found.to_text(), flush=True)
+    return 1 if found.wrong else 0
 
 
 @contextmanager

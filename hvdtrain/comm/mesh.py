@@ -54,6 +54,13 @@ def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:
     return [*shards, *(list(range(index, size, dp_shard)) for index in range(dp_shard))]
 
 
+def gather_hosts(comm: Comm) -> list[list[str | int]]:
+    """Return the name of each rank's host, and the number of its ranks. Collective: yes."""
+    from hvdtrain.comm.objects import allgather_json
+
+    return allgather_json(comm, [socket.gethostname(), comm.local_size], name="mesh/hosts")
+
+
 def subset(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Comm:
     """Return a communicator of some ranks with this one. `hosts`: of all ranks. Collective: yes, among them."""
     here = [rank for rank in ranks if hosts[rank] == hosts[comm.rank]]
@@ -67,14 +74,11 @@ def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
         ConfigError: the ranks cannot form such groups.
         LaunchError: a group that fits on one host is on several.
     """
-    from hvdtrain.comm.objects import allgather_json
-
     own = [ranks for ranks in mesh_groups(comm.size, dp_shard) if comm.rank in ranks]
     if not own:
         return Mesh(comm, comm, list(range(comm.size)))
-    hosts = allgather_json(comm, [socket.gethostname(), comm.local_size], name="mesh/hosts")
+    hosts = gather_hosts(comm)
     _check_hosts(hosts, len(own[0]))
-
     return Mesh(comm, subset(comm, own[0], hosts), own[0], subset(comm, own[1], hosts))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import mesh_groups
 from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
@@ -22,38 +21,34 @@ def no_groups(size: int) -> Sequence[Sequence[int]]:
     return []
 
 
-def start_rounds(
-    info: RankInfo, dp_shard: int | None = None, groups: Groups = no_groups, *, horovod: bool = True
-) -> Rounds:
+def start_rounds(info: RankInfo, groups: Groups = no_groups, *, horovod: bool = True) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
-    `dp_shard`: ranks that divide a model (`comm.mesh`). `groups`: others that will exchange apart. `horovod`:
-    whether training needs Horovod; without it torchrun may have started the ranks.
-    Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
+    `groups`: of ranks that will exchange apart. `horovod`: whether training needs Horovod; without it torchrun may have
+    started the ranks. Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info, horovod=horovod)
     client = connect_to_driver(info.variables)
     if client is not None:
         return DriverRounds(client, info)
-    comm = start_comm(info, dp_shard, groups)
+    comm = start_comm(info, groups)
     if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
         return StockRounds(comm)
     return OneRound(comm)
 
 
-def start_comm(info: RankInfo, dp_shard: int | None = None, groups: Groups = no_groups) -> Comm:
+def start_comm(info: RankInfo, groups: Groups = no_groups) -> Comm:
     """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
 
-    `dp_shard`: ranks that divide a model. `groups`: others that will exchange apart. Collective: yes. Call
-    `runtime.tuning.prepare` before.
+    `groups`: of ranks that will exchange apart. Collective: yes. Call `runtime.tuning.prepare` before.
 
     Errors:
-        ConfigError: the ranks cannot form groups of `dp_shard`.
+        ConfigError: the ranks cannot form these groups.
         HorovodError: missing, or built for another torch, or without MPI.
         LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
             the ranks of one job.
     """
-    sets = [*mesh_groups(info.size, dp_shard), *groups(info.size)]
+    sets = groups(info.size)
     if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):
         return SoloComm()
     if info.launcher == TORCHRUN:

@@ -68,6 +68,10 @@ class ParallelConfig:
         shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),
             gradients for the sums of each micro-batch's gradients, too (ZeRO-2), parameters for the parameters, too
             (ZeRO-3; only with engine fsdp, which implies it)
+        tp: number of ranks that divide each matrix of a block (tensor parallelism). They have the same samples, and
+            exchange activations in each pass: ranks of one host, by a fast link. For models of transformers with a plan
+        ep: number of ranks that divide the experts of each layer (expert parallelism), each with samples of its own:
+            tokens go to the ranks that have their experts, and none is dropped. With tp, a multiple of it
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
@@ -91,6 +95,8 @@ class ParallelConfig:
     compression: str = "none"
     bucket_mib: float | None = None
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    tp: int = 1
+    ep: int = 1
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None
@@ -171,6 +177,9 @@ class TrainConfig:
             (default: never)
         ema: keep an exponential moving average of the parameters: the fraction that stays at each step, such as 0.999.
             Evaluations have its loss as ema_loss (default: none)
+        router_bias: how much the bias of a mixture's router changes in a step for each expert: up for those with fewer
+            tokens than the mean, down for the others (DeepSeek-V3's balance without an auxiliary loss); 0 for never.
+            Models without such a bias have no use for it
         max_skipped: end the run after N steps in a row with a loss or gradient that is not finite
         tf32: whether fp32 operations on GPUs may round their inputs to 10 bits (TF32), which is faster: on for matrix
             products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
@@ -191,6 +200,7 @@ class TrainConfig:
     check_every: int = 25
     patience: int | None = None
     ema: float | None = None
+    router_bias: float = 0.001
     max_skipped: int = 10
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False

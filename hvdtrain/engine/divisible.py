@@ -13,6 +13,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -80,6 +81,14 @@ def refuse_what_cannot_be_divided(
                 expected="nn.Embedding(sparse=False)",
                 next_step=f"use dense gradients, or {without}",
             )
+
+
+def own_rows(parameter: nn.Parameter) -> Owned:
+    """Return this rank's part of a parameter that torch has divided, as one of its optimizer, in the same memory."""
+    part, place = local(parameter), place_of(parameter)  # type: ignore[arg-type]
+    owners = ranks_with_rows(parameter)  # type: ignore[arg-type]
+    mine = nn.Parameter(part, requires_grad=parameter.requires_grad) if part.numel() else None
+    return Owned(mine, place, owners)
 
 
 def use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Mapping[str, Owned]) -> None:

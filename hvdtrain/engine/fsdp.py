@@ -11,25 +11,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_group import new_group
+from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.divisible import DividedEngine, use_owned
+from hvdtrain.engine.divisible import DividedEngine, own_rows, use_owned
 from hvdtrain.engine.fsdp_checks import ELSEWHERE, check_fsdp
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.runtime.memory import return_freed_memory
-from hvdtrain.state.divided import is_divided, local, place_of, ranks_with_rows
-from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.divided import is_divided, local
 from hvdtrain.state.sync import broadcast_parameters
 
 _OUTSIDE = "outside of blocks"
 """Name of the root in collectives."""
-
-_groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
-"""The groups of all engines of this process, by their ranks: torch remembers meshes by these, and a mesh has its group.
-"""
 
 
 class FsdpEngine(DividedEngine):
@@ -56,15 +51,13 @@ class FsdpEngine(DividedEngine):
         self._collectives = collectives
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
-        if (ranks := tuple(mesh.shard_ranks)) not in _groups:
-            _groups[ranks] = new_group(parts.comm, ranks)
-        self._modules = _divide(parts, _groups[ranks])
+        self._modules = _divide(parts, lasting_group(parts.comm, mesh.shard_ranks))
         self._names = _names_by_module(parts.model, self._modules)
         if collectives is not None:
             collectives.use_in(self._modules, self._names)
         # The first name of a tied parameter, as before.
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
-        self._owned = {name: _own(parameter) for name, parameter in self._parameters.items()}
+        self._owned = {name: own_rows(parameter) for name, parameter in self._parameters.items()}
         self._trained = self._which_are_trained()
         use_owned(parts.optimizer, names, self._owned)
         self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
@@ -194,14 +187,6 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
     for name, parameter in model.named_parameters():
         found[owner[parameter]].append(name)
     return found
-
-
-def _own(parameter: nn.Parameter) -> Owned:
-    """Return the rows of this rank as a parameter of its optimizer, in the same memory."""
-    rows, place = local(parameter), place_of(parameter)  # type: ignore[arg-type]
-    owners = ranks_with_rows(parameter)  # type: ignore[arg-type]
-    mine = nn.Parameter(rows, requires_grad=parameter.requires_grad) if rows.numel() else None
-    return Owned(mine, place, owners)
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:

@@ -14,11 +14,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_group import TorchComm
-from hvdtrain.compression.base import Figures
-from hvdtrain.compression.table import Compression
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.blocks import before_forward
 from hvdtrain.engine.fsdp import FsdpEngine
@@ -27,9 +24,7 @@ from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError
-from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
-from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Plan, plan
+from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.spans import Spans
 from hvdtrain.state.pieces import Place
 
@@ -55,7 +50,7 @@ class HybridEngine(FsdpEngine):
         order = [name for names in [*reversed(blocks), outside] for name in reversed(names) if name in self._owned]
         rows = [(name, rows) for name in order if (rows := self._owned[name].parameter) is not None]
         trained = [(name, parameter) for name, parameter in rows if parameter.requires_grad]
-        self._between = _Between(trained, mesh.replicas, compression, limit, parts.spans or Spans())
+        self._between = BetweenCopies(trained, mesh.replicas, compression, limit, parts.spans or Spans(), "replicas")
         self._remaining = 0  # backward passes of this step
         self._is_backward = False
         self._runs: Counter[str] = Counter()  # forward passes of each module in this pass
@@ -167,59 +162,6 @@ class HybridEngine(FsdpEngine):
         """Remove the hooks."""
         for undo in self._undo:
             undo()
-
-
-class _Between(ActiveBuckets):
-    """The exchange of a rank's rows with those ranks of the other groups that have the same rows.
-
-    Args:
-        named: the rows as parameters, in the order in which backward finishes them; equal on these ranks.
-        bucket_bytes: size limit of a bucket.
-    """
-
-    def __init__(
-        self,
-        named: list[tuple[str, nn.Parameter]],
-        comm: Comm,
-        compression: Compression,
-        bucket_bytes: int,
-        spans: Spans,
-    ) -> None:
-        super().__init__(comm.size)
-        self._known, self._comm, self._compression, self._spans = named, comm, compression, spans
-        self._plan = plan(named, bucket_bytes, [name for name, _ in named])
-        self.adopt(self._plan)
-
-    @property
-    def _queue(self) -> BucketExchange:
-        assert self.exchange is not None
-        return self.exchange
-
-    def _make_exchange(self, plan: Plan) -> BucketExchange:
-        parameters = dict(self._known)
-        return BucketExchange(
-            plan, parameters, self._comm, self._compression, 1.0, 1.0, "replicas", self._spans, as_views=True
-        )
-
-    def load(self, tensors: Mapping[str, Tensor], ranks: int) -> None:
-        """Load the residuals of `ranks` groups, or ranks."""
-        self.exchange, self.detached = None, DetachedState(tensors, ranks)
-        self.adopt(self._plan)
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._figures = None
-        self._queue.begin()
-
-    def add_gradient(self, name: str) -> None:
-        """Pack the gradient of a parameter, and start the exchange of its bucket if it is full."""
-        self._queue.add_gradient(name)
-
-    def finish(self) -> list[Tensor]:
-        """Return the sums; they are gradients now. Collective: yes."""
-        sums = self._queue.finish()
-        self._figures = Figures(self._queue.compressors)
-        return sums
 
 
 def make_hybrid(parts: EngineParts) -> FsdpEngine:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
@@ -60,6 +61,8 @@ def make_engine(
     device: torch.device | None = None,
     dp_shard: int | None = None,
     precision: str = "fp32",
+    dimensions: Dimensions = ONE,
+    plan: Mapping[str, str] = MappingProxyType({}),
     *,
     offload: bool = False,
     elastic: bool = False,
@@ -68,9 +71,9 @@ def make_engine(
 
     `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
     ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model);
-    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; with `offload` the
-    optimizer is in the memory of the host; in an `elastic` job, ranks may
-    join and leave.
+    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; the ranks have
+    `dimensions`, and divide the model by `plan`, or by its own if that is empty; with `offload` the optimizer is in the
+    memory of the host; in an `elastic` job, ranks may join and leave.
 
     Errors:
         ConfigError: `shard` and `compression`, the model, the optimizer or the device do not fit together.
@@ -79,8 +82,13 @@ def make_engine(
     """
     check_same(model, optimizer, comm)
     parameters = named_parameters(optimizer, model)
-    kind = find_engine(engine, compression, shard, dp_shard, offload=offload)
-    if comm.size == 1 and kind.shards == ("none",) and (compression in ("none", AUTO) or engine != "horovod"):
+    kind = find_engine(engine, compression, shard, dp_shard, dimensions, offload=offload)
+    if (
+        comm.size == 1
+        and not dimensions
+        and kind.shards == ("none",)
+        and (compression in ("none", AUTO) or engine != "horovod")
+    ):
         return LocalEngine(parameters, optimizer)
     make = kind.load()
     device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
@@ -100,6 +108,8 @@ def make_engine(
             dp_shard,
             torch.bfloat16 if precision == BF16_WEIGHTS else None,
             offload,
+            dimensions,
+            plan,
         )
     )
 

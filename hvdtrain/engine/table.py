@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hvdtrain.comm.dimensions import ONE, Dimensions
+from hvdtrain.comm.mesh import mesh_groups
 from hvdtrain.compression.table import TABLE as COMPRESSIONS
 from hvdtrain.compression.table import parse, parse_outer
 from hvdtrain.config.sync import outer_plan
@@ -42,6 +44,8 @@ class EngineParts:
         weights: format in which forward and backward get the parameters; None for their own.
         offload: whether this rank's optimizer keeps its state, and what it updates, in the memory of the host.
         dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
+        dimensions: numbers of ranks that divide matrices and experts.
+        plan: of the task, how to divide them; empty for that of the model.
     """
 
     model: nn.Module
@@ -58,6 +62,8 @@ class EngineParts:
     dp_shard: int | None = None
     weights: torch.dtype | None = None
     offload: bool = False
+    dimensions: Dimensions = ONE
+    plan: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class EngineKind:
         shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. Name, shard and
             `groups` make one engine.
         groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
+        dimensions: whether `--parallel.tp` and `--parallel.ep` ranks divide the model's matrices or experts.
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
         casts_weights: whether it gives parameters in another format than the optimizer's to forward and backward. For
@@ -87,6 +94,7 @@ class EngineKind:
     compressions: tuple[str, ...]
     shards: tuple[str, ...] = ("none",)
     groups: bool = False
+    dimensions: bool = False
     elastic: bool = False
     horovod: bool = False
     casts_weights: bool = False
@@ -124,6 +132,13 @@ TABLE = (
         offloads=True,
     ),
     EngineKind(
+        "horovod",
+        "hvdtrain.engine.mesh:make_mesh_engine",
+        tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback),
+        dimensions=True,
+        horovod=True,
+    ),
+    EngineKind(
         "ddp",
         "hvdtrain.engine.ddp:make_ddp",
         ("none", "fp16", "bf16", "powersgd"),
@@ -151,6 +166,20 @@ TABLE = (
 )
 
 
+def dimensions_of(config: Config) -> Dimensions:
+    """Return how many ranks of a run divide matrices and experts."""
+    return Dimensions(config.parallel.tp, config.parallel.ep)
+
+
+def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
+    """Return what gives the ranks of each group that exchanges apart, of a number of ranks."""
+    from hvdtrain.data.workers import worker_groups  # which imports numpy
+
+    parallel = config.parallel
+    dimensions, workers = dimensions_of(config), worker_groups(parallel.workers)
+    return lambda size: [*mesh_groups(size, parallel.dp_shard), *workers(size), *dimensions.groups(size)]
+
+
 def needs_horovod(engine: str) -> bool:
     """Return whether an engine needs Horovod."""
     return any(kind.horovod for kind in TABLE if kind.name == engine)
@@ -171,6 +200,7 @@ def find_engine(
     compression: str = "none",
     shard: str = "none",
     dp_shard: int | None = None,
+    dimensions: Dimensions = ONE,
     *,
     offload: bool = False,
     elastic: bool = False,
@@ -182,9 +212,16 @@ def find_engine(
     """
     check_compression(compression)
     name = compression.partition(":")[0]
-    kinds = [kind for kind in TABLE if kind.name == engine and shard in kind.shards]
+    every = [kind for kind in TABLE if kind.dimensions == bool(dimensions)]
+    kinds = [kind for kind in every if kind.name == engine and shard in kind.shards]
     kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
+    if dimensions and (kind is None or dp_shard is not None):
+        raise ConfigError(
+            f"{options} does not support {dimensions.options}",
+            expected="--parallel.engine horovod --parallel.shard none, without --parallel.dp_shard",
+        )
+    options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:
         raise ConfigError(
             f"{options} does not support --parallel.dp_shard {dp_shard}: it does not divide among groups of ranks",
@@ -220,7 +257,8 @@ def find_engine(
 def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     """Return the engine of a run. Errors: those of `find_engine`."""
     parallel, offload = config.parallel, config.memory.offload != "none"
-    options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard
+    dimensions = dimensions_of(config)
+    options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, dimensions
     kind = find_engine(*options, offload=offload, elastic=elastic)
     if parallel.balance == "speed" and parallel.compression.partition(":")[0] not in kind.balances:
         raise ConfigError(

@@ -138,6 +138,14 @@ def outer_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     )
 
 
+def expert_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return for each layer the load of the busiest expert over the mean, and the entropy, of an event ``experts``."""
+    layers = record["layers"].items()
+    return numbers(
+        {f"experts/{value}/{name}": layer[value] for value in ("busiest", "entropy") for name, layer in layers}
+    )
+
+
 def memory_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the memory of rank 0 by kind (MiB), from an event ``memory``."""
     return numbers({f"memory_mib/{kind.replace(' ', '_')}": mib for kind, mib in record["mib"].items()})

@@ -14,6 +14,7 @@ from hvdtrain.observe.past_journal import ENDINGS, PastSteps
 from hvdtrain.observe.scalars import (
     BANDS,
     Interval,
+    expert_scalars,
     machine_scalars,
     memory_scalars,
     numbers,
@@ -114,6 +115,8 @@ class TensorBoard:
             self._add(page.scalars(rank_scalars(record)), record)
         elif event == "memory":
             self._add(page.scalars(memory_scalars(record)), record)
+        elif event == "experts":
+            self._add(page.scalars(expert_scalars(record)), record)
         elif event == "outer_step":
             self._add(page.scalars(outer_scalars(record)), record)
         elif event == "explained":

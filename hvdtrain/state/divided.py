@@ -1,4 +1,4 @@
-"""Tensors that torch has divided among ranks by rows: DTensors, as FSDP makes them."""
+"""Tensors that torch has divided among ranks by rows or columns: DTensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_divided(tensor: object) -> TypeIs[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the rows that this rank holds, in the same memory; of other tensors, all."""
+    """Return the part that this rank holds, in the same memory; of other tensors, all."""
     if not is_divided(tensor):
         return tensor
     with torch.no_grad():
@@ -32,16 +32,28 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def place_of(tensor: DTensor) -> Place:
-    """Return the place of this rank's rows: torch gives each rank the same number of rows, the last ones fewer."""
-    rank, size = tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
-    assert tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard(0)
-    first = min(rank * -(-len(tensor) // size), len(tensor))
-    return Place(tuple(tensor.shape), (first, *[0] * (tensor.dim() - 1)), _ranks_at(tensor, range(rank, rank + 1)))
+    """Return the place of this rank's part: torch gives each rank as many rows or columns, the last ones fewer."""
+    rank, dim = tensor.device_mesh.get_local_rank(), divided_dim(tensor)
+    if dim is None:
+        return Place(tuple(tensor.shape), (0,) * tensor.dim(), _ranks_at(tensor, range(tensor.device_mesh.size())))
+    length = tensor.shape[dim]
+    offset = [0] * tensor.dim()
+    offset[dim] = min(rank * -(-length // tensor.device_mesh.size()), length)
+    return Place(tuple(tensor.shape), tuple(offset), _ranks_at(tensor, range(rank, rank + 1)))
 
 
 def ranks_with_rows(tensor: DTensor) -> tuple[int, ...]:
-    """Return the ranks that hold rows."""
-    return _ranks_at(tensor, range(-(-len(tensor) // -(-len(tensor) // tensor.device_mesh.size()))))
+    """Return the ranks that hold a part."""
+    size, dim = tensor.device_mesh.size(), divided_dim(tensor)
+    length = size if dim is None else tensor.shape[dim]
+    return _ranks_at(tensor, range(-(-length // -(-length // size))))
+
+
+def divided_dim(tensor: DTensor) -> int | None:
+    """Return the dimension that is divided; None if each rank has the whole tensor."""
+    assert tensor.device_mesh.ndim == 1 and not tensor.placements[0].is_partial()
+    dim: int | None = getattr(tensor.placements[0], "dim", None)
+    return dim if dim is None else dim % tensor.dim()
 
 
 def _ranks_at(tensor: DTensor, indices: range) -> tuple[int, ...]:

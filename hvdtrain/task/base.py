@@ -57,6 +57,8 @@ class Task:
             gradient with the same values. Checkpoints then leave them out; a digest detects other values in a resume.
         files: content by name of further files for each checkpoint folder, such as the model's config.json. They let
             other programs read the weights there, and training does not read them.
+        plan: how ranks divide the model (--parallel.tp, --parallel.ep): styles of transformers by the name of a module
+            or parameter, with ``*`` for the number of a layer (default: the model's own `tp_plan` and `ep_plan`).
         prepare: called once before training, with the device and the dtype of forward, to choose kernels. Returns a
             line to show.
     """
@@ -75,6 +77,7 @@ class Task:
     data_id: str = ""
     remakes_frozen: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
+    plan: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[torch.device, torch.dtype], str] | None = None
 
 

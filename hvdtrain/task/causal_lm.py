@@ -76,7 +76,7 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
         )
     if config.from_ and source is None:
         source = find_model(config.from_)
-    model_config = _model_config(config, source, vocabulary, seq_len)
+    model_config = architecture(config, source, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
     _check_fit(model_config, vocabulary, seq_len)
     # Others are chosen when the device is known.
@@ -98,7 +98,8 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
     return model
 
 
-def _model_config(config: ModelConfig, source: SavedModel | None, vocabulary: int, seq_len: int) -> Any:
+def architecture(config: ModelConfig, source: SavedModel | None, vocabulary: int, seq_len: int) -> Any:
+    """Return the configuration of transformers. Errors: ConfigError, DataError."""
     if config.config:
         return read_config(Path(config.config), "--model.config")
     if source is not None:

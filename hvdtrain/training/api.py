@@ -69,18 +69,14 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
-    from hvdtrain.data.workers import worker_groups
-    from hvdtrain.engine.table import needs_horovod
+    from hvdtrain.engine.table import groups_of, needs_horovod
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads
 
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        parallel = run.config.parallel
-        rounds = start_rounds(
-            info, parallel.dp_shard, worker_groups(parallel.workers), horovod=needs_horovod(parallel.engine)
-        )
+        rounds = start_rounds(info, groups_of(run.config), horovod=needs_horovod(run.config.parallel.engine))
         return run_training(run, build, rounds, timeline, info, sinks, callbacks=callbacks)
     except NoPlace:
         sys.exit(0)

@@ -112,7 +112,7 @@ def test_the_options_of_train_are_those_of_its_parser() -> None:
         ("timeline re", ["report"]),
         ("timeline report ru", ["run 1.yaml"]),
         ("timeline whatif --algorithm ", ["auto", "ring", "tree", "double_tree", "hierarchical"]),
-        ("verify ", ["data", "resume"]),
+        ("verify ", ["data", "plan", "resume"]),
         ("build-horovod --gpu n", ["nccl", "none"]),
         ("completion ", ["bash", "zsh", "fish"]),
     ],

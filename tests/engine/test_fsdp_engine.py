@@ -45,8 +45,7 @@ class Recording(SoloComm):
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the sums, in the order in which they begin, and of the blocks whose backward pass has begun."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    monkeypatch.setattr(fsdp, "new_group", lambda comm, ranks: dist.new_group(list(ranks)))
-    monkeypatch.setattr(fsdp, "_groups", {})
+    monkeypatch.setattr(fsdp, "lasting_group", lambda comm, ranks: dist.new_group(list(ranks)))
     yield []
     dist.destroy_process_group()
 

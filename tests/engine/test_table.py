@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.engine.table import TABLE, engine_of, find_engine, needs_horovod
 from hvdtrain.errors import ConfigError
@@ -19,7 +20,8 @@ def test_each_line_makes_an_engine_and_has_an_option(kind) -> None:  # type: ign
     assert set(kind.shards) <= set(get_args(options["shard"]))
     for compression in kind.compressions:
         for shard in kind.shards:
-            assert find_engine(kind.name, compression, shard, 2 if kind.groups else None) is kind
+            dimensions = Dimensions(2, 4) if kind.dimensions else ONE
+            assert find_engine(kind.name, compression, shard, 2 if kind.groups else None, dimensions) is kind
 
 
 @pytest.mark.parametrize("compression", ["int8", "int8-stochastic", "topk:0.1", "auto"])

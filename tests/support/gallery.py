@@ -25,6 +25,7 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
 from tests.support.audited import audited
+from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT
 from tests.support.scenario import Scenario
@@ -395,12 +396,42 @@ def by_torchrun(folder: Path) -> Recorded:
     return Recorded(folder, 0, out, "")
 
 
+@_recording
+def mesh(folder: Path) -> Recorded:
+    """Ranks that divide matrices or experts, by mpirun: each of `TWO` in ``two/NAME``, of `FOUR` in ``four/NAME``.
+
+    In ``stages/NAME``, two, four and one rank train 2 steps each, with other dimensions; in ``halves/NAME``, two ranks
+    are stopped and resumed.
+    """
+    stages = [(f"../stages/{name}", options) for name, options in STAGES.items()]
+    halves = [(f"../halves/{n}", (*options, *s)) for n, options in TWO.items() if "adamw" in n for s in ((_STOP,), ())]
+    out = train_in_one_job(
+        folder / "two", DIVIDED, [*TWO.items(), *halves, *((n, (*o[0], "--train.stop_at=2")) for n, o in stages)], 2
+    )
+    out += train_in_one_job(
+        folder / "four", DIVIDED, [*FOUR.items(), *((n, (*o[1], "--train.stop_at=4")) for n, o in stages)], 4
+    )
+    for name, options in STAGES.items():
+        train_on_threads(*DIVIDED, f"--run_dir={folder / 'stages' / name / 'run'}", *options[2], size=1)
+    return Recorded(folder, 0, out, "")
+
+
 def train_by_fsdp(
     folder: Path, variants: list[tuple[str, tuple[str, ...]]], size: int, launcher: str, *options: str
 ) -> str:
     """Train each in one job, in ``folder/NAME/run``; return the output. Each rank writes what it holds."""
+    return train_in_one_job(folder, (*STACK, "--parallel.engine=fsdp", *options), variants, size, launcher)
+
+
+def train_in_one_job(
+    folder: Path,
+    common: tuple[str, ...],
+    variants: list[tuple[str, tuple[str, ...]]],
+    size: int,
+    launcher: str = "mpirun",
+) -> str:
+    """Train each in one job, in ``folder/NAME/run``; return the output. Each rank writes what it holds."""
     folder.mkdir(exist_ok=True)
-    common = (*STACK, "--parallel.engine=fsdp", *options)
     listed = folder / "trainings.json"
     listed.write_text(json.dumps([[*common, f"--run_dir={folder / n / 'run'}", *more] for n, more in variants]))
     script = str(ROOT / "tests/support/trainings.py")

@@ -1,7 +1,7 @@
 """Several trainings in one job, one after the other: ``python trainings.py FILE BYTES``.
 
-FILE has a JSON list of command lines; the first one decides on groups of ranks. A rank writes a part of a checkpoint if
-that has BYTES or more.
+FILE has a JSON list of command lines; their groups of ranks are made at the start. A rank writes a part of a checkpoint
+if that has BYTES or more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from hvdtrain.comm.rounds import OneRound
 from hvdtrain.comm.start import start_comm
 from hvdtrain.config.parse import parse_argv, task_spec
+from hvdtrain.engine.table import groups_of
 from hvdtrain.errors import ConfigError, DriftError
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.runtime.tuning import prepare
@@ -26,16 +27,21 @@ def main() -> None:
     """Train each; a user's error, which all ranks raise, ends its training only."""
     CheckpointWriter.__init__.__kwdefaults__["min_bytes"] = int(sys.argv[2])
     info, _ = prepare()
-    comm = None
-    for options in json.loads(Path(sys.argv[1]).read_text()):
-        function = load_task_function(task_spec(options))
-        run = parse_argv(options, function)
-        comm = comm or start_comm(info, run.config.parallel.dp_shard)
+    listed = [
+        (options, load_task_function(task_spec(options))) for options in json.loads(Path(sys.argv[1]).read_text())
+    ]
+    runs = [(parse_argv(options, function), function) for options, function in listed]
+
+    def groups(size: int) -> list[list[int]]:
+        found = [tuple(ranks) for run, _ in runs for ranks in groups_of(run.config)(size)]
+        return [list(ranks) for ranks in dict.fromkeys(found)]
+
+    comm = start_comm(info, groups)
+    for run, function in runs:
         try:
             run_training(run, partial(function, **run.task_args), OneRound(comm), TimelinePlan("off"), info)
         except (ConfigError, DriftError) as error:
             print(f"rank {comm.rank}: {run.config.run_dir}: {error}", flush=True)
-    assert comm is not None
     comm.barrier()
 
 

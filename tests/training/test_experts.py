@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.training.diagnostics.experts import find_routers
+from hvdtrain.training.diagnostics.experts import make_routers
 
 
 class Gate(nn.Module):
@@ -37,7 +37,7 @@ UNEVEN = torch.tensor([[0, 1], [0, 2]])
 
 def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
     model = Moe()
-    routers = find_routers(model)
+    routers = make_routers(model)
     assert routers is not None and math.isnan(routers.pop_share())
     routers.begin()
     model(EVEN, UNEVEN)
@@ -49,7 +49,7 @@ def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
 
 def test_outside_of_a_recorded_step_nothing_is_counted_or_kept() -> None:
     model = Moe()
-    routers = find_routers(model)
+    routers = make_routers(model)
     assert routers is not None
     model(UNEVEN, UNEVEN)
     routers.begin()
@@ -70,7 +70,7 @@ class Weights(nn.Module):
 @pytest.mark.parametrize("chosen", [[[61, 3], [7, 2]], [[0, -1], [1, 0]]])
 def test_numbers_that_are_no_experts_cost_the_figure_not_the_training(chosen: list[list[int]]) -> None:
     model = nn.ModuleDict({"gate": Weights()})
-    routers = find_routers(model)
+    routers = make_routers(model)
     assert routers is not None
     routers.begin()
     model["gate"](torch.tensor(chosen))
@@ -81,10 +81,10 @@ def test_numbers_that_are_no_experts_cost_the_figure_not_the_training(chosen: li
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports for compiling
 def test_models_without_routers_and_compiled_ones_are_left_alone() -> None:
-    assert find_routers(nn.Sequential(nn.Linear(2, 2))) is None
+    assert make_routers(nn.Sequential(nn.Linear(2, 2))) is None
     model = Moe()
     model.layers[0].compile()
-    assert find_routers(model) is None
+    assert make_routers(model) is None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss"])
@@ -114,7 +114,7 @@ def test_routers_of_transformers_are_found(family: str) -> None:
         "pad_token_id": 0,
     }
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
-    routers = find_routers(model.train())
+    routers = make_routers(model.train())
     assert routers is not None
     routers.begin()
     model(torch.arange(32).reshape(2, 16))

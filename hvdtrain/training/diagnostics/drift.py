@@ -27,7 +27,7 @@ class Drift:
 
     N hashes are equal if ``N * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
-    If groups of ranks divide the parameters, rank i of each group has the same rows: there is one more hash for each i.
+    If groups of N ranks divide parameters, rank i of each group has the same parts: there is one more hash for each i.
 
     Attributes:
         every: steps between two checks; 0 for none.
@@ -42,20 +42,22 @@ class Drift:
 
     def __post_init__(self) -> None:
         """Find the groups."""
-        self._group = _group_size(self.state.model, self.comm.size)
+        self._groups = _group_sizes(self.state.model, self.comm.size)
 
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
-        found = [0] * (2 + 2 * self._group)
+        found = [0] * (2 + 2 * sum(self._groups))
         if not self.every or self.state.progress.step % self.every:
             return found
         if self.state.exchange is not None:
             self.state.exchange.complete()
         mine = tensors_hash(replicated(self.state.model))
         found[:2] = mine, mine * mine
-        if self._group:
-            mine, first = tensors_hash(own_rows(self.state.model)), 2 + 2 * (self.comm.rank % self._group)
-            found[first : first + 2] = mine, mine * mine
+        first = 2
+        for group in self._groups:
+            mine, place = tensors_hash(own_parts(self.state.model, group)), first + 2 * (self.comm.rank % group)
+            found[place : place + 2] = mine, mine * mine
+            first += 2 * group
         return found
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
@@ -64,7 +66,7 @@ class Drift:
         Errors:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        ranks = [self.comm.size, *[self.comm.size // max(self._group, 1)] * self._group]
+        ranks = [self.comm.size, *(self.comm.size // group for group in self._groups for _ in range(group))]
         if any(n * squares != total * total for n, total, squares in zip(ranks, sums[::2], sums[1::2], strict=True)):
             found = check_equal(self.state.model, self.comm, name="drift/found")
             self.share(found)
@@ -87,15 +89,19 @@ def replicated(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **persistent_buffers(model)}
 
 
-def own_rows(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's rows of divided parameters."""
-    return {name: local(parameter) for name, parameter in model.named_parameters() if is_divided(parameter)}
+def own_parts(model: nn.Module, group: int) -> dict[str, Tensor]:
+    """Return this rank's parts of the parameters that groups of `group` ranks divide."""
+    return {
+        name: local(parameter)
+        for name, parameter in model.named_parameters()
+        if is_divided(parameter) and parameter.device_mesh.size() == group
+    }
 
 
-def _group_size(model: nn.Module, ranks: int) -> int:
-    """Return how many ranks divide the parameters, if several groups of ranks do; else 0."""
+def _group_sizes(model: nn.Module, ranks: int) -> list[int]:
+    """Return how many ranks divide a parameter, where several groups of ranks do; equal on all ranks."""
     sizes = {parameter.device_mesh.size() for parameter in model.parameters() if is_divided(parameter)}
-    return next((size for size in sizes if size < ranks), 0)
+    return sorted(size for size in sizes if size < ranks)
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
@@ -157,11 +163,11 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
 
     Errors:
         DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or from
-            the rank of the first group with the same rows.
+            the rank of the first group with the same parts.
     """
     found = find_unequal(replicated(model), comm, name=name)
-    if group := _group_size(model, comm.size):
-        found |= find_unequal(own_rows(model), comm, name=name, group=group)
+    for group in _group_sizes(model, comm.size):
+        found |= find_unequal(own_parts(model, group), comm, name=name, group=group)
     parameters = dict(model.named_parameters())
     wrong = [tensor for tensor in found if tensor in parameters]
     if not wrong:

@@ -58,11 +58,10 @@ class Routers:
         return max(known, default=math.nan)
 
     def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
-        chosen = next((part for part in parts if part.dtype in (torch.int32, torch.int64)), None)
-        experts = max((part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1), default=0)
-        if chosen is None or not module.training or experts < 2:
+        found = chosen_experts(output)
+        if found is None or not module.training:
             return
+        chosen, experts = found
         with torch.no_grad():
             # Indices outside the experts get their own count: out of bounds would end training.
             where = chosen.flatten().long()
@@ -81,17 +80,27 @@ def _most(counts: Tensor) -> Tensor:
     return torch.where(counts[-1] == 0, counts[:-1].max() / counts.sum(), math.nan)
 
 
-def find_routers(model: nn.Module) -> Routers | None:
-    """Find a model's routers; None if it has none, or is compiled: a hook would make it compile again."""
-    modules = dict(model.named_modules())
-    if any(_is_compiled(module) for module in modules.values()):
-        return None
-    found = [
-        module
-        for name, module in modules.items()
+def chosen_experts(output: Any) -> tuple[Tensor, int] | None:
+    """Return the indices of the chosen experts in what a router returns, and the number of experts; None without."""
+    parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
+    chosen = next((part for part in parts if part.dtype in (torch.int32, torch.int64)), None)
+    experts = max((part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1), default=0)
+    return (chosen, experts) if chosen is not None and experts > 1 else None
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that may be routers, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
         if _NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__)
-    ]
-    return Routers(found) if found else None
+    }
+
+
+def make_routers(model: nn.Module) -> Routers | None:
+    """Return the counts of a model's routers; None if it has none, or is compiled: a hook would compile it again."""
+    found = find_routers(model)
+    return Routers([*found.values()]) if found and not any(map(_is_compiled, model.modules())) else None
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Batches, sample_seed, seed_forward
@@ -32,8 +33,8 @@ class Evaluation:
 class HeldOut:
     """Held-out samples of a rank, in batches: `train.eval_samples` (0: all), evenly spaced, each on one rank.
 
-    Samples that draw random numbers are the same in each evaluation. Loader processes start with the first evaluation,
-    and stay.
+    Ranks of `dimensions` that have the same samples evaluate the same. Samples that draw random numbers are the same in
+    each evaluation. Loader processes start with the first evaluation, and stay.
 
     With `uniform`, ranks with fewer micro-batches repeat some of rank 0's, which do not count.
 
@@ -41,16 +42,24 @@ class HeldOut:
         count: samples of all ranks; 0 if the task has no held-out data.
     """
 
-    def __init__(self, task: Task, comm: Comm, config: Config, *, on_cuda: bool, uniform: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        comm: Comm,
+        config: Config,
+        dimensions: Dimensions = ONE,
+        *,
+        on_cuda: bool,
+        uniform: bool = False,
+    ) -> None:
+        place, places, counts = dimensions.samples(comm.rank, comm.size)
         self.count = 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
-        mine, first = (
-            micro_batches([(0, self.count)], config.train.pass_samples, rank, comm.size) for rank in (comm.rank, 0)
-        )
-        self._own = len(mine)
+        mine, first = (micro_batches([(0, self.count)], config.train.pass_samples, each, places) for each in (place, 0))
+        self._own = len(mine) if counts else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)

@@ -21,11 +21,15 @@ from hvdtrain.training.round import Round
 
 @dataclass
 class Feed:
-    """The samples of one rank, from any position; `stream` is its share of them."""
+    """The samples of one rank, from any position; `stream` is its share of them.
+
+    `counts`: whether the ledger notes them here, not on another rank with the same samples.
+    """
 
     current: Round
     stream: Stream
     ledger: Ledger
+    counts: bool = True
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
@@ -56,7 +60,7 @@ class Feed:
                 drawn = next(self._batches)
             if not number and drawn.data_state:
                 self.current.worker.state.progress.data_state = orjson.loads(drawn.data_state)
-            if number < len(mine):
+            if number < len(mine) and self.counts:
                 self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.stream.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step

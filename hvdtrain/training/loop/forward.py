@@ -65,7 +65,9 @@ class _Cast:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, nn.Parameter) and value.is_floating_point() else value
+        # Where experts are divided, this rank's part takes the place of a parameter.
+        is_weight = name in self._experts._parameters and isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self._dtype) if is_weight else value
 
 
 def autocast_experts(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.buffers import Rollback, restored_buffers
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
+from hvdtrain.training.loop.router_loads import RouterLoads
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 
 _COUNT = 5
@@ -57,6 +58,8 @@ class Stepper:
         global_batch: samples a step over all ranks.
         clip: largest norm of the gradient; 0 for no limit.
         buffers: makes buffers that differ between ranks equal after each step.
+        counts: whether this rank's losses and weights count; of ranks with the same samples, those of one do.
+        loads: of the experts of a mixture; None without experts.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
@@ -77,7 +80,9 @@ class Stepper:
     clip: float
     spans: Spans
     buffers: SharedBuffers
+    counts: bool = True
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    loads: RouterLoads | None = None
     confirms: bool = False
     by_device: bool = False
 
@@ -112,6 +117,9 @@ class Stepper:
     def _run(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int
     ) -> StepResult:
+        if self.loads is not None:
+            self.loads.begin()
+        counting = nullcontext if self.loads is None else self.loads.counting
         nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count + extra)
         self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
@@ -128,15 +136,19 @@ class Stepper:
                     self._run_extra(batch)
                     continue
                 self.spans.add_size(batch_size(batch))
-                with self.spans("forward"), self.precision.autocast(), self.around():
+                with self.spans("forward"), self.precision.autocast(), self.around(), counting():
                     loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
                 with self.spans("backward"):
                     self.engine.backward(self.precision.scaler.scale(loss / nominal))
+                if not self.counts:
+                    continue
                 losses.append(loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
         self.buffers.start(count)
+        if self.loads is not None:
+            self.loads.start()
         totals = self._totals(losses, weights, values)
         summed = self.comm.allreduce(totals, name="step/totals")
         with self.spans("wait"):
@@ -162,6 +174,8 @@ class Stepper:
                 result = self._result(copy.tolist(), nominal)
             self.engine.commit(applied=result.applied)
             self.buffers.finish(applied=result.applied)
+            if self.loads is not None:
+                self.loads.finish(self.spans.step, applied=result.applied)
             if count:
                 self._rollback.end(applied=result.applied)
             if result.next_scale != result.scale:

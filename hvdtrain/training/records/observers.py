@@ -37,7 +37,7 @@ from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.training.diagnostics.experts import find_routers
+from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.device_spans import DeviceSpans
 from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
 from hvdtrain.training.records.verdict_watch import VerdictWatch
@@ -103,7 +103,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         sink.start(msgspec.structs.replace(line, devices=list(devices)), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu).device)
-    experts = find_routers(worker.state.model)
+    experts = make_routers(worker.state.model)
     stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
     recorder.add_watcher(stamps)
     return start, stamps

@@ -15,6 +15,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
+from hvdtrain.engine.table import dimensions_of
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
@@ -26,6 +27,7 @@ from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.feed import Feed
+from hvdtrain.training.loop.router_loads import make_router_loads
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
@@ -84,6 +86,8 @@ def engine_of_worker(
             worker.device,
             parallel.dp_shard,
             config.precision,
+            dimensions_of(config),
+            worker.task.plan,
             offload=config.memory.offload != "none",
             elastic=elastic,
         )
@@ -104,6 +108,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
+    place, places, counts = dimensions_of(config).samples(comm.rank, comm.size)
     stepper = Stepper(
         task=task,
         model=worker.state.model,
@@ -112,9 +117,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         precision=worker.precision,
         device=device,
         global_batch=train.global_batch,
+        counts=counts,
         clip=train.clip,
         spans=spans,
         buffers=buffers,
+        loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=counts),
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
@@ -131,9 +138,9 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if isinstance(engine, PeriodicEngine):
         engine.join_group()
         apart, workers = WorkerSteps(engine, stepper, worker.horizon), engine.links.workers
-    stream = Stream(task.train_data, config.seed, *batch, comm.rank, comm.size, uniform=uniform, workers=workers)
+    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform, workers=workers)
     ledger = Ledger(current.layout.ledger, recorder.warn)
-    feed = Feed(current, stream, ledger)
+    feed = Feed(current, stream, ledger, counts=counts)
     roll_back = RollBack(
         policy=config.elastic.roll_back,
         commits=worker.commits,

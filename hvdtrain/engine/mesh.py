@@ -1,0 +1,296 @@
+"""The engine of ranks that divide matrices or experts: transformers' plans, and our exchange between copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hvdtrain.comm.mesh import gather_hosts, subset
+from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_group import TorchComm, lasting_group
+from hvdtrain.engine.base import Loss
+from hvdtrain.engine.divisible import (
+    DividedEngine,
+    own_rows,
+    refuse_what_cannot_be_divided,
+    updates_by_element,
+    use_owned,
+    whole_parameters,
+)
+from hvdtrain.engine.make import prepare_exchange, resolve_compression
+from hvdtrain.engine.plans import plans_of
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.token_exchange import implementation, rows_by_comm, rows_by_torch
+from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.exchange.between_copies import BetweenCopies
+from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.spans import Spans
+from hvdtrain.state.divided import divided_dim, is_divided, local, take_rows
+from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.sync import broadcast_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_EXCHANGE = "hvdtrain"
+"""Name of our exchange of tokens in transformers' registry."""
+
+
+class MeshEngine(DividedEngine):
+    """Ranks divide the matrices or the experts of a model; other ranks have copies of each part, with other samples.
+
+    Plans of transformers place DTensors in the model, and exchange activations in each pass. The optimizer has this
+    rank's parts as plain tensors. In the last backward pass of a step, the gradients of each part are summed over its
+    copies, in buckets.
+
+    Args:
+        parts: the model's parameters become those of rank 0.
+    """
+
+    uniform_passes = True
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts.optimizer, parts.model, parts.comm)
+        self.compression = parts.compression
+        names = {parameter: name for name, parameter in parts.parameters}
+        hosts = gather_hosts(parts.comm)
+        _divide(parts, hosts)
+        self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
+        self._owned = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
+        use_owned(parts.optimizer, names, self._owned)
+        self._trained = self._which_are_trained()
+        self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
+        self._copies = self._make_exchanges(parts, hosts)
+        self._copies_of = {name: each for names, each in self._copies for name in names}
+        self._remaining = 0  # backward passes of this step
+        self._missing: set[str] = set()  # parameters without a gradient in this step
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def _make_exchanges(self, parts: EngineParts, hosts: list[Any]) -> list[tuple[list[str], BetweenCopies | None]]:
+        """Return the names of the parameters that have the same copies, with their exchange; None without copies.
+
+        Collective: yes.
+        """
+        dimensions, comm = parts.dimensions, parts.comm
+        compression = resolve_compression(parts.compression, parts.device, parts.variables)
+        limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
+        found: list[tuple[list[str], BetweenCopies | None]] = []
+        for width in dict.fromkeys((dimensions.tp, dimensions.experts)):
+            # Backward finishes the gradients of the last modules first.
+            held = [
+                (name, rows)
+                for name, parameter in reversed(self._parameters.items())
+                if parameter.requires_grad
+                and (rows := self._owned[name].parameter) is not None
+                and (dimensions.experts if _width(parameter) == dimensions.experts else dimensions.tp) == width
+            ]
+            ranks = dimensions.copies(comm.rank, comm.size, width)
+            self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
+            exchange = None
+            if len(ranks) > 1 and held:
+                among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
+                prefix = "gradients" if width == dimensions.tp else "experts"
+                exchange = BetweenCopies(held, among, compression, limit, parts.spans or Spans(), prefix)
+            found.append(([name for name, _ in held], exchange))
+        return found
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients; all ranks have the same number of passes."""
+        if self._which_are_trained() != self._trained:
+            raise TaskError(
+                "parameters were frozen or freed during training, which ranks that divide a model do not support",
+                expected="the same trained parameters in every step",
+                next_step="leave out --parallel.tp and --parallel.ep",
+            )
+        self._model.zero_grad()
+        self.optimizer.zero_grad()
+        self._remaining, self._missing = micro_batches, set(self._copies_of)
+        for _, exchange in self._copies:
+            if exchange is not None:
+                exchange.begin()
+
+    def forward(self, call: Callable[[], Loss]) -> Loss:
+        """Run a forward pass of a step. Collective: yes."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise _explained(error) from error
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; in the last pass, begin to sum them over copies. Collective: yes."""
+        self._remaining -= 1
+        try:
+            torch.autograd.backward(loss)
+        except RuntimeError as error:
+            raise _explained(error) from error
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if self._remaining:
+            return
+        rows = self._owned[name].parameter
+        assert rows is not None and parameter.grad is not None
+        if rows is not parameter:
+            # torch may leave the gradient of a divided matrix whole, or a part of a sum.
+            gradient = cast("DTensor", parameter.grad).redistribute(placements=cast("DTensor", parameter).placements)
+            rows.grad, parameter.grad = local(gradient), None
+        self._hand_over(name, rows)
+
+    def _hand_over(self, name: str, rows: nn.Parameter) -> None:
+        """Add what an earlier exchange with a compression has not delivered, on one copy, and begin the exchange."""
+        self._missing.discard(name)
+        if (residual := self._residuals.get(name)) is not None and self._leads[name]:
+            rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
+            rows.grad += self._owned[name].cut(residual).to(rows)
+        if (exchange := self._copies_of[name]) is not None:
+            exchange.add_gradient(name)
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums of what this rank holds. Collective: yes."""
+        for name in self._residuals.keys() & self._missing:
+            if (rows := self._owned[name].parameter) is not None:
+                self._hand_over(name, rows)
+        gradients = []
+        for names, exchange in self._copies:
+            if exchange is not None:
+                gradients += exchange.finish()
+                continue
+            for name in names:
+                rows = self._owned[name].parameter
+                assert rows is not None
+                rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
+                gradients.append(rows.grad)
+        return gradients
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes.
+
+        Each rank adds its share of what several ranks hold.
+        """
+        by_holders: dict[int, list[Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            rows = self._owned[name].parameter
+            if rows is not None and rows.grad is not None:
+                by_holders.setdefault(self._comm.size // _width(parameter), []).append(rows.grad)
+        shares = [squared_norm(held) / holders for holders, held in by_holders.items()]
+        squared = torch.stack(shares).sum().reshape(1)
+        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+
+    def _which_are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in each bucket."""
+        found: dict[str, list[str]] = {}
+        for _, exchange in self._copies:
+            if exchange is not None:
+                found |= exchange.parameter_names()
+        return found
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buckets."""
+        return [buffer for _, exchange in self._copies if exchange is not None for buffer in exchange.buffers()]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _width(parameter: nn.Parameter) -> int:
+    """Return how many ranks divide a parameter."""
+    if not is_divided(parameter) or divided_dim(parameter) is None:
+        return 1
+    return parameter.device_mesh.size()
+
+
+def _divide(parts: EngineParts, hosts: list[Any]) -> None:
+    """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
+
+    Collective: yes.
+    """
+    from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
+    tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
+    broadcast_parameters(model, comm)
+    whole = dict(model.named_parameters())
+    ties = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if whole.get(n) is not p]
+
+    def mesh(width: int) -> DeviceMesh:
+        return DeviceMesh.from_group(lasting_group(comm, dimensions.block(comm.rank, width)), kind)
+
+    tensors = mesh(dimensions.tp) if dimensions.tp > 1 else None
+    if tensors is not None:
+        apply_tensor_parallelism(model, tensors, tensor_styles)
+    if expert_styles:
+        ranks = dimensions.block(comm.rank, dimensions.experts)
+        experts = mesh(dimensions.experts)
+        name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
+        if dimensions.tp == 1:
+            name = _EXCHANGE
+            by_horovod = kind == "cuda" and not isinstance(comm, TorchComm)
+            among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts) if by_horovod else None
+            rows = rows_by_comm(among) if by_horovod and among is not None else rows_by_torch(experts.get_group())
+            EPImplementationInterface.register(name, implementation(rows))
+        apply_expert_parallelism(model, experts, tensors, expert_styles, name)
+    parts_of: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in whole.items():
+        module, _, last = name.rpartition(".")
+        owner = model.get_submodule(module)
+        divided: Any = owner._parameters[last]
+        if is_divided(divided):
+            # torch has made a view of the whole.
+            parts_of[parameter] = nn.Parameter(take_rows(parameter.detach(), divided), parameter.requires_grad)
+            setattr(owner, last, parts_of[parameter])
+    for name, parameter in ties:
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, parts_of.get(parameter, parameter))
+    for parameter in parts_of:  # the optimizer has them until all are divided
+        parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+    return_freed_memory()
+
+
+def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
+    return lost_rank(error, "an exchange of activations") if is_lost_rank(error) else error
+
+
+def make_mesh_engine(parts: EngineParts) -> MeshEngine:
+    """Make the engine. Collective: yes.
+
+    Errors:
+        ConfigError: the ranks, the model or the optimizer cannot be divided.
+    """
+    parts.dimensions.check(parts.comm.size)
+    refuse_what_cannot_be_divided(parts.model, parts.parameters, f"leave out {parts.dimensions.options}")
+    if getattr(parts.comm, "through_host", False):
+        raise ConfigError(
+            f"{parts.dimensions.options}, but ranks share a GPU",
+            expected="one GPU for each rank",
+            next_step="start fewer ranks, or leave it out",
+        )
+    by_expert = parts.dimensions.tp == 1 and not any(
+        whole
+        for (_, p), whole in zip(
+            parts.parameters, whole_parameters(parts.optimizer, [p for _, p in parts.parameters]), strict=True
+        )
+        if p.dim() > 2
+    )
+    if not (updates_by_element(parts.optimizer) or by_expert):
+        raise ConfigError(
+            f"{parts.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
+            expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"
+            " --parallel.ep also muon",
+            found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
+        )
+    return MeshEngine(parts)

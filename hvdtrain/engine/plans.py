@@ -1,0 +1,121 @@
+"""How the modules of a model are divided among ranks: the plans of transformers' models, or of a task.
+
+A plan maps names of modules or parameters, with ``*`` for the number of a layer, to styles of transformers'
+`ALL_PARALLEL_STYLES`: "colwise", "rowwise", "ep_dispatch_experts".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.errors import ConfigError
+
+EXPERT_STYLES = ("ep_dispatch_experts", "grouped_gemm")
+"""Styles of a module of experts, and of its parameters, that are divided by expert."""
+
+_LATENT = {
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+}
+"""Multi-head latent attention, which plans of transformers leave out for some models: heads are divided."""
+
+_NEXT_STEP = "use a model with a plan, give the Task one (Task.plan), or leave out the option"
+
+
+def plans_of(model: nn.Module, own: Mapping[str, str], dimensions: Dimensions) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the styles by name of what tp divides, and of the experts; `own` is the plan of the task, or empty.
+
+    Errors:
+        ConfigError: the model has no plan, or its sizes cannot be divided.
+    """
+    tensors = dict(own or getattr(model, "tp_plan", None) or {})
+    experts = dict(own or getattr(model, "ep_plan", None) or {})
+    tensors = {name: style for name, style in tensors.items() if style not in EXPERT_STYLES}
+    experts = {name: style for name, style in experts.items() if style in EXPERT_STYLES}
+    expert_styles = _by_name(model, experts)
+    within = tuple(f"{name}." for name in expert_styles)
+    tensor_styles = {}
+    if dimensions.tp > 1:
+        found = _by_name(model, tensors) | (_latent_attention(model) if not own else {})
+        tensor_styles = {n: s for n, s in found.items() if n not in expert_styles and not n.startswith(within)}
+    for option, ranks, styles, what in (
+        ("--parallel.tp", dimensions.tp, tensor_styles, "tensor"),
+        ("--parallel.ep", dimensions.ep, expert_styles, "expert"),
+    ):
+        if ranks > 1 and not styles:
+            raise ConfigError(
+                f"{option} {ranks}, but {type(model).__name__} has no plan of {what} parallelism",
+                expected=f"a causal language model of transformers with a {what[0]}p_plan"
+                + (", such as DeepSeek-V3" if what == "expert" else ""),
+                next_step=_NEXT_STEP,
+            )
+    _check_sizes(model, dimensions, tensor_styles, expert_styles)
+    return tensor_styles, expert_styles
+
+
+def _by_name(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of parameters and modules; a module's style is that of its parameters, too.
+
+    Parameters come first: an exchange of tokens looks at how many experts a module has left.
+    """
+    found = {}
+    for name, _ in [*model.named_parameters(), *model.named_modules()]:
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = plan.get(pattern, plan.get(pattern.rpartition(".")[0]) if _is_weight(name) else None)
+        if style is not None:
+            found[name] = style
+    return found
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] in ("weight", "bias")
+
+
+def _latent_attention(model: nn.Module) -> dict[str, str]:
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "kv_a_proj_with_mqa"):
+            for child, style in _LATENT.items():
+                if getattr(module, child, None) is not None:
+                    found[f"{name}.{child}"] = style
+                    if style != "mla_kv_a_proj":
+                        found[f"{name}.{child}.weight"] = style
+    return found
+
+
+def _check_sizes(
+    model: nn.Module, dimensions: Dimensions, tensors: Mapping[str, str], experts: Mapping[str, str]
+) -> None:
+    packed = [name for name, style in tensors.items() if style.startswith("packed")]
+    if packed:
+        raise ConfigError(
+            f"--parallel.tp {dimensions.tp} does not support {packed[0]}: it packs two matrices into one",
+            expected="one matrix for each layer",
+            next_step="use another model, or leave out the option",
+        )
+    config: Any = getattr(model, "config", None)
+    if tensors and config is not None:
+        text = config.get_text_config()
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            _check_divides("--parallel.tp", dimensions.tp, getattr(text, name, None) or 0, name)
+    for name, style in experts.items():
+        if style == "ep_dispatch_experts":
+            option = "--parallel.ep" if dimensions.ep > 1 else "--parallel.tp"
+            _check_divides(option, dimensions.experts, getattr(model.get_submodule(name), "num_experts", 0), "experts")
+
+
+def _check_divides(option: str, ranks: int, count: int, what: str) -> None:
+    if count % ranks:
+        fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
+        raise ConfigError(
+            f"{option}: {ranks} ranks cannot divide the {count} {what} of the model",
+            expected=f"one of {', '.join(fitting)}",
+        )

@@ -1,0 +1,108 @@
+"""Send tokens to the ranks that have their experts, and the results back, by Horovod or torch.
+
+The dispatch of transformers (`AllToAllEP`) is not used alone: it knows only torch's groups, and on GPUs NCCL needs one
+order of all collectives, which Horovod gives to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+
+Rows = Callable[[Tensor, list[int], list[int]], Tensor]
+"""Sends shares of the rows of a tensor to the ranks, of the first sizes; returns those received, of the second."""
+
+
+def rows_by_torch(group: dist.ProcessGroup) -> Rows:
+    """Return an exchange among the ranks of a process group."""
+
+    def exchange(sent: Tensor, given: list[int], received: list[int]) -> Tensor:
+        found = sent.new_empty(sum(received), *sent.shape[1:])
+        dist.all_to_all_single(found, sent.contiguous(), received, given, group=group)
+        return found
+
+    return exchange
+
+
+def rows_by_comm(comm: Comm) -> Rows:
+    """Return an exchange among the ranks of a communicator. All of them call it in the same order."""
+    numbers = count()
+
+    def exchange(sent: Tensor, given: list[int], received: list[int]) -> Tensor:
+        name = f"experts/{next(numbers) % 2}"  # a name is in use until its collective was waited for
+        return comm.alltoall(sent.detach().contiguous(), name=name, rows=given).wait()
+
+    return exchange
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows that were exchanged; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, given: list[int], received: list[int], exchange: Rows) -> Tensor:
+        ctx.given, ctx.received, ctx.exchange = given, received, exchange
+        return exchange(sent, given, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.exchange(gradients[0], ctx.received, ctx.given), None, None, None
+
+
+class TokenExchange:
+    """An implementation of expert parallelism for transformers' registry; see `EPImplementation` there.
+
+    Each rank has the experts of a range of ids, and tokens of its own. A token goes to each of its experts, however
+    many tokens an expert has: none is dropped.
+
+    Args:
+        experts: with the parameters of this rank's experts only.
+        rows: exchange among the ranks that divide the experts.
+    """
+
+    def __init__(self, rows: Rows, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        self._run, self._local, self._ranks, self._rows = experts.forward, experts.num_experts, ep_mesh.size(), rows
+
+    def __call__(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token (T, D).
+
+        Args:
+            tokens_TD: hidden states of this rank.
+            experts_TK: ids of the experts of each token.
+            weights_TK: weights of their outputs.
+        """
+        ids_P = experts_TK.reshape(-1)  # pairs of a token and an expert
+        order_P = ids_P.argsort(stable=True)
+        counts_RE = torch.bincount(ids_P, minlength=self._ranks * self._local).view(self._ranks, self._local)
+        with torch.no_grad():
+            arriving_RE = self._rows(counts_RE, [1] * self._ranks, [1] * self._ranks)
+        given, received = torch.stack([counts_RE.sum(dim=1), arriving_RE.sum(dim=1)]).tolist()
+        sent_PD = tokens_TD[order_P // experts_TK.shape[1]]
+        inputs_QD = _Exchanged.apply(sent_PD, given, received, self._rows)  # type: ignore[no-untyped-call]
+        own_Q = torch.arange(self._local, device=ids_P.device).repeat(self._ranks)
+        own_Q = own_Q.repeat_interleave(arriving_RE.reshape(-1), output_size=sum(received))
+        outputs_QD = self._outputs(inputs_QD, own_Q)
+        back_PD = _Exchanged.apply(outputs_QD, received, given, self._rows)  # type: ignore[no-untyped-call]
+        results_PD = torch.empty_like(back_PD).index_copy(0, order_P, back_PD)
+        return (results_PD.view(*weights_TK.shape, tokens_TD.shape[1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+    def _outputs(self, inputs_QD: Tensor, own_Q: Tensor) -> Tensor:
+        """Run each row through its own expert. Without rows a zero runs, so that the experts have gradients."""
+        if not len(inputs_QD):
+            zeros_1D = inputs_QD.sum(dim=0, keepdim=True)
+            return self._outputs(zeros_1D, own_Q.new_zeros(1))[:0]
+        ones_Q1 = torch.ones(len(own_Q), 1, dtype=inputs_QD.dtype, device=inputs_QD.device)
+        outputs: Tensor = self._run(inputs_QD, own_Q.unsqueeze(1), ones_Q1)
+        return outputs
+
+
+def implementation(rows: Rows) -> Callable[..., TokenExchange]:
+    """Return what transformers calls to make the exchange of a layer."""
+    return partial(TokenExchange, rows)

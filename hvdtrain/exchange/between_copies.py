@@ -1,0 +1,71 @@
+"""Sum gradients that an engine hands over, over the ranks that hold copies of the same part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import Figures
+from hvdtrain.compression.table import Compression
+from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
+from hvdtrain.exchange.bucket_exchange import BucketExchange
+from hvdtrain.exchange.buckets import Plan, plan
+from hvdtrain.spans import Spans
+
+
+class BetweenCopies(ActiveBuckets):
+    """The exchange of what a rank holds with those ranks that hold the same.
+
+    Args:
+        named: parameters, in the order in which backward finishes them; equal on these ranks.
+        comm: these ranks.
+        bucket_bytes: size limit of a bucket.
+        name: prefix of the collectives' names.
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        comm: Comm,
+        compression: Compression,
+        bucket_bytes: int,
+        spans: Spans,
+        name: str,
+    ) -> None:
+        super().__init__(comm.size)
+        self._known, self._comm, self._compression, self._spans, self._name = named, comm, compression, spans, name
+        self._plan = plan(named, bucket_bytes, [name for name, _ in named])
+        self.adopt(self._plan)
+
+    @property
+    def _queue(self) -> BucketExchange:
+        assert self.exchange is not None
+        return self.exchange
+
+    def _make_exchange(self, plan: Plan) -> BucketExchange:
+        parameters = dict(self._known)
+        return BucketExchange(
+            plan, parameters, self._comm, self._compression, 1.0, 1.0, self._name, self._spans, as_views=True
+        )
+
+    def load(self, tensors: Mapping[str, Tensor], ranks: int) -> None:
+        """Load the residuals of `ranks` copies."""
+        self.exchange, self.detached = None, DetachedState(tensors, ranks)
+        self.adopt(self._plan)
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._figures = None
+        self._queue.begin()
+
+    def add_gradient(self, name: str) -> None:
+        """Pack the gradient of a parameter, and start the exchange of its bucket if it is full."""
+        self._queue.add_gradient(name)
+
+    def finish(self) -> list[Tensor]:
+        """Return the sums; they are gradients now. Collective: yes."""
+        sums = self._queue.finish()
+        self._figures = Figures(self._queue.compressors)
+        return sums

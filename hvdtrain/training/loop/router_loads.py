@@ -1,0 +1,145 @@
+"""Count the tokens of each expert over the global batch: to balance routers by their bias, and to show the loads.
+
+Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv 2408.15664, 2024, as in
+DeepSeek-V3. transformers has the bias (`e_score_correction_bias`), and never changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.host_copy import HostCopy
+from hvdtrain.training.diagnostics.experts import chosen_experts, find_routers
+
+_BIAS = "e_score_correction_bias"
+EVERY = 10
+"""Steps between two records of the loads."""
+
+
+class RouterLoads:
+    """The tokens that the routers of a model give to each expert in a step, summed over all ranks.
+
+    After an applied step, experts with fewer tokens than the mean of their layer become more likely: their router's
+    bias grows by `rate`, that of the others falls. The counts are whole numbers of the global batch, so that this does
+    not depend on the number of ranks.
+
+    Args:
+        routers: by name; each has as many experts in every pass.
+        rate: 0 to change no bias.
+        counts: whether this rank's passes count.
+        event: records an event, on rank 0.
+    """
+
+    def __init__(
+        self,
+        routers: Mapping[str, nn.Module],
+        comm: Comm,
+        rate: float,
+        event: Callable[[dict[str, Any]], None],
+        *,
+        counts: bool = True,
+    ) -> None:
+        self._routers, self._comm, self._rate, self._event, self._counts = routers, comm, rate, event, counts
+        self._is_counting = False
+        self._loads: dict[str, Tensor] = {}
+        self._handle: Handle | None = None
+        self._shown: tuple[int, dict[str, int], HostCopy] | None = None
+        self._hooks = [
+            router.register_forward_hook(lambda _, inputs, output, name=name: self._on_forward(name, output))
+            for name, router in routers.items()
+        ]
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._loads.clear()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the forward pass within; not its recomputation in backward."""
+        self._is_counting = self._counts
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def _on_forward(self, name: str, output: Any) -> None:
+        if not self._is_counting or (found := chosen_experts(output)) is None:
+            return
+        ids, experts = found
+        with torch.no_grad():
+            load = torch.bincount(ids.flatten(), minlength=experts)[:experts].double()
+            self._loads[name] = self._loads[name] + load if name in self._loads else load
+
+    def start(self) -> None:
+        """Begin to sum the loads over ranks. Collective: yes."""
+        device = next(parameter.device for router in self._routers.values() for parameter in router.parameters())
+        sizes = {name: _experts(router) for name, router in self._routers.items()}
+        parts = [self._loads.get(name, torch.zeros(size, device=device).double()) for name, size in sizes.items()]
+        self._handle = self._comm.allreduce(torch.cat(parts), name="experts/loads")
+
+    def finish(self, step: int, *, applied: bool) -> None:
+        """Wait for the sums; change the biases if the step was applied. Collective: yes."""
+        assert self._handle is not None
+        sums = self._handle.wait()
+        self._show()
+        sizes = {name: _experts(router) for name, router in self._routers.items()}
+        if applied and self._rate:
+            for router, loads in zip(self._routers.values(), torch.split(sums, [*sizes.values()]), strict=True):
+                bias = router._buffers.get(_BIAS)
+                if bias is not None:
+                    bias += self._rate * torch.sign(loads.mean() - loads).to(bias)
+        if step % EVERY == 0 and self._comm.rank == 0:
+            self._shown = step, sizes, HostCopy(sums.clone())
+
+    def _show(self) -> None:
+        """Record the loads of an earlier step: by now they are on the host."""
+        if self._shown is None:
+            return
+        (step, sizes, copy), self._shown = self._shown, None
+        numbers = copy.tolist()
+        layers = {}
+        for name, size in sizes.items():
+            loads, numbers = numbers[:size], numbers[size:]
+            layers[name] = {"tokens": sum(loads), "busiest": _busiest(loads), "entropy": _entropy(loads)}
+        self._event({"event": "experts", "at_step": step, "layers": layers})
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _experts(router: nn.Module) -> int:
+    weight: Any = router.weight
+    return int(weight.shape[0])
+
+
+def _busiest(loads: list[float]) -> float:
+    """Return the load of the busiest expert over the mean."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else math.nan
+
+
+def _entropy(loads: list[float]) -> float:
+    """Return the entropy of the loads over that of equal loads: 1 if all are equal, 0 if one expert has all."""
+    shares = [load / sum(loads) for load in loads if load]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(loads)) if shares else math.nan
+
+
+def make_router_loads(
+    model: nn.Module, comm: Comm, rate: float, event: Callable[[dict[str, Any]], None], *, counts: bool
+) -> RouterLoads | None:
+    """Return the loads of a model's routers; None if it has none with a weight for each expert."""
+    found = {name: module for name, module in find_routers(model).items() if _is_router(module)}
+    return RouterLoads(found, comm, rate, event, counts=counts) if found else None
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and len(weight) > 1

@@ -1,0 +1,144 @@
+"""Compare the gradients of ranks that divide a model with those of one rank that has all of it, by parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.data.loader import Stream, fetch_step, seed_forward
+from hvdtrain.engine.table import dimensions_of
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.training.elastic.worker_state import WorkerState, make_worker_state
+from hvdtrain.training.loop.forward import checked_loss, to_device
+from hvdtrain.training.start.build import engine_of_worker
+from hvdtrain.training.start.device import pick_device
+from hvdtrain.training.start.make_task import make_task
+
+TOLERANCE = 1e-5
+"""Of a gradient in fp32, relative to its norm: other sums of the same numbers differ by less."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A parameter's gradient on all ranks, beside that of one rank.
+
+    Attributes:
+        parameter: its name in the model.
+        error: norm of the difference over the norm of the gradient.
+        factor: of the gradient that is nearest: 2 if it was counted twice, 0 if it is missing.
+        norm: of the gradient.
+    """
+
+    parameter: str
+    error: float
+    factor: float
+    norm: float
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong; empty if nothing is."""
+        if self.error <= TOLERANCE:
+            return ""
+        if abs(self.factor) < TOLERANCE:
+            return "the gradient is missing"
+        whole = round(self.factor, 3)
+        if abs(self.error - abs(self.factor - 1)) <= TOLERANCE and whole != 1:
+            return f"the gradient is {whole:g} times as large"
+        return f"the gradient differs by {self.error:.2g} of its norm"
+
+
+def for_plan(run: RunConfig) -> RunConfig:
+    """Return a config with which two ways to a gradient have equal results: in fp32, without compression.
+
+    Its steps have 5 micro-batches of 2 samples, so that ranks have different numbers of them.
+    """
+    config = run.config
+    exact = replace(config.parallel, compression="none", sync="every_step", workers=None, balance="equal")
+    batch = replace(config.train, global_batch=10, micro_batch=2, compile=False)
+    return replace(run, config=replace(config, precision="fp32", parallel=exact, train=batch))
+
+
+def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info: RankInfo) -> list[Compared]:
+    """Return the comparison of each trained parameter in the first step, equal on all ranks. Collective: yes.
+
+    Errors:
+        ConfigError: the ranks or the model cannot be divided as the config says.
+    """
+    device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
+    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1)
+    alone = _after_backward(replace(run, config=replace(run.config, parallel=whole)), build, SoloComm(), info, device)
+    expected = {name: p.grad for name, p in alone.task.model.named_parameters() if p.grad is not None}
+    divided = _after_backward(run, build, comm, info, device)
+    found = allgather_json(comm, list(_sums(divided.state, expected)), name="plan/sums")
+    pieces: dict[str, dict[tuple[int, ...], list[float]]] = {name: {} for name in expected}
+    for name, offset, sums in (each for rank in found for each in rank):
+        # Of copies, the one with the largest difference counts.
+        kept = pieces[name].setdefault(tuple(offset), sums)
+        pieces[name][tuple(offset)] = max(kept, sums)
+    return [_compared(name, list(held.values())) for name, held in pieces.items()]
+
+
+def _after_backward(
+    run: RunConfig, build: Callable[[], Any], comm: Comm, info: RankInfo, device: torch.device
+) -> WorkerState:
+    """Return the state with the gradients of the first global batch, summed over ranks. Collective: yes."""
+    config = run.config
+    task = make_task(build, config)
+    if task.prepare is not None:
+        task.prepare(device, torch.float32)
+    worker = make_worker_state(run, task, device, info)
+    engine = engine_of_worker(worker, config, comm)
+    worker.use_exchange(engine)
+    place, places, _ = dimensions_of(config).samples(comm.rank, comm.size)
+    batch, uniform = (config.train.global_batch, config.train.pass_samples), engine.uniform_passes
+    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform)
+    collate = task.collate or torch.utils.data.default_collate
+    drawn = [(where, samples, 1.0) for where, _, samples in fetch_step(replace(stream, uniform=False), 0)]
+    drawn += [(*drawn[-1][:2], 0.0) for _ in stream.repeated(0)]
+    engine.begin(len(drawn))
+    for where, samples, weight in drawn:
+        seed_forward(config.seed, where.start)
+        batch_there = to_device(collate(samples), device)
+        loss, _ = engine.forward(partial(checked_loss, task, task.model, batch_there))
+        engine.backward(loss * (weight / (config.train.global_batch * float(task.nominal_weight))))
+    engine.finish()
+    return worker
+
+
+def _sums(state: TrainState, expected: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...], list[float]]]:
+    """Yield the offset of what this rank holds of each gradient; its squared difference, product and squared norm."""
+    owned = state.exchange.owned() if state.exchange is not None else None
+    parameters = dict(state.model.named_parameters())
+    for name, whole in expected.items():
+        own = Owned(parameters[name]) if owned is None else owned[name]
+        if (parameter := own.parameter) is None:
+            continue
+        part, offset = whole.double(), (0,) * whole.dim()
+        if own.place is not None:
+            part, offset = own.place.cut(part, parameter.shape), own.place.offset
+        gradient = torch.zeros_like(part) if parameter.grad is None else parameter.grad.double()
+        difference = gradient - part
+        yield (
+            name,
+            offset,
+            [float((a * b).sum()) for a, b in ((difference, difference), (gradient, part), (part, part))],
+        )
+
+
+def _compared(name: str, pieces: list[list[float]]) -> Compared:
+    difference, product, square = (math.fsum(each[index] for each in pieces) for index in range(3))
+    if not square:
+        return Compared(name, math.sqrt(difference), 1.0, 0.0)
+    return Compared(name, math.sqrt(difference / square), product / square, math.sqrt(square))

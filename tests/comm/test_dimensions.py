@@ -1,0 +1,66 @@
+"""Which ranks divide matrices and experts, which hold copies, and which have the same samples."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from hvdtrain.comm.dimensions import ONE, Dimensions
+from hvdtrain.errors import ConfigError
+
+FITTING = [
+    (size, Dimensions(tp, ep))
+    for size, tp, ep in product((2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8))
+    if (tp, ep) != (1, 1) and size % tp == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
+]
+
+
+@pytest.mark.parametrize(("size", "dimensions"), FITTING)
+def test_a_block_and_its_copies_share_one_rank(size: int, dimensions: Dimensions) -> None:
+    for width in (dimensions.tp, dimensions.experts):
+        for rank in range(size):
+            block, copies = set(dimensions.block(rank, width)), set(dimensions.copies(rank, size, width))
+            assert block & copies == {rank} and (len(block), len(copies)) == (width, size // width)
+            assert max(block) - min(block) == width - 1
+
+
+@pytest.mark.parametrize(("size", "dimensions"), FITTING)
+def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) -> None:
+    made = {tuple(group) for group in dimensions.groups(size)}
+    for rank, width in product(range(size), (dimensions.tp, dimensions.experts)):
+        copies = tuple(dimensions.copies(rank, size, width))
+        assert copies in made or len(copies) in (1, size)
+    assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
+
+
+@pytest.mark.parametrize(("size", "dimensions"), FITTING)
+def test_of_ranks_with_the_same_samples_one_counts(size: int, dimensions: Dimensions) -> None:
+    seen: dict[int, list[bool]] = {}
+    for rank in range(size):
+        place, places, counts = dimensions.samples(rank, size)
+        assert places == size // dimensions.tp
+        seen.setdefault(place, []).append(counts)
+    assert sorted(seen) == list(range(size // dimensions.tp))
+    assert all(sum(counts) == 1 and len(counts) == dimensions.tp for counts in seen.values())
+
+
+def test_data_parallel_ranks_need_no_groups() -> None:
+    assert not ONE and ONE.groups(8) == [] and ONE.samples(3, 8) == (3, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions", "nearest"),
+    [(4, Dimensions(3, 1), "--parallel.tp 2"), (6, Dimensions(1, 4), "--parallel.ep 3"),
+     (8, Dimensions(4, 2), "--parallel.tp 4"), (8, Dimensions(1, 16), "--parallel.ep 8")],
+)  # fmt: skip
+def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimensions, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"{size} rank.s. do not have the dimensions {dimensions.options}") as caught:
+        dimensions.groups(size)
+    assert caught.value.next_step == f"{nearest}, or another number of ranks"
+
+
+def test_one_rank_has_no_dimensions() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Dimensions(2, 1).check(1)
+    assert caught.value.next_step == "start more ranks"

@@ -1,0 +1,75 @@
+"""The exchange of tokens with their experts, on threads: results and gradients are those of one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.engine.token_exchange import TokenExchange, rows_by_comm
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+EXPERTS, WIDTH = 8, 6
+
+
+class Experts:
+    """Experts that multiply by a matrix; `begin` is the id of the first."""
+
+    def __init__(self, weights_EDD: Tensor, begin: int, count: int) -> None:
+        self.weights = weights_EDD[begin : begin + count].clone().requires_grad_()
+        self.num_experts = count
+        self.rows = 0
+
+    def forward(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.rows += len(tokens_TD)
+        chosen_TKDD = self.weights[experts_TK]
+        outputs_TKD = torch.einsum("td,tkdc->tkc", tokens_TD, chosen_TKDD).tanh()
+        return (outputs_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+
+def _inputs(rank: int, tokens: int, choice: str) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(tokens, WIDTH, generator=numbers)
+    scores = torch.rand(tokens, EXPERTS, generator=numbers)
+    if choice == "one rank":  # all tokens go to the experts of rank 0
+        scores[:, :2] += 10
+    weights, experts = scores.topk(2)
+    return hidden.requires_grad_(), experts, weights.requires_grad_()
+
+
+@pytest.mark.parametrize("choice", ["any", "one rank"])
+@pytest.mark.parametrize(("size", "tokens"), [(2, (5, 3)), (4, (4, 0, 7, 1)), (4, (3, 3, 3, 3))])
+def test_results_and_gradients_are_those_of_all_experts_on_one_rank(
+    size: int, tokens: tuple[int, ...], choice: str
+) -> None:
+    every_EDD = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))
+    whole = Experts(every_EDD, 0, EXPERTS)
+    expected = []
+    for rank in range(size):
+        hidden, experts, weights = _inputs(rank, tokens[rank], choice)
+        out = whole.forward(hidden, experts, weights)
+        (out * torch.arange(WIDTH)).sum().backward()  # type: ignore[no-untyped-call]
+        expected.append((out.detach(), hidden.grad, weights.grad))
+
+    def body(comm: ThreadComm) -> tuple[Experts, Tensor, Tensor | None, Tensor | None]:
+        local = EXPERTS // size
+        own = Experts(every_EDD, comm.rank * local, local)
+        mesh = SimpleNamespace(size=lambda: size)
+        exchange = TokenExchange(rows_by_comm(comm), own, mesh, None)
+        hidden, experts, weights = _inputs(comm.rank, tokens[comm.rank], choice)
+        out = exchange(hidden, experts, weights)
+        (out * torch.arange(WIDTH)).sum().backward()  # type: ignore[no-untyped-call]
+        return own, out.detach(), hidden.grad, weights.grad
+
+    found = on_ranks(size, body)
+    assert whole.weights.grad is not None
+    for rank, (own, *tensors) in enumerate(found):
+        for ours, theirs in zip(tensors, expected[rank], strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert own.weights.grad is not None  # also without a token
+        torch.testing.assert_close(own.weights.grad, whole.weights.grad[rank * own.num_experts :][: own.num_experts])
+    pairs = sum(own.rows for own, *_ in found)
+    empty = sum(own.rows == 1 and choice == "one rank" and rank > 0 for rank, (own, *_) in enumerate(found))
+    assert pairs - empty == 2 * sum(tokens)  # no token is dropped, none is sent twice

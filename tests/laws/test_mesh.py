@@ -1,0 +1,64 @@
+"""Ranks that divide matrices or experts train as one rank, and their checkpoints fit any mesh and engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.laws.test_fsdp import check_equal, train_whole
+from tests.support.divided_models import DIVIDED, FOUR, ROUNDED, STAGES, TWO, VARIANTS
+from tests.support.gallery import Gallery, Recorded
+
+JOBS = [*(f"two/{name}" for name in TWO), *(f"four/{name}" for name in FOUR)]
+EXACT = [job for job in JOBS if job.rpartition("/")[2] not in ROUNDED]
+
+
+def _recorded(gallery: Gallery, name: str) -> Recorded:
+    return Recorded(gallery["mesh"].folder / name, 0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", EXACT)
+def test_law_9_parameters_are_those_of_one_rank(job: str, gallery: Gallery, tmp_path: Path) -> None:
+    """Plain SGD, most of them: a wrong factor of a gradient shows in its parameter."""
+    variant = job.rpartition("/")[2]
+    check_equal(train_whole(tmp_path, *VARIANTS[variant], common=DIVIDED), _recorded(gallery, job))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [job for job in JOBS if job not in EXACT])
+def test_rounded_parts_have_nearly_the_same_sum(job: str, gallery: Gallery, tmp_path: Path) -> None:
+    options = ROUNDED[job.rpartition("/")[2]]
+    assert _recorded(gallery, job).losses() == pytest.approx(
+        train_whole(tmp_path, *options, common=DIVIDED).losses(), rel=5e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_law_10_a_run_goes_on_with_other_dimensions(name: str, gallery: Gallery, tmp_path: Path) -> None:
+    found = _recorded(gallery, f"stages/{name}")
+    assert [event["size"] for event in found.events("started")] == [2, 4, 1]
+    check_equal(train_whole(tmp_path, *STAGES[name][2], common=DIVIDED), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TWO if "adamw" in name])
+def test_law_2_a_resumed_run_has_the_same_bits(name: str, gallery: Gallery) -> None:
+    found, expected = _recorded(gallery, f"halves/{name}"), _recorded(gallery, f"two/{name}")
+    assert len(found.events("started")) == 2
+    assert found.losses() == expected.losses()
+    for group, tensors in expected.state().tensors.items():
+        for key, tensor in tensors.items():
+            assert torch.equal(found.state().tensors[group][key], tensor), key
+
+
+@pytest.mark.slow
+def test_experts_are_on_their_ranks_only(gallery: Gallery) -> None:
+    """Each rank writes what it holds: half of the experts, or of the matrices; the rest is written once."""
+    for name in ("two/ep2/latent", "two/tp2/latent"):
+        (saved,) = (_recorded(gallery, name).run / "checkpoints").glob("step-000006")
+        sizes = [file.stat().st_size for file in saved.glob("model-*.safetensors")]
+        assert len(sizes) == 2 and max(sizes) < 0.75 * sum(sizes)

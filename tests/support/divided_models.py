@@ -1,0 +1,101 @@
+"""Language models that ranks divide, small enough for milliseconds, and the variants in which laws hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain import Task
+from hvdtrain.task.token_loss import next_token_loss
+
+DIVIDED = (
+    f"--task={Path(__file__)}:divided",
+    "--train.steps=6",
+    "--train.micro_batch=2",
+    "--train.eval_samples=5",
+    "--train.global_batch=10",  # ranks have different numbers of micro-batches
+    "--train.check_every=2",
+    "--train.clip=0.5",
+    "--checkpoint.every=3",
+    "--train.eval_every=2",
+)
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
+_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+TP, EP = "--parallel.tp=", "--parallel.ep="
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "latent": (),
+    "whole_queries": ("--queries=null",),
+    "heads": ("--kind=llama",),
+    "tied": ("--kind=llama", "--tied=true"),
+    "momentum": ("--method=momentum",),
+    "adamw": ("--method=adamw",),
+    "recomputed": ("--memory.checkpointing=full",),
+    "frozen": ("--frozen=true",),
+}
+"""Options of trainings."""
+ROUNDED = {"fp16": ("--precision=fp16",), "bf16": ("--precision=bf16",)}
+"""Options of trainings in which sums of other parts are rounded."""
+TWO = {
+    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items()},
+    **{f"ep2/{name}": (EP + "2", *options) for name, options in VARIANTS.items() if "llama" not in str(options)},
+    **{f"{mesh}2/{n}": (f"--parallel.{mesh}=2", *options) for mesh in ("tp", "ep") for n, options in ROUNDED.items()},
+}
+"""Of two ranks, by mesh and variant."""
+FOUR = {
+    **{f"tp2/{name}": (TP + "2", *VARIANTS[name]) for name in ("latent", "heads", "adamw")},
+    **{f"ep2/{name}": (EP + "2", *VARIANTS[name]) for name in ("latent", "adamw")},
+    "tp4/latent": (TP + "4",),
+    "ep4/latent": (EP + "4",),
+    "tp2ep2/latent": (TP + "2", EP + "2"),
+    "tp2ep4/latent": (TP + "2", EP + "4"),
+}
+"""Of four ranks."""
+STAGES = {
+    "experts": ((EP + "2",), (TP + "2", EP + "4"), ()),
+    "matrices": ((TP + "2", "--method=adamw"), (EP + "4", "--method=adamw"), ("--method=adamw",)),
+}
+"""Options of a run on two, four and one rank, one after the other."""
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    """Rows of 9 tokens in which each depends on the one before."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (torch.arange(9) * (index % 7 + 1) + index) % 64
+
+
+def divided(
+    kind: str = "deepseek", method: str = "sgd", queries: int | None = 16, tied: bool = False, frozen: bool = False
+) -> Task:
+    """Make the task: a DeepSeek-V3 with 8 experts a layer, or a Llama with 2 heads for keys and values."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+
+    if kind == "llama":
+        config: Any = LlamaConfig(
+            **_SIZES, **_TOKENS, num_key_value_heads=4, intermediate_size=72, tie_word_embeddings=tied
+        )
+    else:
+        config = DeepseekV3Config(
+            **_SIZES, **_TOKENS, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1,
+            num_experts_per_tok=3, first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=queries,
+            kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1,
+            num_mtp_layers=0,
+        )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if frozen:
+        model.get_input_embeddings().requires_grad_(False)
+    optimizers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    }
+    data = Tokens()
+    return Task(
+        model, next_token_loss, data, data, optimizer=optimizers[method](model.parameters()), nominal_weight=8.0
+    )
