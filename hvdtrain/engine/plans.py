@@ -101,7 +101,22 @@ def _check_sizes(
             expected="one matrix for each layer",
             next_step="use another model, or leave out the option",
         )
+    adapted = [name for name in tensors if hasattr(model.get_submodule(_module(model, name)), "base_layer")]
+    if adapted:
+        raise ConfigError(
+            f"--parallel.tp {dimensions.tp} does not support adapters, which {adapted[0]} has",
+            expected="a model that is trained whole",
+            next_step="leave out --model.lora or --parallel.tp",
+        )
     config: Any = getattr(model, "config", None)
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if tensors and dropout:
+        raise ConfigError(
+            f"--parallel.tp {dimensions.tp} does not support dropout of attention weights",
+            expected="no dropout there: each rank would drop others, so the loss would depend on the number of ranks",
+            found=f"a dropout of {dropout:g}",
+            next_step="--model.dropout 0, or leave out --parallel.tp",
+        )
     if tensors and config is not None:
         text = config.get_text_config()
         for name in ("num_attention_heads", "num_key_value_heads"):
@@ -110,6 +125,11 @@ def _check_sizes(
         if style == "ep_dispatch_experts":
             option = "--parallel.ep" if dimensions.ep > 1 else "--parallel.tp"
             _check_divides(option, dimensions.experts, getattr(model.get_submodule(name), "num_experts", 0), "experts")
+
+
+def _module(model: nn.Module, name: str) -> str:
+    """Return the name of a module, or of the module of a parameter."""
+    return name if name in dict(model.named_modules()) else name.rpartition(".")[0]
 
 
 def _check_divides(option: str, ranks: int, count: int, what: str) -> None:

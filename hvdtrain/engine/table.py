@@ -225,31 +225,31 @@ def find_engine(
     if kind is None and kinds:
         raise ConfigError(
             f"{options} does not support --parallel.dp_shard {dp_shard}: it does not divide among groups of ranks",
-            next_step=f"leave it out, or {_with(lambda k: k.groups)}",
+            next_step=f"leave it out, or {_with(dimensions, lambda k: k.groups)}",
         )
     if kind is None:
         raise ConfigError(
             f"--parallel.engine {engine} does not support --parallel.shard {shard}",
             expected=", ".join(shard for kind in TABLE if kind.name == engine for shard in kind.shards),
-            next_step=f"choose one of these, or {_with(lambda k: shard in k.shards)}",
+            next_step=f"choose one of these, or {_with(dimensions, lambda k: shard in k.shards)}",
         )
     options += f" with --parallel.dp_shard {dp_shard}" if dp_shard is not None else ""
     if name not in kind.compressions:
         raise ConfigError(
             f"{options} does not support --parallel.compression {compression}",
             expected=", ".join(kind.compressions),
-            next_step=f"choose one of these, or {_with(lambda k: name in k.compressions)}",
+            next_step=f"choose one of these, or {_with(dimensions, lambda k: name in k.compressions)}",
         )
     if offload and not kind.offloads:
         raise ConfigError(
             f"{options} does not support --memory.offload optimizer",
-            next_step=f"leave it out, or {_with(lambda k: k.offloads)}",
+            next_step=f"leave it out, or {_with(dimensions, lambda k: k.offloads)}",
         )
     if elastic and not kind.elastic:
         raise ConfigError(
             f"{options} does not support an elastic job",
             expected="a job with a constant number of ranks",
-            next_step=f"start the job without --elastic, or use {_with(lambda k: k.elastic)}",
+            next_step=f"start the job without --elastic, or {_with(dimensions, lambda k: k.elastic)}",
         )
     return kind
 
@@ -265,7 +265,8 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} and --parallel.compression"
             f" {parallel.compression} does not support --parallel.balance speed",
             expected="passes in which a rank waits for no other, so that its speed can be measured",
-            next_step=f"--parallel.balance equal, or {_with(lambda k: bool(k.balances))} --parallel.compression none",
+            next_step="--parallel.balance equal, or --parallel.compression none and"
+            f" {_with(dimensions, lambda k: bool(k.balances))}",
         )
     plan = outer_plan(config)
     if plan is not None:
@@ -275,7 +276,7 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} does not support --parallel.sync"
             f" {parallel.sync}",
             expected="an engine that gives each rank whole parameters",
-            next_step=f"use {_with(lambda k: k.periodic)}, or --parallel.sync every_step",
+            next_step=f"--parallel.sync every_step, or {_with(dimensions, lambda k: k.periodic)}",
         )
     return kind
 
@@ -293,7 +294,9 @@ def check_compression(text: str) -> None:
         raise ConfigError(error.what, expected=f"{error.expected}, {AUTO}", next_step=error.next_step) from None
 
 
-def _with(supports: Callable[[EngineKind], bool]) -> str:
-    """Return the options of the engines that support something."""
+def _with(dimensions: Dimensions, supports: Callable[[EngineKind], bool]) -> str:
+    """Return the options of the engines that support something; of those without `dimensions`."""
+    if dimensions:
+        return f"leave out {dimensions.options}"
     found = [f"--parallel.engine {kind.name} --parallel.shard {kind.shards[0]}" for kind in TABLE if supports(kind)]
     return " or ".join(dict.fromkeys(found))
