@@ -1,0 +1,98 @@
+"""The gradients of a plan beside those of one rank: equal ones, and ones that were made wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.config.parse import parse_argv, task_spec
+from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.task.base import load_task_function
+from hvdtrain.verify.plan import Compared, compare_gradients, for_plan
+from hvdtrain.verify.plan_job import PlanCheck
+from hvdtrain.verify.small_model import small_copy
+from tests.support.divided_models import DIVIDED
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+def _compare(*options: str) -> list[Compared]:
+    def body(comm: ThreadComm) -> list[Compared]:
+        function = load_task_function(task_spec([*DIVIDED, *options]))
+        run = for_plan(parse_argv([*DIVIDED, *options], function))
+        info = RankInfo("threads", comm.rank, comm.size, comm.rank, comm.size, folder=Path.cwd())
+        return compare_gradients(run, partial(function, **run.task_args), comm, info)
+
+    found = on_ranks(2, body)
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("options", [(), ("--parallel.shard=gradients",), ("--parallel.compression=fp16",)])
+def test_equal_gradients(options: tuple[str, ...]) -> None:
+    """In fp32, whatever the options say."""
+    found = _compare(*options)
+    assert len(found) > 20 and not any(each.wrong for each in found)
+    check = PlanCheck("a model", 2, found)
+    assert not check.wrong and check.to_text().endswith("the gradients are equal")
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [(2.0, "the gradient is 2 times as large"), (0.0, "the gradient is missing"), (0.5, "is 0.5 times as large")],
+)
+def test_a_wrong_factor_is_told(factor: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = ExchangeEngine.finish
+
+    def wrong(self: ExchangeEngine) -> list[Tensor]:
+        found = finish(self)
+        own = dict(self.reducer._known)["model.layers.1.mlp.experts.down_proj"]
+        assert own.grad is not None
+        own.grad *= factor
+        return found
+
+    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+    (each,) = [each for each in _compare() if each.wrong]
+    assert each.parameter == "model.layers.1.mlp.experts.down_proj" and text in each.wrong
+    lines = PlanCheck("a model", 2, [each]).to_text().splitlines()
+    assert lines[1].startswith(f"WRONG: {each.parameter}: ") and lines[-1] == "the gradients differ"
+
+
+def test_a_wrong_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = ExchangeEngine.finish
+
+    def wrong(self: ExchangeEngine) -> list[Tensor]:
+        found = finish(self)
+        if torch.distributed.is_available() and self.reducer._comm.rank == 1:  # only on one copy
+            own = dict(self.reducer._known)["lm_head.weight"]
+            assert own.grad is not None
+            own.grad[0] = 0
+        return found
+
+    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+    (each,) = [each for each in _compare() if each.wrong]
+    assert each.parameter == "lm_head.weight" and "differs by" in each.wrong
+
+
+def test_a_parameter_without_gradient_proves_nothing() -> None:
+    check = PlanCheck("a model", 2, [Compared("never", 0.0, 1.0, 0.0), Compared("a", 1e-7, 1.0, 1.0)])
+    assert "1 have no gradient in this step, which proves nothing: never" in check.to_text() and not check.wrong
+
+
+@pytest.mark.parametrize("preset", ["small", "671b"])
+def test_a_small_copy_has_the_same_modules_heads_and_experts(preset: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from hvdtrain.task.presets import preset_config
+
+    whole = preset_config(preset, vocabulary=1000, positions=64)
+    small = small_copy(whole, 512)
+    assert (small.num_attention_heads, small.n_routed_experts) == (whole.num_attention_heads, whole.n_routed_experts)
+    model = AutoModelForCausalLM.from_config(small)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 50e6
+    kinds = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    assert {"q_b_proj", "kv_b_proj", "experts", "shared_experts", "gate"} <= kinds
