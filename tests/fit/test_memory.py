@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.cli.fit import main
+from hvdtrain.comm import torch_group
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
-from hvdtrain.engine import fsdp
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.live_bytes import LiveBytes
@@ -34,7 +34,7 @@ SPACE = 512
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fsdp, "_groups", {})
+    monkeypatch.setattr(torch_group, "_lasting", {})
     with imagined_ranks(4):
         yield
 
