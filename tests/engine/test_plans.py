@@ -1,0 +1,87 @@
+"""Which modules a plan divides, and what is refused before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.engine.plans import plans_of
+from hvdtrain.errors import ConfigError
+from hvdtrain.task.lora import add_adapters, parse_lora
+from tests.support.divided_models import divided
+
+
+def _model(**options: Any) -> Any:
+    return divided(**options).model
+
+
+def test_heads_of_latent_attention_are_divided() -> None:
+    """transformers' plan of DeepSeek-V3 leaves them out."""
+    tensors, experts = plans_of(_model(), {}, Dimensions(2, 1))
+    attention = {name: style for name, style in tensors.items() if name.startswith("model.layers.1.self_attn.")}
+    styles = {name.removeprefix("model.layers.1.self_attn."): style for name, style in attention.items()}
+    assert styles == {
+        **{f"{name}{weight}": "colwise" for name in ("q_b_proj", "kv_b_proj") for weight in ("", ".weight")},
+        **{f"o_proj{weight}": "rowwise" for weight in ("", ".weight")},
+        "kv_a_proj_with_mqa": "mla_kv_a_proj",
+    }
+    assert experts["model.layers.1.mlp.experts"] == "ep_dispatch_experts"
+    assert not any("experts." in name and "shared" not in name for name in tensors)
+
+
+def test_parts_of_parameters_are_made_before_the_exchange_of_their_tokens() -> None:
+    """An exchange of tokens reads how many experts its module has left."""
+    names = [*plans_of(_model(), {}, Dimensions(1, 2))[1]]
+    assert names.index("model.layers.1.mlp.experts.down_proj") < names.index("model.layers.1.mlp.experts")
+    assert plans_of(_model(), {}, Dimensions(1, 2))[0] == {}
+
+
+def test_the_plan_of_a_task_replaces_that_of_the_model() -> None:
+    own = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    tensors, experts = plans_of(_model(), own, Dimensions(2, 2))
+    assert tensors == {"model.layers.0.mlp.up_proj": "colwise", "model.layers.0.mlp.up_proj.weight": "colwise"}
+    assert experts == {"model.layers.1.mlp.experts": "ep_dispatch_experts"}
+
+
+def _adapted() -> Any:
+    model = _model(kind="llama")
+    add_adapters(model, parse_lora("rank=2"))
+    return model
+
+
+def _dropping() -> Any:
+    model = _model()
+    model.config.attention_dropout = 0.1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "dimensions", "text", "expected"),
+    [
+        (lambda: nn.Linear(2, 2), Dimensions(2, 1), "Linear has no plan of tensor parallelism", "tp_plan"),
+        (lambda: nn.Linear(2, 2), Dimensions(1, 2), "Linear has no plan of expert parallelism", "ep_plan"),
+        (lambda: _model(kind="llama"), Dimensions(1, 2), "has no plan of expert parallelism", "DeepSeek-V3"),
+        (_model, Dimensions(3, 1), "3 ranks cannot divide the 4 num_attention_heads", "one of 1, 2, 4"),
+        (_model, Dimensions(1, 3), "--parallel.ep: 3 ranks cannot divide the 8 experts", "one of 1, 2, 4, 8"),
+        (_model, Dimensions(4, 16), "--parallel.ep: 16 ranks cannot divide the 8 experts", "one of 1, 2, 4, 8"),
+        (_adapted, Dimensions(2, 1), "does not support adapters", "trained whole"),
+        (_dropping, Dimensions(2, 1), "does not support dropout of attention weights", "no dropout there"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(make: Any, dimensions: Dimensions, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        plans_of(make(), {}, dimensions)
+    assert expected in str(caught.value.expected)
+
+
+def test_two_matrices_in_one_are_refused() -> None:
+    """A part of theirs is no box of the parameter."""
+    with pytest.raises(ConfigError, match="does not support model.layers.0.mlp.up_proj.*packs two matrices into one"):
+        plans_of(_model(), {"model.layers.*.mlp.up_proj": "packed_colwise"}, Dimensions(2, 1))
+
+
+def test_dropout_of_attention_does_not_keep_experts_from_ranks() -> None:
+    assert plans_of(_dropping(), {}, Dimensions(1, 2))[1]
