@@ -1,4 +1,4 @@
-"""The dimensions of a job beside data: how many ranks divide the experts, or each matrix, of a model. Pure.
+"""How many ranks divide the experts, or each matrix, of a model, and which hold copies of the same part. Pure.
 
 Ranks that divide a matrix (tp) are neighbours, because they exchange the most; then those that divide the experts (ep).
 The others are copies of them, with other samples.

@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Compared:
-    """A parameter's gradient on all ranks, beside that of one rank.
+    """A parameter's gradient on all ranks, next to that of one rank.
 
     Attributes:
         parameter: its name in the model.

@@ -79,7 +79,7 @@ def test_what_cannot_be_divided_is_refused(make: Any, dimensions: Dimensions, te
 
 def test_two_matrices_in_one_are_refused() -> None:
     """A part of theirs is no box of the parameter."""
-    with pytest.raises(ConfigError, match="does not support model.layers.0.mlp.up_proj.*packs two matrices into one"):
+    with pytest.raises(ConfigError, match=r"does not support model.layers.0.mlp.up_proj.*packs two matrices into one"):
         plans_of(_model(), {"model.layers.*.mlp.up_proj": "packed_colwise"}, Dimensions(2, 1))
 
 

@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "adamw": ("--method=adamw",),
     "recomputed": ("--memory.checkpointing=full",),
     "frozen": ("--frozen=true",),
+    "own": ("--kind=own",),
 }
 """Options of trainings."""
 ROUNDED = {"fp16": ("--precision=fp16",), "bf16": ("--precision=bf16",)}
@@ -60,6 +61,62 @@ STAGES = {
 """Options of a run on two, four and one rank, one after the other."""
 
 
+class OwnExperts(torch.nn.Module):
+    """Experts with the interface that plans expect, of no library."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.matrices = torch.nn.Parameter(torch.randn(count, width, width) / width)
+
+    def forward(self, tokens_TD: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        own_TK = experts_TK.clamp(max=self.num_experts - 1)  # others have weight 0
+        out_TKD = torch.einsum("td,tkdc->tkc", tokens_TD, self.matrices[own_TK]).tanh()
+        return (out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+
+class OwnBlock(torch.nn.Module):
+    """A layer of two matrices, then experts that a router chooses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 3 * width), torch.nn.Linear(3 * width, width)
+        self.gate, self.experts = torch.nn.Linear(width, 4), OwnExperts(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(self.up(x).relu())
+        weights, experts = self.gate(x).softmax(dim=-1).topk(2)
+        return x + self.experts(x, experts, weights)
+
+
+class Own(torch.nn.Module):
+    """A model of no library."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, width), torch.nn.Linear(width, 64)
+        self.blocks = torch.nn.ModuleList(OwnBlock(width) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+OWN_PLAN = {
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "blocks.*.experts": "ep_dispatch_experts",
+    "blocks.*.experts.matrices": "grouped_gemm",
+}
+
+
+def _own_loss(model: torch.nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+    logits, targets = model(rows[:, :-1]), rows[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), float(len(targets))
+
+
 class Tokens(torch.utils.data.Dataset[Any]):
     """Rows of 9 tokens in which each depends on the one before."""
 
@@ -74,6 +131,11 @@ def divided(
     kind: str = "deepseek", method: str = "sgd", queries: int | None = 16, tied: bool = False, frozen: bool = False
 ) -> Task:
     """Make the task: a DeepSeek-V3 with 8 experts a layer, or a Llama with 2 heads for keys and values."""
+    data = Tokens()
+    if kind == "own":
+        model: torch.nn.Module = Own()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Task(model, _own_loss, data, data, optimizer=optimizer, nominal_weight=8.0, plan=OWN_PLAN)
     from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
     if kind == "llama":
@@ -95,7 +157,6 @@ def divided(
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     }
-    data = Tokens()
     return Task(
         model, next_token_loss, data, data, optimizer=optimizers[method](model.parameters()), nominal_weight=8.0
     )
