@@ -45,6 +45,10 @@ def test_of_ranks_with_the_same_samples_one_counts(size: int, dimensions: Dimens
     assert all(sum(counts) == 1 and len(counts) == dimensions.tp for counts in seen.values())
 
 
+def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
+    assert [Dimensions(2, 1).experts, Dimensions(2, 4).experts, Dimensions(1, 4).experts] == [2, 4, 4]
+
+
 def test_data_parallel_ranks_need_no_groups() -> None:
     assert not ONE and ONE.groups(8) == [] and ONE.samples(3, 8) == (3, 8, True)
 

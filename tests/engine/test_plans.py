@@ -46,6 +46,12 @@ def test_the_plan_of_a_task_replaces_that_of_the_model() -> None:
     assert experts == {"model.layers.1.mlp.experts": "ep_dispatch_experts"}
 
 
+def test_experts_that_are_divided_by_expert_are_not_divided_again() -> None:
+    own = {"lm_head": "colwise_gather_output", "model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    own |= {"model.layers.*.mlp.experts.down_proj": "rowwise"}
+    assert {*plans_of(_model(), own, Dimensions(2, 2))[0]} == {"lm_head", "lm_head.weight"}
+
+
 def _adapted() -> Any:
     model = _model(kind="llama")
     add_adapters(model, parse_lora("rank=2"))
