@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hvdtrain.comm import torch_group
 from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.config.schema import Config, MemoryConfig
-from hvdtrain.engine import fsdp
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.memory import predict_memory
 from hvdtrain.programs import Finished
@@ -40,7 +40,7 @@ def _of_rank(comm: Any, tmp_path: Path, run: Any) -> Any:
 @pytest.mark.slow
 def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the byte."""
-    monkeypatch.setattr(fsdp, "_groups", {})
+    monkeypatch.setattr(torch_group, "_lasting", {})
     with imagined_ranks(2):
         needed = {size: predict_memory(_parsed(str(size)), stack, 2).peak for size in (4, 8)}
     usable = [needed[8], needed[8] - 1]
