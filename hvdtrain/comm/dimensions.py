@@ -77,6 +77,17 @@ class Dimensions:
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         return [list(ranks) for ranks in dict.fromkeys(map(tuple, found)) if 1 < len(ranks) < size]
 
+    def table(self, size: int) -> list[str]:
+        """Return lines that say which of `size` ranks do what together."""
+        rows = [("the same samples, and a part of each matrix", self.tp), ("a part of the experts", self.experts)]
+        lines = [f"{size // self.tp} of {size} ranks have other samples"]
+        for what, width in rows:
+            if width > 1:
+                blocks = [f"{first}-{first + width - 1}" for first in range(0, size, width)]
+                shown = ", ".join(blocks[:4]) + (", ..." if blocks[4:] else "")
+                lines.append(f"  {what}: ranks {shown}; {size // width} x each part")
+        return lines
+
     def samples(self, rank: int, size: int) -> tuple[int, int, bool]:
         """Return the place of a rank among those with other samples, their number, and whether its loss counts.
 

@@ -68,3 +68,12 @@ def test_one_rank_has_no_dimensions() -> None:
     with pytest.raises(ConfigError) as caught:
         Dimensions(2, 1).check(1)
     assert caught.value.next_step == "start more ranks"
+
+
+def test_a_table_says_which_ranks_do_what_together() -> None:
+    assert Dimensions(2, 4).table(8) == [
+        "4 of 8 ranks have other samples",
+        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
+        "  a part of the experts: ranks 0-3, 4-7; 2 x each part",
+    ]
+    assert Dimensions(1, 2).table(12)[1:] == ["  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7, ...; 6 x each part"]

@@ -14,6 +14,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
+from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
@@ -156,6 +157,9 @@ def _describe(current: Round, job: JobFacts) -> None:
         return
     for warning in worker.warnings:
         recorder.warn(warning)
+    if dimensions := dimensions_of(current.run.config):
+        for line in dimensions.table(size):
+            recorder.say(line)
     if task.optimizer is not None:
         recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
         optimized = worker.state.optimized()
