@@ -117,7 +117,12 @@ def train(name: str, seed: int, folder: Path) -> Run:
         flags = [f"--{option}={value}" for option, value in {**options, **more}.items()]
         argv = [sys.executable, "-m", "hvdtrain", "train", f"--run_dir={journal.parent}", f"--seed={seed}", *flags]
         argv += [f"--train.steps={STEPS}", f"--train.eval_every={EVALUATED}", "--checkpoint.every=0"]
-        argv += ["--train.eval_samples=256", "--observe.tensorboard=false", "--observe.timeline=off"]
+        argv += [
+            "--train.router_bias=0",
+            "--train.eval_samples=256",
+            "--observe.tensorboard=false",
+            "--observe.timeline=off",
+        ]
         shutil.rmtree(journal.parent, ignore_errors=True)
         subprocess.run(argv, env=environment(), check=True, capture_output=True)
     records = read_journal(journal)
