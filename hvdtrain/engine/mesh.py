@@ -68,6 +68,9 @@ class MeshEngine(DividedEngine):
         self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
         self._copies = self._make_exchanges(parts, hosts)
         self._copies_of = {name: each for names, each in self._copies for name in names}
+        # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
+        # on another.
+        self._overlaps = parts.dimensions.tp == 1 or not _by_nccl_of_horovod(parts)
         self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
         self._hooks = [
@@ -135,19 +138,21 @@ class MeshEngine(DividedEngine):
             raise _explained(error) from error
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if self._remaining:
-            return
+        if not self._remaining and self._overlaps:
+            self._hand_over(name, parameter)
+
+    def _hand_over(self, name: str, parameter: nn.Parameter) -> None:
+        """Give the gradient of all passes to the optimizer's part of a parameter, and begin its exchange.
+
+        On one copy, add what an earlier exchange with a compression has not delivered.
+        """
+        self._missing.discard(name)
         rows = self._owned[name].parameter
-        assert rows is not None and parameter.grad is not None
-        if rows is not parameter:
+        assert rows is not None
+        if rows is not parameter and parameter.grad is not None:
             # torch may leave the gradient of a divided matrix whole, or a part of a sum.
             gradient = cast("DTensor", parameter.grad).redistribute(placements=cast("DTensor", parameter).placements)
             rows.grad, parameter.grad = local(gradient), None
-        self._hand_over(name, rows)
-
-    def _hand_over(self, name: str, rows: nn.Parameter) -> None:
-        """Add what an earlier exchange with a compression has not delivered, on one copy, and begin the exchange."""
-        self._missing.discard(name)
         if (residual := self._residuals.get(name)) is not None and self._leads[name]:
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
             rows.grad += self._owned[name].cut(residual).to(rows)
@@ -156,9 +161,10 @@ class MeshEngine(DividedEngine):
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of what this rank holds. Collective: yes."""
-        for name in self._residuals.keys() & self._missing:
-            if (rows := self._owned[name].parameter) is not None:
-                self._hand_over(name, rows)
+        for name in self._copies_of:  # those that the last pass has not used
+            parameter = self._parameters[name]
+            if name in self._missing and (parameter.grad is not None or name in self._residuals):
+                self._hand_over(name, parameter)
         gradients = []
         for names, exchange in self._copies:
             if exchange is not None:
@@ -213,6 +219,11 @@ def _width(parameter: nn.Parameter) -> int:
     return parameter.device_mesh.size()
 
 
+def _by_nccl_of_horovod(parts: EngineParts) -> bool:
+    """Return whether Horovod exchanges gradients on GPUs: in its own order, which torch's groups do not know."""
+    return parts.device.type == "cuda" and not isinstance(parts.comm, TorchComm)
+
+
 def _divide(parts: EngineParts, hosts: list[Any]) -> None:
     """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
 
@@ -239,9 +250,9 @@ def _divide(parts: EngineParts, hosts: list[Any]) -> None:
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
-            by_horovod = kind == "cuda" and not isinstance(comm, TorchComm)
-            among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts) if by_horovod else None
-            rows = rows_by_comm(among) if by_horovod and among is not None else rows_by_torch(experts.get_group())
+            rows = rows_by_torch(experts.get_group())
+            if _by_nccl_of_horovod(parts):
+                rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts))
             EPImplementationInterface.register(name, implementation(rows))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     parts_of: dict[nn.Parameter, nn.Parameter] = {}
