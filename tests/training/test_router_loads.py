@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, make_router_loads
-from tests.support.divided_models import DIVIDED
+from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
@@ -94,6 +94,13 @@ def test_biases_do_not_depend_on_the_number_of_ranks(options: tuple[str, ...], t
         tensors = Recorded(tmp_path / str(size), 0, "", "").state().tensors["model"]
         found.append(tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
     assert found[0].abs().max() > 0 and all(torch.equal(each, found[0]) for each in found)
+
+
+def test_training_leaves_no_hooks(tmp_path: Path) -> None:
+    """A program goes on with its model, and an elastic job begins another round with it."""
+    task = divided()
+    train_on_threads(*DIVIDED, f"--run_dir={tmp_path / 'run'}", size=1, build=lambda rank: task)
+    assert not any(module._forward_hooks for module in task.model.modules())
 
 
 def test_a_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
