@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "own": ("--kind=own",),
 }
 """Options of trainings."""
-ROUNDED = {"fp16": ("--precision=fp16",), "bf16": ("--precision=bf16",)}
+ROUNDED = {name: (f"--precision={name}",) for name in ("fp16", "bf16", "bf16-weights")}
 """Options of trainings in which sums of other parts are rounded."""
 TWO = {
     **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items()},
