@@ -101,7 +101,7 @@ def _check_sizes(
             expected="one matrix for each layer",
             next_step="use another model, or leave out the option",
         )
-    adapted = [name for name in tensors if hasattr(model.get_submodule(_module(model, name)), "base_layer")]
+    adapted = [name for name, module in model.named_modules() if name in tensors and hasattr(module, "base_layer")]
     if adapted:
         raise ConfigError(
             f"--parallel.tp {dimensions.tp} does not support adapters, which {adapted[0]} has",
@@ -125,11 +125,6 @@ def _check_sizes(
         if style == "ep_dispatch_experts":
             option = "--parallel.ep" if dimensions.ep > 1 else "--parallel.tp"
             _check_divides(option, dimensions.experts, getattr(model.get_submodule(name), "num_experts", 0), "experts")
-
-
-def _module(model: nn.Module, name: str) -> str:
-    """Return the name of a module, or of the module of a parameter."""
-    return name if name in dict(model.named_modules()) else name.rpartition(".")[0]
 
 
 def _check_divides(option: str, ranks: int, count: int, what: str) -> None:
