@@ -1,4 +1,5 @@
-"""Loops of the peers of our engines, on one rank: DDP, its sharded optimizer, accelerate, lightning, DeepSpeed, FSDP2.
+"""Loops of the peers of our engines, on one rank: DDP, its sharded optimizer, accelerate, lightning, DeepSpeed, FSDP2,
+transformers.
 
 ``python engine_loops.py PEER SETTING FILE [STEPS]``: trains what SETTING (a `jobs.Setting` as JSON) says until it is
 ended; rank 0 appends a line of JSON to FILE for each step, with its end, its seconds since the end of the last one, and
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,6 +113,21 @@ def fsdp2(given: Given) -> None:
     given.train(given.model, optimizer, torch.nn.utils.clip_grad_norm_)
 
 
+def transformers_ep(given: Given) -> None:
+    """Expert parallelism of transformers, which divides everything else by FSDP2, over Gloo."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    join_group("gloo")
+    ranks = torch.distributed.get_world_size()
+    with tempfile.TemporaryDirectory() as folder:
+        given.model.save_pretrained(folder)
+        layout = DistributedConfig(fsdp_size=ranks, ep_size=ranks)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=layout)
+    model.train()
+    given.train(model, make_optimizer(model, given.options), torch.nn.utils.clip_grad_norm_)
+
+
 def accelerate(given: Given) -> None:
     """An Accelerator that prepares model and optimizer; the batches are those of the other peers."""
     from accelerate import Accelerator
@@ -196,6 +213,7 @@ PEERS: dict[str, Callable[[Given], None]] = {
     "ddp": ddp,
     "ddp_zero": ddp_zero,
     "fsdp2": fsdp2,
+    "transformers_ep": transformers_ep,
     "accelerate": accelerate,
     "lightning": lightning,
     "deepspeed_zero1": partial(deepspeed, stage=1),

@@ -1,12 +1,14 @@
-"""How many ranks divide the experts, or each matrix, of a model, and which hold copies of the same part. Pure.
+"""How many ranks divide the matrices, the sequences or the experts, and which hold copies of the same part. Pure.
 
-Ranks that divide a matrix (tp) are neighbours, because they exchange the most; then those that divide the experts (ep).
-The others are copies of them, with other samples.
+Ranks that divide a matrix (tp) are neighbours, because they exchange the most; then those that divide a sequence (cp),
+and those that divide the experts (ep). The others are copies of them, with other samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from hvdtrain.errors import ConfigError
 
@@ -18,18 +20,30 @@ class Dimensions:
     Attributes:
         tp: that divide each matrix of a block, and have the same samples.
         ep: that divide the experts of a layer; a multiple of `tp`, or 1.
+        cp: that divide each sequence, and have the same samples.
     """
 
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     def __bool__(self) -> bool:
         return self != ONE
 
     @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold parts of the model; else each has all of it, unless its engine divides it."""
+        return self.tp > 1 or self.ep > 1
+
+    @property
     def experts(self) -> int:
         """Number of ranks that divide the experts: those of `tp`, too, because they have the same samples."""
         return self.ep if self.ep > 1 else self.tp
+
+    @property
+    def same_samples(self) -> int:
+        """Number of ranks that have the same samples: together they run a pass."""
+        return self.tp * self.cp
 
     @property
     def options(self) -> str:
@@ -44,19 +58,23 @@ class Dimensions:
         """
         if self._fits(size):
             return
-        pairs = [Dimensions(tp, ep) for tp in range(1, size + 1) for ep in range(1, size + 1)]
-        fitting = [each for each in pairs if each and each._fits(size)]
-        nearest = min(fitting, key=lambda each: abs(each.tp - self.tp) + abs(each.ep - self.ep), default=None)
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        every = [Dimensions(*each) for each in product(divisors, divisors, divisors)]
+        fitting = [each for each in every if each and each._fits(size)]
+        nearest = min(fitting, key=self._distance, default=None)
         raise ConfigError(
             f"{size} rank(s) do not have the dimensions {self.options}",
-            expected="--parallel.tp and --parallel.ep that divide the number of ranks, and a --parallel.ep that is 1 or"
-            " a multiple of --parallel.tp",
+            expected="--parallel.tp times --parallel.cp, and --parallel.ep, divide the number of ranks; --parallel.ep"
+            " is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
             everywhere=True,
         )
 
     def _fits(self, size: int) -> bool:
-        return size % self.tp == 0 and size % self.ep == 0 and (self.ep == 1 or self.ep % self.tp == 0)
+        return size % self.same_samples == 0 and size % self.ep == 0 and (self.ep == 1 or self.ep % self.tp == 0)
+
+    def _distance(self, other: Dimensions) -> int:
+        return sum(abs(mine - theirs) for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
 
     def block(self, rank: int, width: int) -> list[int]:
         """Return the ranks that together hold what `width` ranks divide, with this one."""
@@ -67,6 +85,11 @@ class Dimensions:
         """Return the ranks that hold the same part, with this one, of what `width` of `size` ranks divide."""
         return list(range(rank % width, size, width))
 
+    def sequence(self, rank: int) -> list[int]:
+        """Return the ranks that divide the sequences of a rank, with it, in the order of the parts."""
+        first = rank // self.same_samples * self.same_samples + rank % self.tp
+        return list(range(first, first + self.same_samples, self.tp))
+
     def groups(self, size: int) -> list[list[int]]:
         """Return the ranks of each group that exchanges apart. Errors: ConfigError: see `check`."""
         if not self or size == 1:
@@ -75,25 +98,39 @@ class Dimensions:
         found = [self.copies(rank, size, self.tp) for rank in range(self.tp)]
         found += [self.copies(rank, size, self.experts) for rank in range(self.experts)]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
+        found += [self.sequence(rank) for rank in range(size)]
         return [list(ranks) for ranks in dict.fromkeys(map(tuple, found)) if 1 < len(ranks) < size]
 
     def table(self, size: int) -> list[str]:
         """Return lines that say which of `size` ranks do what together."""
-        rows = [("the same samples, and a part of each matrix", self.tp), ("a part of the experts", self.experts)]
-        lines = [f"{size // self.tp} of {size} ranks have other samples"]
-        for what, width in rows:
+        lines = [f"{size // self.same_samples} of {size} ranks have other samples"]
+        for what, width, copies in (
+            ("the same samples, and a part of each matrix", self.tp, f"; {size // self.tp} x each part"),
+            ("a part of each sequence", self.cp, ""),
+            ("a part of the experts", self.experts, f"; {size // self.experts} x each part"),
+        ):
             if width > 1:
-                blocks = [f"{first}-{first + width - 1}" for first in range(0, size, width)]
-                shown = ", ".join(blocks[:4]) + (", ..." if blocks[4:] else "")
-                lines.append(f"  {what}: ranks {shown}; {size // width} x each part")
+                found = [self.block(rank, width) if copies else self.sequence(rank) for rank in range(size)]
+                blocks = [*dict.fromkeys(map(_shown, found))]
+                lines.append(f"  {what}: ranks {', '.join(blocks[:4])}{', ...' if blocks[4:] else ''}{copies}")
         return lines
 
     def samples(self, rank: int, size: int) -> tuple[int, int, bool]:
-        """Return the place of a rank among those with other samples, their number, and whether its loss counts.
+        """Return the place of a rank among those with other samples, their number, and whether it records them.
 
-        Of the ranks with the same samples, one counts.
+        Of the ranks with the same samples, one does.
         """
-        return rank // self.tp, size // self.tp, rank % self.tp == 0
+        same = self.same_samples
+        return rank // same, size // same, rank % same == 0
+
+    def loss_counts(self, rank: int) -> bool:
+        """Return whether the loss of a rank counts: of those that divide matrices, the first one's does."""
+        return rank % self.tp == 0
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    consecutive = ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
 
 
 ONE = Dimensions()

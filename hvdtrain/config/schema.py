@@ -72,6 +72,8 @@ class ParallelConfig:
             exchange activations in each pass: ranks of one host, by a fast link. For models of transformers with a plan
         ep: number of ranks that divide the experts of each layer (expert parallelism), each with samples of its own:
             tokens go to the ranks that have their experts, and none is dropped. With tp, a multiple of it
+        cp: number of ranks that divide each sequence (context parallelism), for texts that are too long for one. They
+            have the same samples, and exchange heads of attention in each pass. With any engine, tp and ep
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
@@ -97,6 +99,7 @@ class ParallelConfig:
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None

@@ -85,7 +85,7 @@ def make_engine(
     kind = find_engine(engine, compression, shard, dp_shard, dimensions, offload=offload)
     if (
         comm.size == 1
-        and not dimensions
+        and not dimensions.divides_model
         and kind.shards == ("none",)
         and (compression in ("none", AUTO) or engine != "horovod")
     ):

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.mesh import gather_hosts, subset
+from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_group import TorchComm, lasting_group
+from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.base import Loss
+from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.divisible import (
     DividedEngine,
     own_rows,
@@ -25,7 +27,7 @@ from hvdtrain.engine.divisible import (
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
 from hvdtrain.engine.plans import plans_of
 from hvdtrain.engine.table import EngineParts
-from hvdtrain.engine.token_exchange import implementation, rows_by_comm, rows_by_torch
+from hvdtrain.engine.token_exchange import by_nccl_of_horovod, implementation, rows_among
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.norms import norm, squared_norm
@@ -70,7 +72,7 @@ class MeshEngine(DividedEngine):
         self._copies_of = {name: each for names, each in self._copies for name in names}
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
-        self._overlaps = parts.dimensions.tp == 1 or not _by_nccl_of_horovod(parts)
+        self._overlaps = parts.dimensions.tp == 1 or not by_nccl_of_horovod(parts.comm, parts.device)
         self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
         self._hooks = [
@@ -219,11 +221,6 @@ def _width(parameter: nn.Parameter) -> int:
     return parameter.device_mesh.size()
 
 
-def _by_nccl_of_horovod(parts: EngineParts) -> bool:
-    """Return whether Horovod exchanges gradients on GPUs: in its own order, which torch's groups do not know."""
-    return parts.device.type == "cuda" and not isinstance(parts.comm, TorchComm)
-
-
 def _divide(parts: EngineParts, hosts: list[Any]) -> None:
     """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
 
@@ -234,9 +231,13 @@ def _divide(parts: EngineParts, hosts: list[Any]) -> None:
 
     model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
     tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
-    broadcast_parameters(model, comm)
     whole = dict(model.named_parameters())
-    ties = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if whole.get(n) is not p]
+    first = {parameter: name for name, parameter in whole.items()}
+    ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}
+    for name, parameter in whole.items():  # torch divides shapes; values follow
+        _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+    for name, other in ties.items():
+        _set(model, name, model.get_parameter(other))
 
     def mesh(width: int) -> DeviceMesh:
         return DeviceMesh.from_group(lasting_group(comm, dimensions.block(comm.rank, width)), kind)
@@ -250,26 +251,35 @@ def _divide(parts: EngineParts, hosts: list[Any]) -> None:
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
-            rows = rows_by_torch(experts.get_group())
-            if _by_nccl_of_horovod(parts):
-                rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts))
+            rows = rows_among(comm, ranks, hosts, parts.device, "experts")
             EPImplementationInterface.register(name, implementation(rows))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
-    parts_of: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in whole.items():
-        module, _, last = name.rpartition(".")
-        owner = model.get_submodule(module)
-        divided: Any = owner._parameters[last]
-        if is_divided(divided):
-            # torch has made a view of the whole.
-            parts_of[parameter] = nn.Parameter(take_rows(parameter.detach(), divided), parameter.requires_grad)
-            setattr(owner, last, parts_of[parameter])
-    for name, parameter in ties:
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, parts_of.get(parameter, parameter))
-    for parameter in parts_of:  # the optimizer has them until all are divided
-        parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-    return_freed_memory()
+    layout = dict(model.named_parameters())
+    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    for part in [*blocks(model), model]:
+        # The values of rank 0, and no more of the whole at a time than a block.
+        names = [name for name in whole if name.startswith(prefixes[part])]
+        values = nn.ParameterList(whole.pop(name) for name in names)
+        broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts")
+        for name, value in zip(names, values, strict=True):
+            if is_divided(layout[name]):
+                own = take_rows(value.detach(), layout[name], parts.device)
+            else:
+                own = value.detach().to(parts.device)
+            _set(model, name, nn.Parameter(own, value.requires_grad))
+            if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
+                value.data = value.data.new_empty(()).expand(value.shape)
+        return_freed_memory()
+    for name, other in ties.items():
+        _set(model, name, model.get_parameter(other))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(parts.device)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, last = name.rpartition(".")
+    setattr(model.get_submodule(module), last, parameter)
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
@@ -283,7 +293,10 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
         ConfigError: the ranks, the model or the optimizer cannot be divided.
     """
     parts.dimensions.check(parts.comm.size)
-    refuse_what_cannot_be_divided(parts.model, parts.parameters, f"leave out {parts.dimensions.options}")
+    check = partial(
+        refuse_what_cannot_be_divided, parts.model, parts.parameters, f"leave out {parts.dimensions.options}"
+    )
+    on_rank_0(parts.comm, check, name="divisible")  # others may have placeholders
     if getattr(parts.comm, "through_host", False):
         raise ConfigError(
             f"{parts.dimensions.options}, but ranks share a GPU",

@@ -44,7 +44,7 @@ class EngineParts:
         weights: format in which forward and backward get the parameters; None for their own.
         offload: whether this rank's optimizer keeps its state, and what it updates, in the memory of the host.
         dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
-        dimensions: numbers of ranks that divide matrices and experts.
+        dimensions: numbers of ranks that divide matrices, experts and sequences.
         plan: of the task, how to divide them; empty for that of the model.
     """
 
@@ -77,7 +77,8 @@ class EngineKind:
         shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. Name, shard and
             `groups` make one engine.
         groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
-        dimensions: whether `--parallel.tp` and `--parallel.ep` ranks divide the model's matrices or experts.
+        dimensions: whether `--parallel.tp` and `--parallel.ep` ranks divide the model's matrices or experts. Ranks of
+            any engine may divide sequences (`--parallel.cp`).
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
         casts_weights: whether it gives parameters in another format than the optimizer's to forward and backward. For
@@ -137,6 +138,7 @@ TABLE = (
         tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback),
         dimensions=True,
         horovod=True,
+        places_model=True,
     ),
     EngineKind(
         "ddp",
@@ -167,8 +169,8 @@ TABLE = (
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Return how many ranks of a run divide matrices and experts."""
-    return Dimensions(config.parallel.tp, config.parallel.ep)
+    """Return how many ranks of a run divide matrices, experts and sequences."""
+    return Dimensions(config.parallel.tp, config.parallel.ep, config.parallel.cp)
 
 
 def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
@@ -183,11 +185,6 @@ def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
 def needs_horovod(engine: str) -> bool:
     """Return whether an engine needs Horovod."""
     return any(kind.horovod for kind in TABLE if kind.name == engine)
-
-
-def places_model(engine: str) -> bool:
-    """Return whether an engine moves the model to the device."""
-    return any(kind.places_model for kind in TABLE if kind.name == engine)
 
 
 def casts_weights(engine: str) -> bool:
@@ -212,11 +209,11 @@ def find_engine(
     """
     check_compression(compression)
     name = compression.partition(":")[0]
-    every = [kind for kind in TABLE if kind.dimensions == bool(dimensions)]
+    every = [kind for kind in TABLE if kind.dimensions == dimensions.divides_model]
     kinds = [kind for kind in every if kind.name == engine and shard in kind.shards]
     kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
-    if dimensions and (kind is None or dp_shard is not None):
+    if dimensions.divides_model and (kind is None or dp_shard is not None):
         raise ConfigError(
             f"{options} does not support {dimensions.options}",
             expected="--parallel.engine horovod --parallel.shard none, without --parallel.dp_shard",
@@ -245,7 +242,7 @@ def find_engine(
             f"{options} does not support --memory.offload optimizer",
             next_step=f"leave it out, or {_with(dimensions, lambda k: k.offloads)}",
         )
-    if elastic and not kind.elastic:
+    if elastic and (not kind.elastic or dimensions):
         raise ConfigError(
             f"{options} does not support an elastic job",
             expected="a job with a constant number of ranks",
@@ -260,7 +257,7 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     dimensions = dimensions_of(config)
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, dimensions
     kind = find_engine(*options, offload=offload, elastic=elastic)
-    if parallel.balance == "speed" and parallel.compression.partition(":")[0] not in kind.balances:
+    if parallel.balance == "speed" and (parallel.compression.partition(":")[0] not in kind.balances or dimensions):
         raise ConfigError(
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} and --parallel.compression"
             f" {parallel.compression} does not support --parallel.balance speed",
@@ -271,10 +268,11 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     plan = outer_plan(config)
     if plan is not None:
         parse_outer(plan.coding)
-    if plan is not None and not kind.periodic:
+    if plan is not None and (not kind.periodic or dimensions):
+        divided = f" with {dimensions.options}" if dimensions else ""
         raise ConfigError(
-            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} does not support --parallel.sync"
-            f" {parallel.sync}",
+            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard}{divided} does not support"
+            f" --parallel.sync {parallel.sync}",
             expected="an engine that gives each rank whole parameters",
             next_step=f"--parallel.sync every_step, or {_with(dimensions, lambda k: k.periodic)}",
         )

@@ -1,12 +1,11 @@
-"""Send tokens to the ranks that have their experts, and the results back, by Horovod or torch.
+"""Exchange rows of activations among ranks: tokens with the ranks that have their experts, by Horovod or torch.
 
-The dispatch of transformers (`AllToAllEP`) is not used alone: it knows only torch's groups, and on GPUs NCCL needs one
-order of all collectives, which Horovod gives to its own.
+The dispatch of transformers (`AllToAllEP`) is not used alone: it knows only torch's groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.mesh import subset
+from hvdtrain.comm.torch_group import TorchComm, lasting_group
 
 Rows = Callable[[Tensor, list[int], list[int]], Tensor]
 """Sends shares of the rows of a tensor to the ranks, of the first sizes; returns those received, of the second."""
@@ -32,15 +33,38 @@ def rows_by_torch(group: dist.ProcessGroup) -> Rows:
     return exchange
 
 
-def rows_by_comm(comm: Comm) -> Rows:
-    """Return an exchange among the ranks of a communicator. All of them call it in the same order."""
+def rows_by_comm(comm: Comm, prefix: str = "experts") -> Rows:
+    """Return an exchange among the ranks of a communicator. All of them call it in the same order.
+
+    `prefix`: of the names of its collectives.
+    """
     numbers = count()
 
     def exchange(sent: Tensor, given: list[int], received: list[int]) -> Tensor:
-        name = f"experts/{next(numbers) % 2}"  # a name is in use until its collective was waited for
+        name = f"{prefix}/{next(numbers) % 2}"  # a name is in use until its collective was waited for
         return comm.alltoall(sent.detach().contiguous(), name=name, rows=given).wait()
 
     return exchange
+
+
+def rows_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object], device: torch.device, prefix: str) -> Rows:
+    """Return an exchange among some ranks of a communicator, on a device. Collective: yes.
+
+    It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
+    """
+    if by_nccl_of_horovod(comm, device):
+        return rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
+    return rows_by_torch(lasting_group(comm, ranks))
+
+
+def by_nccl_of_horovod(comm: Comm, device: torch.device) -> bool:
+    """Return whether Horovod exchanges gradients on GPUs: in its own order, which torch's groups do not know."""
+    return device.type == "cuda" and not isinstance(comm, TorchComm)
+
+
+def exchange_rows(sent: Tensor, given: list[int], received: list[int], rows: Rows) -> Tensor:
+    """Send shares of the rows of a tensor, as `Rows`; gradients go back the same way. Collective: yes."""
+    return _Exchanged.apply(sent, given, received, rows)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchanged(torch.autograd.Function):
@@ -85,11 +109,11 @@ class TokenExchange:
             arriving_RE = self._rows(counts_RE, [1] * self._ranks, [1] * self._ranks)
         given, received = torch.stack([counts_RE.sum(dim=1), arriving_RE.sum(dim=1)]).tolist()
         sent_PD = tokens_TD[order_P // experts_TK.shape[1]]
-        inputs_QD = _Exchanged.apply(sent_PD, given, received, self._rows)  # type: ignore[no-untyped-call]
+        inputs_QD = exchange_rows(sent_PD, given, received, self._rows)
         own_Q = torch.arange(self._local, device=ids_P.device).repeat(self._ranks)
         own_Q = own_Q.repeat_interleave(arriving_RE.reshape(-1), output_size=sum(received))
         outputs_QD = self._outputs(inputs_QD, own_Q)
-        back_PD = _Exchanged.apply(outputs_QD, received, given, self._rows)  # type: ignore[no-untyped-call]
+        back_PD = exchange_rows(outputs_QD, received, given, self._rows)
         results_PD = torch.empty_like(back_PD).index_copy(0, order_P, back_PD)
         return (results_PD.view(*weights_TK.shape, tokens_TD.shape[1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 

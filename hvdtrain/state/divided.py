@@ -64,10 +64,11 @@ def _ranks_at(tensor: DTensor, indices: range) -> tuple[int, ...]:
     return tuple(rank for rank in range(get_world_size()) if rank % size in indices)
 
 
-def take_rows(tensor: Tensor, divided: Tensor | None) -> Tensor:
+def take_rows(tensor: Tensor, divided: Tensor | None, device: torch.device | None = None) -> Tensor:
     """Return a whole tensor, or this rank's rows of it as a DTensor if `divided` is one. The rows are copies.
 
-    A tensor that has the shape of this rank's rows already is these rows.
+    A tensor that has the shape of this rank's rows already is these rows. `device`: of the rows (default: that of
+    `divided`).
     """
     if not is_divided(divided):
         return tensor
@@ -76,7 +77,7 @@ def take_rows(tensor: Tensor, divided: Tensor | None) -> Tensor:
     own = local(divided)
     if tensor.shape != own.shape:
         tensor = place_of(divided).cut(tensor, own.shape).clone()  # without the memory of the other rows
-    placed = tensor.to(own.device, own.dtype)
+    placed = tensor.to(device or own.device, own.dtype)
     return DTensor.from_local(
         placed, divided.device_mesh, divided.placements, run_check=False, shape=divided.shape, stride=divided.stride()
     )

@@ -29,6 +29,28 @@ TaskFunction = Callable[..., "Task"]
 
 
 @dataclass(frozen=True)
+class SequencePart:
+    """One of the equal parts of each sequence, on one of the ranks that divide it.
+
+    Attributes:
+        index: of the part, from 0.
+        count: number of parts.
+        exchange: takes a tensor and two of its dimensions. It sends the n-th of `count` equal shares along the first
+            dimension to the rank of part n, and returns those received, joined along the second one. Gradients go back
+            the same way. Collective: yes, among the ranks of the parts.
+    """
+
+    index: int
+    count: int
+    exchange: Callable[[Tensor, int, int], Tensor]
+
+    def of(self, rows_BT: Tensor) -> Tensor:
+        """Return the part of rows of tokens; their number is a multiple of `count`."""
+        width = rows_BT.shape[1] // self.count
+        return rows_BT[:, self.index * width : (self.index + 1) * width]
+
+
+@dataclass(frozen=True)
 class Task:
     """A model, its loss and its data.
 
@@ -59,6 +81,8 @@ class Task:
             other programs read the weights there, and training does not read them.
         plan: how ranks divide the model (--parallel.tp, --parallel.ep): styles of transformers by the name of a module
             or parameter, with ``*`` for the number of a layer (default: the model's own `tp_plan` and `ep_plan`).
+        by_part: takes a `SequencePart`, lets the model exchange what the parts need of each other, and returns a
+            function as `loss` over this part of the sequences of a whole batch (--parallel.cp).
         prepare: called once before training, with the device and the dtype of forward, to choose kernels. Returns a
             line to show.
     """
@@ -78,6 +102,7 @@ class Task:
     remakes_frozen: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     plan: Mapping[str, str] = field(default_factory=dict)
+    by_part: Callable[[SequencePart], Callable[[nn.Module, Any], tuple[Tensor, Tensor | float]]] | None = None
     prepare: Callable[[torch.device, torch.dtype], str] | None = None
 
 

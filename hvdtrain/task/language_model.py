@@ -7,17 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.task.attention import choose_attention
-from hvdtrain.task.base import Task
+from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
+from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import chat_loss, check_separation, next_token_loss, separate_loss
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextConfig()) -> Task:  # noqa: B008
@@ -48,14 +50,30 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
+        by_part=partial(_by_part, made, corpus, data),
         prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
     )
 
 
-def _choose_loss(corpus: Corpus, config: Any, *, separate: bool) -> Callable[[nn.Module, Any], Any]:
+def _choose_loss(corpus: Corpus, config: Any, *, separate: bool) -> Callable[..., Any]:
     if corpus.is_chat:
         return partial(chat_loss, separate=separate, config=config)
     return next_token_loss if corpus.end is None else partial(separate_loss, end=corpus.end, config=config)
+
+
+def _by_part(
+    model: nn.Module, corpus: Corpus, data: TextConfig, part: SequencePart
+) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
+    """Return the loss of a part of each sequence. Errors: ConfigError: the model or the documents cannot be divided."""
+    if data.separate:
+        raise ConfigError(
+            "--parallel.cp does not support --data.documents separate",
+            expected="joined documents",
+            next_step="--data.documents joined, or leave out --parallel.cp",
+            everywhere=True,
+        )
+    divide_attention(model, part, data.seq_len)
+    return partial(_choose_loss(corpus, model.config, separate=False), part=part)
 
 
 def _make_prepare(

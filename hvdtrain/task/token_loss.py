@@ -9,6 +9,8 @@ from hvdtrain.errors import TaskError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hvdtrain.task.base import SequencePart
+
 IGNORED = -100
 """Target of a position without a loss."""
 
@@ -16,19 +18,20 @@ COUNTED, FIRST, MARKS = 1, 2, 2
 """Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
 
 
-def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
+def next_token_loss(model: nn.Module, tokens_BT: Any, part: SequencePart | None = None) -> tuple[Tensor, float]:
     """Return the summed cross entropy of each token, given the tokens before it.
 
     Args:
         model: takes `input_ids`, returns an object with `logits`.
         tokens_BT: ids (B, T + 1), int64.
+        part: of the T tokens; the model attends to those of other parts. None for all.
 
     Returns:
         The sum over B * T predicted tokens in nats, in float32 for any dtype of logits; and B * T.
     """
-    targets_BT = tokens_BT[:, 1:]
     # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
-    return _summed(model, tokens_BT[:, :-1], targets_BT), float(targets_BT.numel())
+    inputs_BT, targets_BT, places_BT = _own(part, tokens_BT[:, :-1], tokens_BT[:, 1:])
+    return _summed(model, inputs_BT, targets_BT, places_BT), float(targets_BT.numel())
 
 
 def separate_loss(model: nn.Module, tokens_BT: Any, *, end: int, config: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,9 @@ def separate_loss(model: nn.Module, tokens_BT: Any, *, end: int, config: Any) ->
     return masked_loss(model, inputs_BT, targets_BT, positions(starts_BT), config=config)
 
 
-def chat_loss(model: nn.Module, marked_BT: Any, *, separate: bool, config: Any) -> tuple[Tensor, Tensor]:
+def chat_loss(
+    model: nn.Module, marked_BT: Any, *, separate: bool, config: Any, part: SequencePart | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy of the tokens that are marked as counted, given the tokens before them.
 
     Args:
@@ -61,14 +66,17 @@ def chat_loss(model: nn.Module, marked_BT: Any, *, separate: bool, config: Any) 
         marked_BT: ids with marks (B, T + 1), int64.
         separate: whether conversations do not see each other.
         config: of the model, with the kernel of attention.
+        part: as of `next_token_loss`; only of conversations that are not separate.
 
     Returns:
         The sum, and the number of tokens in it.
     """
     ids_BT, counted_BT, starts_BT = marked_BT >> MARKS, (marked_BT & COUNTED).bool(), (marked_BT & FIRST).bool()
     targets_BT = ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
-    places_BT = positions(starts_BT[:, :-1]) if separate else None
-    return masked_loss(model, ids_BT[:, :-1], targets_BT, places_BT, config=config)
+    if separate:
+        return masked_loss(model, ids_BT[:, :-1], targets_BT, positions(starts_BT[:, :-1]), config=config)
+    inputs_BT, targets_BT, places_BT = _own(part, ids_BT[:, :-1], targets_BT)
+    return _summed(model, inputs_BT, targets_BT, places_BT), (targets_BT != IGNORED).sum()
 
 
 def masked_loss(
@@ -80,10 +88,10 @@ def masked_loss(
         model: takes `input_ids` and `position_ids`, returns an object with `logits`.
         inputs_BT: ids, int64.
         targets_BT: the id after each, or `IGNORED`.
-        positions_BT: position of each token in its document; None if all tokens of a row see the tokens before.
+        positions_BT: position of each token in its document.
         config: of the model, with the kernel of attention.
     """
-    if positions_BT is not None and config._attn_implementation.startswith("flash"):
+    if config._attn_implementation.startswith("flash"):
         # transformers tells documents apart for flash attention in batches of one row only.
         inputs_BT, targets_BT, positions_BT = (x.reshape(1, -1) for x in (inputs_BT, targets_BT, positions_BT))
     return _summed(model, inputs_BT, targets_BT, positions_BT), (targets_BT != IGNORED).sum()
@@ -95,6 +103,16 @@ def positions(starts_BT: Any) -> Tensor:
 
     places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     return places_T - torch.where(starts_BT, places_T, 0).cummax(dim=1).values
+
+
+def _own(part: SequencePart | None, inputs_BT: Any, targets_BT: Any) -> tuple[Any, Any, Any]:
+    """Return the inputs and targets of a part, and their positions; None for those of all tokens."""
+    import torch
+
+    if part is None:
+        return inputs_BT, targets_BT, None
+    places_1T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
+    return part.of(inputs_BT), part.of(targets_BT), part.of(places_1T)
 
 
 def _summed(model: nn.Module, inputs_BT: Any, targets_BT: Any, positions_BT: Any = None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.engine.table import engine_of, places_model
+from hvdtrain.engine.table import engine_of
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -54,7 +54,7 @@ def run_training(
     """
     parallel = run.config.parallel
     # before anything costs time
-    engine_of(run.config, elastic=rounds.elastic)
+    engine = engine_of(run.config, elastic=rounds.elastic)
     if run.config.train.deterministic:
         use_deterministic_kernels(info.variables)
     # In an elastic job a rank that joins chooses alone.
@@ -66,8 +66,7 @@ def run_training(
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
-    by_rank = places_model(parallel.engine)
-    task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if by_rank else (make(), "")
+    task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if engine.places_model else (make(), "")
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
     worker = make_worker_state(run, task, device, info)
     worker.note, worker.binding = note, binding

@@ -77,7 +77,7 @@ def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info
         ConfigError: the ranks or the model cannot be divided as the config says.
     """
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
-    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1)
+    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1, cp=1)
     alone = _after_backward(replace(run, config=replace(run.config, parallel=whole)), build, SoloComm(), info, device)
     expected = {name: p.grad for name, p in alone.task.model.named_parameters() if p.grad is not None}
     divided = _after_backward(run, build, comm, info, device)
@@ -100,6 +100,7 @@ def _after_backward(
         task.prepare(device, torch.float32)
     worker = make_worker_state(run, task, device, info)
     engine = engine_of_worker(worker, config, comm)
+    task = worker.task
     worker.use_exchange(engine)
     place, places, _ = dimensions_of(config).samples(comm.rank, comm.size)
     batch, uniform = (config.train.global_batch, config.train.pass_samples), engine.uniform_passes

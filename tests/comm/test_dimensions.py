@@ -10,9 +10,9 @@ from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.errors import ConfigError
 
 FITTING = [
-    (size, Dimensions(tp, ep))
-    for size, tp, ep in product((2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8))
-    if (tp, ep) != (1, 1) and size % tp == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
+    (size, Dimensions(tp, ep, cp))
+    for size, tp, ep, cp in product((2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8), (1, 2, 3))
+    if (tp, ep, cp) != (1, 1, 1) and size % (tp * cp) == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
 ]
 
 
@@ -28,9 +28,10 @@ def test_a_block_and_its_copies_share_one_rank(size: int, dimensions: Dimensions
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) -> None:
     made = {tuple(group) for group in dimensions.groups(size)}
-    for rank, width in product(range(size), (dimensions.tp, dimensions.experts)):
-        copies = tuple(dimensions.copies(rank, size, width))
-        assert copies in made or len(copies) in (1, size)
+    for rank in range(size):
+        exchanging = [dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts)]
+        for ranks in [*exchanging, dimensions.sequence(rank)]:
+            assert rank in ranks and (tuple(ranks) in made or len(ranks) in (1, size))
     assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
 
 
@@ -39,9 +40,23 @@ def test_of_ranks_with_the_same_samples_one_counts(size: int, dimensions: Dimens
     seen: dict[int, list[bool]] = {}
     for rank in range(size):
         place, places, counts = dimensions.samples(rank, size)
-        assert places == size // dimensions.tp
+        assert places == size // dimensions.same_samples
         seen.setdefault(place, []).append(counts)
-    assert sorted(seen) == list(range(size // dimensions.tp))
+    assert sorted(seen) == list(range(size // dimensions.same_samples))
+    assert all(sum(counts) == 1 and len(counts) == dimensions.same_samples for counts in seen.values())
+
+
+@pytest.mark.parametrize(("size", "dimensions"), FITTING)
+def test_each_part_of_a_sequence_counts_once(size: int, dimensions: Dimensions) -> None:
+    """The parts have the same samples; of ranks with the same part and samples, one counts."""
+    seen: dict[tuple[int, int], list[bool]] = {}
+    for rank in range(size):
+        ranks = dimensions.sequence(rank)
+        assert len(ranks) == dimensions.cp and all(dimensions.sequence(other) == ranks for other in ranks)
+        assert len({dimensions.samples(other, size)[0] for other in ranks}) == 1
+        part = (dimensions.samples(rank, size)[0], ranks.index(rank))
+        seen.setdefault(part, []).append(dimensions.loss_counts(rank))
+    assert len(seen) == size // dimensions.tp
     assert all(sum(counts) == 1 and len(counts) == dimensions.tp for counts in seen.values())
 
 
@@ -56,7 +71,8 @@ def test_data_parallel_ranks_need_no_groups() -> None:
 @pytest.mark.parametrize(
     ("size", "dimensions", "nearest"),
     [(4, Dimensions(3, 1), "--parallel.tp 2"), (6, Dimensions(1, 4), "--parallel.ep 3"),
-     (8, Dimensions(4, 2), "--parallel.tp 4"), (8, Dimensions(1, 16), "--parallel.ep 8")],
+     (8, Dimensions(4, 2), "--parallel.tp 4"), (8, Dimensions(1, 16), "--parallel.ep 8"),
+     (6, Dimensions(2, 1, 2), "--parallel.cp 2"), (4, Dimensions(cp=3), "--parallel.cp 2")],
 )  # fmt: skip
 def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimensions, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{size} rank.s. do not have the dimensions {dimensions.options}") as caught:
@@ -75,5 +91,11 @@ def test_a_table_says_which_ranks_do_what_together() -> None:
         "4 of 8 ranks have other samples",
         "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
         "  a part of the experts: ranks 0-3, 4-7; 2 x each part",
+    ]
+    assert Dimensions(2, 1, 2).table(8) == [
+        "2 of 8 ranks have other samples",
+        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
+        "  a part of each sequence: ranks 0+2, 1+3, 4+6, 5+7",
+        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
     ]
     assert Dimensions(1, 2).table(12)[1:] == ["  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7, ...; 6 x each part"]

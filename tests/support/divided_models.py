@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain import Task
+from hvdtrain.task.base import SequencePart
+from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import next_token_loss
 
 DIVIDED = (
@@ -24,7 +27,7 @@ DIVIDED = (
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
-TP, EP = "--parallel.tp=", "--parallel.ep="
+TP, EP, CP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp="
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -39,9 +42,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 """Options of trainings."""
 ROUNDED = {name: (f"--precision={name}",) for name in ("fp16", "bf16", "bf16-weights")}
 """Options of trainings in which sums of other parts are rounded."""
+ENGINES = {
+    "ddp": ("--parallel.engine=ddp",),
+    "fsdp": ("--parallel.engine=fsdp",),
+    "zero": ("--parallel.shard=gradients",),
+}
+"""Options of engines that any ranks may have that divide sequences."""
 TWO = {
     **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items()},
     **{f"ep2/{name}": (EP + "2", *options) for name, options in VARIANTS.items() if "llama" not in str(options)},
+    **{f"cp2/{name}": (CP + "2", *VARIANTS[name]) for name in ("latent", "heads", "adamw", "recomputed")},
+    **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
     **{f"{mesh}2/{n}": (f"--parallel.{mesh}=2", *options) for mesh in ("tp", "ep") for n, options in ROUNDED.items()},
 }
 """Of two ranks, by mesh and variant."""
@@ -52,10 +63,16 @@ FOUR = {
     "ep4/latent": (EP + "4",),
     "tp2ep2/latent": (TP + "2", EP + "2"),
     "tp2ep4/latent": (TP + "2", EP + "4"),
+    "cp2/latent": (CP + "2",),
+    "cp2groups/latent": (CP + "2", *ENGINES["fsdp"], "--parallel.dp_shard=2"),
+    "cp4/heads": (CP + "4", *VARIANTS["heads"]),
+    "cp2tp2/latent": (CP + "2", TP + "2"),
+    "cp2ep4/latent": (CP + "2", EP + "4"),
 }
 """Of four ranks."""
 STAGES = {
     "experts": ((EP + "2",), (TP + "2", EP + "4"), ()),
+    "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
     "matrices": ((TP + "2", "--method=adamw"), (EP + "4", "--method=adamw"), ("--method=adamw",)),
 }
 """Options of a run on two, four and one rank, one after the other."""
@@ -162,6 +179,12 @@ def divided(
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     }
+    optimizer = optimizers[method](model.parameters())
     return Task(
-        model, next_token_loss, data, data, optimizer=optimizers[method](model.parameters()), nominal_weight=8.0
+        model, next_token_loss, data, data, optimizer=optimizer, nominal_weight=8.0, by_part=partial(_by_part, model)
     )
+
+
+def _by_part(model: torch.nn.Module, part: SequencePart) -> Any:
+    divide_attention(model, part, 8)
+    return partial(next_token_loss, part=part)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.table import engine_of, places_model
+from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def memory_advice(
     if memory.checkpointing != "full" and has_blocks:
         effect = "backward computes the activations of blocks again"
         found.append(f"--memory.checkpointing full (is {memory.checkpointing}): {effect}")
-    divides_model = places_model(parallel.engine)
+    divides_model = engine_of(config).places_model
     divides_gradients = divides_model or parallel.shard == "gradients"
     if size > 1 and not divides_gradients and supports("parallel", shard="gradients"):
         effect = f"divides gradients and the optimizer among {size} ranks"

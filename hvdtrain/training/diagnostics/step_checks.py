@@ -62,8 +62,12 @@ class StepChecks:
         is_new = progress.skipped_in_row == (_HALVED if is_expected else 1)
         new = is_new and (len(self._replays) < _REPLAYS or progress.step - self._replays[0] >= _WITHIN)
         engine = self.stepper.engine
-        if (new or ends) and result.weight > 0 and (engine.uniform_passes or not engine.replayable):
-            how = "--parallel.engine horovod: a rank cannot repeat its passes alone with a divided model"
+        alone = self.stepper.alone and not engine.uniform_passes
+        if (new or ends) and result.weight > 0 and not (alone and engine.replayable):
+            how = (
+                "--parallel.engine horovod and without --parallel.tp, ep and cp: a rank cannot repeat its passes alone"
+                " with a part of a model or of a sequence"
+            )
             if not engine.replayable:
                 how = "--parallel.sync every_step: workers that train apart do not repeat a step"
             self.current.recorder.warn(

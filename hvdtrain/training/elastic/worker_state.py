@@ -16,7 +16,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, places_model
+from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, engine_of
 from hvdtrain.exchange.active_buckets import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
@@ -179,7 +179,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     """Move the model to its device, unless the engine does, and make its optimizer. Needs no other rank."""
     train = run.config.train
     frozen = find_frozen(task.model) if task.remakes_frozen else None
-    model = task.model if places_model(run.config.parallel.engine) else task.model.to(device)
+    model = task.model if engine_of(run.config).places_model else task.model.to(device)
     if run.config.precision != "fp32":
         autocast_experts(model)
     checkpoint_blocks(model, run.config.memory.checkpointing)

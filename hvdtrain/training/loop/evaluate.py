@@ -52,14 +52,14 @@ class HeldOut:
         on_cuda: bool,
         uniform: bool = False,
     ) -> None:
-        place, places, counts = dimensions.samples(comm.rank, comm.size)
+        place, places, _ = dimensions.samples(comm.rank, comm.size)
         self.count = 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
         mine, first = (micro_batches([(0, self.count)], config.train.pass_samples, each, places) for each in (place, 0))
-        self._own = len(mine) if counts else 0
+        self._own = len(mine) if dimensions.loss_counts(comm.rank) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)

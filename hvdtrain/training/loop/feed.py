@@ -23,13 +23,13 @@ from hvdtrain.training.round import Round
 class Feed:
     """The samples of one rank, from any position; `stream` is its share of them.
 
-    `counts`: whether the ledger notes them here, not on another rank with the same samples.
+    `records`: whether the ledger notes them here, not on another rank with the same samples.
     """
 
     current: Round
     stream: Stream
     ledger: Ledger
-    counts: bool = True
+    records: bool = True
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
@@ -60,7 +60,7 @@ class Feed:
                 drawn = next(self._batches)
             if not number and drawn.data_state:
                 self.current.worker.state.progress.data_state = orjson.loads(drawn.data_state)
-            if number < len(mine) and self.counts:
+            if number < len(mine) and self.records:
                 self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.stream.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step

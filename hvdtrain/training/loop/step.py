@@ -58,7 +58,8 @@ class Stepper:
         global_batch: samples a step over all ranks.
         clip: largest norm of the gradient; 0 for no limit.
         buffers: makes buffers that differ between ranks equal after each step.
-        counts: whether this rank's losses and weights count; of ranks with the same samples, those of one do.
+        counts: whether this rank's losses and weights count; of ranks that divide matrices, those of one do.
+        alone: whether the passes of a rank need no other rank but for what the engine exchanges.
         loads: of the experts of a mixture; None without experts.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
@@ -81,6 +82,7 @@ class Stepper:
     spans: Spans
     buffers: SharedBuffers
     counts: bool = True
+    alone: bool = True
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     loads: RouterLoads | None = None
     confirms: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config.schema import Config
+from hvdtrain.engine.table import dimensions_of
 from hvdtrain.observe.flops import FlopCount, peak_tflops
 from hvdtrain.training.start.kernels import allows_tf32
 
@@ -56,7 +57,7 @@ class FirstPass:
         peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
         return {
             "event": "flops",
-            "per_sample": (1 + _BACKWARD) * flops / config.train.pass_samples,
+            "per_sample": (1 + _BACKWARD) * flops * dimensions_of(config).same_samples / config.train.pass_samples,
             "device": name,
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,

@@ -15,6 +15,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
+from hvdtrain.engine.sequence import divide_sequences
 from hvdtrain.engine.table import dimensions_of
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
@@ -69,8 +70,14 @@ def build_engine(current: Round) -> Engine:
 def engine_of_worker(
     worker: WorkerState, config: Config, comm: Comm, spans: Spans | None = None, *, elastic: bool = False
 ) -> Engine:
-    """Make the engine of the config's options for a worker's model and optimizer. Collective: yes."""
-    parallel, plan = config.parallel, outer_plan(config)
+    """Make the engine of the config's options for a worker's model and optimizer. Collective: yes.
+
+    Where ranks divide sequences, the worker's task has the loss of this rank's part from now on.
+    """
+    parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
+    if dimensions:
+        dimensions.check(comm.size)
+    worker.task = divide_sequences(worker.task, comm, dimensions, worker.device)
 
     def make(ranks: Comm, compression: str) -> Engine:
         return make_engine(
@@ -86,7 +93,7 @@ def engine_of_worker(
             worker.device,
             parallel.dp_shard,
             config.precision,
-            dimensions_of(config),
+            dimensions,
             worker.task.plan,
             offload=config.memory.offload != "none",
             elastic=elastic,
@@ -108,7 +115,9 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
-    place, places, counts = dimensions_of(config).samples(comm.rank, comm.size)
+    dimensions = dimensions_of(config)
+    place, places, records = dimensions.samples(comm.rank, comm.size)
+    counts = dimensions.loss_counts(comm.rank)
     stepper = Stepper(
         task=task,
         model=worker.state.model,
@@ -118,6 +127,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         device=device,
         global_batch=train.global_batch,
         counts=counts,
+        alone=dimensions.cp == 1,
         clip=train.clip,
         spans=spans,
         buffers=buffers,
@@ -140,7 +150,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         apart, workers = WorkerSteps(engine, stepper, worker.horizon), engine.links.workers
     stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform, workers=workers)
     ledger = Ledger(current.layout.ledger, recorder.warn)
-    feed = Feed(current, stream, ledger, counts=counts)
+    feed = Feed(current, stream, ledger, records=records)
     roll_back = RollBack(
         policy=config.elastic.roll_back,
         commits=worker.commits,

@@ -1,0 +1,60 @@
+"""Divide each sequence among ranks (context parallelism): every rank has a part of the tokens of the same samples.
+
+The model decides what the parts exchange (`Task.by_part`). Gradients are summed over all ranks, as always, so any
+engine serves. torch's `context_parallel` is not used: it needs kernels of GPUs, and attention without a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.mesh import gather_hosts
+from hvdtrain.engine.token_exchange import Rows, exchange_rows, rows_among
+from hvdtrain.errors import ConfigError
+from hvdtrain.task.base import SequencePart, Task
+
+
+def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: torch.device) -> Task:
+    """Return the task with the loss over this rank's part of each sequence. Collective: yes.
+
+    Errors:
+        ConfigError: the task has no such loss, or the model has dropout.
+    """
+    if dimensions.cp == 1:
+        return task
+    if task.by_part is None or task.metrics is not None:
+        raise ConfigError(
+            f"{dimensions.options}, but the task " + ("has metrics" if task.by_part else "cannot divide sequences"),
+            expected="--task language_model, or a Task with by_part and without metrics",
+            next_step="leave out --parallel.cp",
+            everywhere=True,
+        )
+    _refuse_dropout(task.model)
+    ranks = dimensions.sequence(comm.rank)
+    rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences")
+    part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))
+    return replace(task, loss=task.by_part(part))
+
+
+def _exchange(tensor: Tensor, split: int, joined: int, *, rows: Rows, count: int) -> Tensor:
+    """Send the n-th of `count` parts along dimension `split` to rank n; join those received along `joined`."""
+    ones = [1] * count
+    return torch.cat(exchange_rows(torch.stack(tensor.chunk(count, split)), ones, ones, rows).unbind(), joined)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            raise ConfigError(
+                f"--parallel.cp does not support dropout, which {name} has",
+                expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
+                found=f"a dropout of {module.p:g}",
+                next_step="--model.dropout 0, or leave out --parallel.cp",
+                everywhere=True,
+            )

@@ -1,0 +1,166 @@
+"""Models that get a part of each sequence: losses and gradients are those of the whole, and others are refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.sequence import _exchange, divide_sequences
+from hvdtrain.engine.token_exchange import rows_by_comm
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.task.base import SequencePart, Task
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from hvdtrain.task.corpus import TextConfig
+from hvdtrain.task.language_model import language_model
+from hvdtrain.task.sequence import divide_attention
+from hvdtrain.task.token_loss import IGNORED, MARKS, chat_loss, next_token_loss
+from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.task.test_documents import a_model
+
+pytest.importorskip("transformers", reason="the transformers library is not installed")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENS = 24
+ROWS = torch.randint(0, 257, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+MODELS = ["deepseek_v3", "llama", "mistral", "qwen3_moe", "gpt2", "gpt_neox", "phi"]
+"""Latent attention, two heads for keys and values, a sliding window of 8 tokens, experts, learned positions."""
+
+
+def _part(comm: Any) -> SequencePart:
+    return SequencePart(comm.rank, comm.size, partial(_exchange, rows=rows_by_comm(comm, "sequences"), count=comm.size))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+    whole = a_model(tmp_path, name)
+    loss, weight = next_token_loss(whole, ROWS)
+    loss.backward()
+
+    def body(comm: ThreadComm) -> tuple[float, float, Any]:
+        model = a_model(tmp_path, name)
+        divide_attention(model, _part(comm), TOKENS)
+        loss, weight = next_token_loss(model, ROWS, _part(comm))
+        loss.backward()
+        return loss.item(), weight, model
+
+    found = on_ranks(2, body)
+    assert sum(loss for loss, _, _ in found) == pytest.approx(loss.item(), rel=1e-6)
+    assert sum(weight for _, weight, _ in found) == weight
+    parts = [dict(model.named_parameters()) for _, _, model in found]
+    for key, parameter in whole.named_parameters():
+        grads = [part[key].grad for part in parts if part[key].grad is not None]
+        if parameter.grad is not None:
+            torch.testing.assert_close(torch.stack(grads).sum(dim=0), parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_targets_of_a_conversation_are_counted_by_part() -> None:
+    marked = ROWS << MARKS | (torch.arange(TOKENS + 1) % 5 > 2)
+
+    class Logits(nn.Module):
+        def forward(self, input_ids: Any, position_ids: Any = None, use_cache: bool = False) -> Any:
+            assert position_ids is None or position_ids.shape[1] == input_ids.shape[1]
+            return type("Found", (), {"logits": nn.functional.one_hot(input_ids, 257).float()})
+
+    parts = [SequencePart(index, 3, lambda *_: pytest.fail("nothing to exchange")) for index in range(3)]
+    losses = [chat_loss(Logits(), marked, separate=False, config=None, part=part) for part in (None, *parts)]
+    assert sum(loss for loss, _ in losses[1:]).item() == pytest.approx(losses[0][0].item())
+    counts = [int(count) for _, count in losses]
+    assert sum(counts[1:]) == counts[0] == int((marked[:, 1:] & 1).sum()) and min(counts) > 0 > IGNORED
+
+
+def test_shares_of_a_dimension_are_exchanged_and_gradients_go_back() -> None:
+    def body(comm: ThreadComm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        sent = (100 * comm.rank + torch.arange(12.0).reshape(1, 6, 2)).requires_grad_()
+        found = _part(comm).exchange(sent, 1, 2)
+        (found * (1 + comm.rank)).sum().backward()
+        return sent.detach(), found.detach(), sent.grad
+
+    found = on_ranks(3, body)
+    for rank, (_, received, grad) in enumerate(found):
+        assert torch.equal(received, torch.cat([sent[:, 2 * rank : 2 * rank + 2] for sent, _, _ in found], dim=2))
+        assert grad is not None
+        assert grad[0, :, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def _with(folder: Path, name: str, **more: Any) -> Any:
+    config = folder / "config.json"
+    config.write_text(json.dumps({"model_type": name, "vocab_size": 257, **more}))
+    return causal_lm(ModelConfig(config=str(config)), vocabulary=257, seq_len=TOKENS)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "name", "sizes", "found"),
+    [
+        (5, TOKENS, "llama", SMALL, "cannot divide the 24 tokens of a sequence"),
+        (3, TOKENS, "llama", SMALL, "cannot divide the 4 heads of attention"),
+        (4, TOKENS, "llama", {**SMALL, "num_key_value_heads": 2}, "cannot divide the 2 heads of keys of attention"),
+        (2, TOKENS, "llama", {**SMALL, "attention_dropout": 0.1}, "a dropout of attention weights of 0.1"),
+        (2, TOKENS, "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "position_ids|eager"),
+        (2, TOKENS, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "attention"),
+        (2, TOKENS, "lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers other than attention"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, count: int, tokens: int, name: str, sizes: dict[str, Any], found: str
+) -> None:
+    model = _with(tmp_path, name, **sizes)
+    with pytest.raises(ConfigError, match=found):
+        divide_attention(model, SequencePart(0, count, lambda *_: pytest.fail("refused first")), tokens)
+
+
+def test_eager_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="eager attention"):
+        divide_attention(a_model(tmp_path, "llama", "eager"), SequencePart(0, 2, lambda *_: None), TOKENS)
+
+
+def test_a_mask_of_the_task_is_refused(tmp_path: Path) -> None:
+    model = a_model(tmp_path, "llama")
+    divide_attention(model, SequencePart(0, 2, lambda tensor, *_: tensor), TOKENS)
+    with pytest.raises(TaskError, match="attention mask"):
+        model(input_ids=ROWS, attention_mask=torch.ones_like(ROWS).tril(), use_cache=False)
+
+
+def test_a_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = a_model(tmp_path, "llama").train()
+    model.model.norm.eval()
+    divide_attention(model, SequencePart(0, 1, lambda tensor, *_: tensor), TOKENS)
+    assert model.training and not model.model.norm.training
+    whole = a_model(tmp_path, "llama")
+    assert next_token_loss(model, ROWS)[0] == next_token_loss(whole, ROWS)[0]
+
+
+def _task(model: nn.Module, **more: Any) -> Task:
+    return Task(model, next_token_loss, [1], **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [({}, "cannot divide sequences"), ({"by_part": lambda part: 0, "metrics": lambda m, b: {}}, "has metrics")],
+)
+def test_a_task_that_cannot_divide_sequences_is_refused(more: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        divide_sequences(_task(nn.Linear(1, 1), **more), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
+
+
+def test_dropout_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
+    with pytest.raises(ConfigError, match="dropout, which 1 has"):
+        divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
+
+
+def test_separate_documents_are_refused() -> None:
+    task = language_model(ModelConfig(preset="tiny"), TextConfig(documents="separate", seq_len=16))
+    assert task.by_part is not None
+    with pytest.raises(ConfigError, match="documents separate"):
+        task.by_part(SequencePart(0, 2, lambda *_: None))
