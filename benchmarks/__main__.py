@@ -29,6 +29,7 @@ SCRIPTS = (
     "overhead",
     "spans",
     "experts",
+    "mesh",
     "optimizers",
     "timeline",
     "timeline_cost",

@@ -115,13 +115,15 @@ def fsdp2(given: Given) -> None:
 
 def transformers_ep(given: Given) -> None:
     """Expert parallelism of transformers, which divides everything else by FSDP2, over Gloo."""
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     join_group("gloo")
     ranks = torch.distributed.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
-        given.model.save_pretrained(folder)
+        given.model.config.save_pretrained(folder)
+        save_file(whole(given.model), f"{folder}/model.safetensors")
         layout = DistributedConfig(fsdp_size=ranks, ep_size=ranks)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=layout)
     model.train()

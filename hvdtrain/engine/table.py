@@ -257,19 +257,25 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     dimensions = dimensions_of(config)
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, dimensions
     kind = find_engine(*options, offload=offload, elastic=elastic)
+    divided = f" with {dimensions.options}" if dimensions else ""
     if parallel.balance == "speed" and (parallel.compression.partition(":")[0] not in kind.balances or dimensions):
         raise ConfigError(
-            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard} and --parallel.compression"
+            f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard}{divided} and --parallel.compression"
             f" {parallel.compression} does not support --parallel.balance speed",
             expected="passes in which a rank waits for no other, so that its speed can be measured",
             next_step="--parallel.balance equal, or --parallel.compression none and"
             f" {_with(dimensions, lambda k: bool(k.balances))}",
         )
+    if parallel.cp > 1 and config.train.compile:
+        raise ConfigError(
+            f"--parallel.cp {parallel.cp} does not support --train.compile",
+            expected="blocks that are not compiled: they exchange activations",
+            next_step="leave out one of them",
+        )
     plan = outer_plan(config)
     if plan is not None:
         parse_outer(plan.coding)
     if plan is not None and (not kind.periodic or dimensions):
-        divided = f" with {dimensions.options}" if dimensions else ""
         raise ConfigError(
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard}{divided} does not support"
             f" --parallel.sync {parallel.sync}",

@@ -43,9 +43,9 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int) -> None:
         _check_divides(part.count, count, f"{what} of attention", "--parallel.cp")
     if used == "eager" or "position_ids" not in inspect.signature(model.forward).parameters:
         found = "eager attention" if used == "eager" else "a forward without position_ids"
-        raise _refused(model, found)
+        raise _refused(model, found, "--model.attention sdpa, " if used == "eager" else "")
     if dropout := getattr(text, "attention_dropout", 0.0):
-        raise _refused(model, f"a dropout of attention weights of {dropout:g}")
+        raise _refused(model, f"a dropout of attention weights of {dropout:g}", "--model.dropout 0, ")
     _check_mixing(model)
     own = f"hvdtrain_{used}_{part.index}"
     attend = partial(_attend, part=part, inner=ALL_ATTENTION_FUNCTIONS[used], name=used)
@@ -88,6 +88,8 @@ def _attend(
     by_head = [option for option in ("s_aux", "position_bias") if options.get(option) is not None]
     if by_head:
         raise _refused(module, f"attention with {by_head[0]}")
+    if query_BHTD.shape[1] % part.count or key_BHTD.shape[1] % part.count:
+        _check_divides(part.count, key_BHTD.shape[1], "heads of attention on a rank", "--parallel.tp")
     options.pop("position_ids", None)  # of this part
     given = (part.exchange(each, 1, 2) for each in (query_BHTD, key_BHTD, value_BHTD))
     found_BTHD, _ = inner(_As(module, name), *given, attention_mask, **options)
@@ -138,12 +140,13 @@ def _attend_to_nothing(module: Any, query: torch.Tensor, key: Any, value: torch.
     return value.new_zeros(shape), None
 
 
-def _refused(model: Any, found: str) -> ConfigError:
+def _refused(model: Any, found: str, instead: str = "") -> ConfigError:
     return ConfigError(
         f"--parallel.cp does not support {type(model).__name__}",
-        expected="a causal language model of transformers in which only attention, by sdpa or flash, mixes tokens",
+        expected="a causal language model of transformers without dropout, in which only attention mixes tokens, by"
+        " sdpa or flash",
         found=found,
-        next_step="use another model, --model.attention sdpa, or leave it out",
+        next_step=f"{instead}use another model, or leave out --parallel.cp",
         everywhere=True,
     )
 

@@ -1,4 +1,4 @@
-"""How a model that FSDP divides comes into being: only rank 0 ever has the whole."""
+"""How a model that ranks divide comes into being: only rank 0 ever has the whole."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.state.divided import is_divided
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.training.start.make_task import make_task, make_task_by_rank
+from tests.support.divided_models import divided
 
 MIB = 1 << 20
 
@@ -32,16 +35,20 @@ def ranks(job: Comm) -> None:
 
 
 def _task(model: nn.Module) -> Task:
-    return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), TensorDataset(torch.rand(4, 3)))
+    data = TensorDataset(torch.rand(4, 3))
+    return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), data, plan={"blocks.*": "colwise"})
 
 
 def _make(build: Callable[[], Task], job: Comm) -> tuple[Task, str]:
     return make_task_by_rank(partial(make_task, build, Config()), job)
 
 
-def _divide(task: Task, job: Comm) -> Engine:
+def _divide(task: Task, job: Comm, by: str = "fsdp") -> Engine:
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    return make_engine(optimizer, task.model, job, "none", engine="fsdp")
+    if by == "fsdp":
+        return make_engine(optimizer, task.model, job, "none", engine="fsdp")
+    dimensions = Dimensions(**{by: job.size})
+    return make_engine(optimizer, task.model, job, "none", dimensions=dimensions, plan=task.plan)
 
 
 class Tied(nn.Module):
@@ -81,10 +88,36 @@ def test_every_rank_gets_rows_of_rank_0(job: Comm) -> None:
         engine.close()
 
 
-class Square(nn.Module):
-    def __init__(self, width: int) -> None:
+@pytest.mark.parametrize("by", ["tp", "ep"])
+@pytest.mark.parametrize("kind", ["deepseek", "llama", "own"])
+def test_every_rank_gets_parts_of_rank_0(by: str, kind: str, job: Comm) -> None:
+    if job.size > 2 or (kind == "llama" and by == "ep"):
+        pytest.skip("other numbers do not divide the heads, or there are no experts")
+    build = partial(divided, kind, tied=True)
+    expected = dict(make_task(build, Config()).model.named_parameters(remove_duplicate=False))
+    task, warning = _make(build, job)
+    assert not warning
+    engine = _divide(task, job, by)
+    found: dict[str, Any] = dict(task.model.named_parameters(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    parts = 0
+    for name, tensor in expected.items():
+        whole, parts = found[name], parts + is_divided(found[name])
+        assert torch.equal(whole.full_tensor() if is_divided(whole) else whole, tensor), name
+    assert parts >= 2
+    if kind == "llama":
+        assert task.model.lm_head.weight is task.model.model.embed_tokens.weight
+    assert not any(buffer.is_meta for buffer in task.model.buffers())
+    optimized = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    assert not any(isinstance(p, Placeholder) or p.is_meta or is_divided(p) for p in optimized)
+    assert len(optimized) == len(list(task.model.parameters()))
+    engine.close()
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, width))
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
 
 
 def _reads() -> Task:
@@ -142,15 +175,16 @@ def _resident(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
-def test_a_rank_holds_its_rows_and_one_block(job: Comm) -> None:
+@pytest.mark.parametrize("by", ["fsdp", "tp"])
+def test_a_rank_holds_its_rows_and_one_block(by: str, job: Comm) -> None:
     """8 blocks of 16 MiB: rank 0 begins with all, and the others never hold more than rows / size + a block."""
     width, blocks, slack = 2048, 8, 12 * MIB
     block = width * width * 4
-    _divide(_make(lambda: _task(nn.Sequential(nn.Linear(3, 3))), job)[0], job).close()  # imports
+    _divide(_make(lambda: _task(Blocks(4 * job.size, 1)), job)[0], job, by).close()  # imports
 
     def build() -> Task:
         """Parameters with memory, one after the other; then other values for all, as transformers' models do."""
-        model = nn.Sequential(*(Square(width) for _ in range(blocks)))
+        model = Blocks(width, blocks)
         for parameter in model.parameters():
             nn.init.normal_(parameter)
         return _task(model)
@@ -162,7 +196,7 @@ def test_a_rank_holds_its_rows_and_one_block(job: Comm) -> None:
     before = _resident("VmRSS")
     task, warning = _make(build, job)
     built = _resident("VmHWM") - before
-    engine = _divide(task, job)
+    engine = _divide(task, job, by)
     peak, now = _resident("VmHWM") - before, _resident("VmRSS") - before
     rows = blocks * block // job.size
     assert not warning
