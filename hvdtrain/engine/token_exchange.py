@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.mesh import subset
 from hvdtrain.comm.torch_group import TorchComm, lasting_group
 
@@ -52,7 +53,7 @@ def rows_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object], device
 
     It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
     """
-    if by_nccl_of_horovod(comm, device):
+    if by_nccl_of_horovod(comm, device) or isinstance(comm, ImaginedComm):
         return rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
     return rows_by_torch(lasting_group(comm, ranks))
 

@@ -21,7 +21,7 @@ from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.table import engine_of
+from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.imagined_ddp import ImaginedDdp
@@ -138,7 +138,8 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: Imag
 def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, comm: ImaginedComm) -> Memory:
     train = run.config.train
     data = worker.task.train_data
-    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, 0, comm.size)
+    place, places, _ = dimensions_of(run.config).samples(comm.rank, comm.size)
+    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
     passes = min(_PASSES, len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]

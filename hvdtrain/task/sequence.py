@@ -112,12 +112,13 @@ def _check_mixing(model: Any) -> None:
         ConfigError: without attention, the logits of a token depend on another one.
     """
     import torch
+    from torch._subclasses import FakeTensor
     from transformers import AttentionInterface
 
     from hvdtrain.state.placeholder import Placeholder
 
-    if any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
-        return  # with FSDP, rank 0 checks for all
+    if any(isinstance(p, (Placeholder, FakeTensor)) for p in model.parameters()):
+        return  # the rank with values checks for all
     used, modes = model.config._attn_implementation, {module: module.training for module in model.modules()}
     AttentionInterface.register("hvdtrain_nothing", _attend_to_nothing)
     ids = torch.arange(1, _TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size

@@ -58,6 +58,7 @@ def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
         (BLOCKS, 2, ("--parallel.compression=topk:0.5",)),
         ((*STACK, "--method=adagrad"), 3, ("--parallel.shard=optimizer",)),
         (LANGUAGE, 4, ("--parallel.engine=fsdp",)),
+        (LANGUAGE, 4, ("--parallel.cp=2", "--model.attention=sdpa")),
         (BLOCKS, 4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
     ],
 )
