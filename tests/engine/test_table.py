@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from hvdtrain.comm.dimensions import ONE, Dimensions
-from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.config.schema import Config, ParallelConfig, TrainConfig
 from hvdtrain.engine.table import TABLE, engine_of, find_engine, needs_horovod
 from hvdtrain.errors import ConfigError
 
@@ -70,6 +70,27 @@ def test_shares_by_speed_need_passes_that_wait_for_no_rank(options: dict[str, An
     with pytest.raises(ConfigError, match=r"does not support --parallel\.balance speed") as caught:
         engine_of(config)
     assert "--parallel.balance equal" in str(caught.value.next_step)
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp", "fsdp"])
+def test_any_engine_may_have_parts_of_sequences(engine: str) -> None:
+    assert not engine_of(Config(parallel=ParallelConfig(engine=engine, cp=2))).dimensions  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "elastic", "found"),
+    [
+        ({}, {}, True, "does not support an elastic job"),
+        ({"balance": "speed"}, {}, False, "--parallel.cp 2 .*does not support --parallel.balance speed"),
+        ({"sync": "diloco:2", "workers": 2}, {}, False, "--parallel.cp 2 does not support --parallel.sync"),
+        ({}, {"compile": True}, False, "does not support --train.compile"),
+    ],
+)
+def test_what_ranks_with_parts_of_sequences_do_not_support(
+    options: dict[str, Any], train: dict[str, Any], elastic: bool, found: str
+) -> None:
+    with pytest.raises(ConfigError, match=found):
+        engine_of(Config(parallel=ParallelConfig(cp=2, **options), train=TrainConfig(**train)), elastic=elastic)
 
 
 def test_which_engines_need_horovod() -> None:

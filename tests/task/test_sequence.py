@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import language_model
-from hvdtrain.task.sequence import divide_attention
+from hvdtrain.task.sequence import _attend, divide_attention
 from hvdtrain.task.token_loss import IGNORED, MARKS, chat_loss, next_token_loss
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.task.test_documents import a_model
@@ -29,6 +30,7 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 24
+PART = SequencePart(0, 2, lambda tensor, *_: tensor)
 ROWS = torch.randint(0, 257, (2, TOKENS + 1), generator=torch.Generator().manual_seed(5))
 MODELS = ["deepseek_v3", "llama", "mistral", "qwen3_moe", "gpt2", "gpt_neox", "phi"]
 """Latent attention, two heads for keys and values, a sliding window of 8 tokens, experts, learned positions."""
@@ -122,6 +124,34 @@ def test_what_cannot_be_divided_is_refused(
 def test_eager_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eager attention"):
         divide_attention(a_model(tmp_path, "llama", "eager"), SequencePart(0, 2, lambda *_: None), TOKENS)
+
+
+def test_heads_on_a_rank_that_cannot_be_divided_are_refused() -> None:
+    """Ranks that divide matrices have fewer than the model."""
+    query, key = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ConfigError, match="cannot divide the 3 heads of attention on a rank"):
+        _attend(nn.Identity(), query, key, key, None, part=PART, inner=None, name="sdpa")
+
+
+@pytest.mark.parametrize("option", ["s_aux", "position_bias"])
+def test_values_for_each_head_are_refused(option: str) -> None:
+    heads = torch.zeros(1, 4, 4, 8)
+    with pytest.raises(ConfigError, match=f"attention with {option}"):
+        _attend(nn.Identity(), heads, heads, heads, None, part=PART, inner=None, name="sdpa", **{option: heads})
+
+
+def test_a_kernel_sees_its_own_name_and_the_module() -> None:
+    """Flash attention looks up its library by the name in the module's config."""
+    heads, module = torch.zeros(1, 4, 4, 8), nn.Linear(1, 1)
+    module.config = SimpleNamespace(_attn_implementation="hvdtrain_flash_0", other=3)
+
+    def kernel(seen: Any, query: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        assert (seen.config._attn_implementation, seen.config.other) == ("flash_attention_2", 3)
+        assert seen.in_features == 1 and options == {"sliding_window": 5}
+        return query.transpose(1, 2), None
+
+    options = {"position_ids": heads, "sliding_window": 5}
+    _attend(module, heads, heads, heads, None, part=PART, inner=kernel, name="flash_attention_2", **options)
 
 
 def test_a_mask_of_the_task_is_refused(tmp_path: Path) -> None:

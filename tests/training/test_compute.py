@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.config.schema import Config, ObserveConfig, TrainConfig
+from hvdtrain.config.schema import Config, ObserveConfig, ParallelConfig, TrainConfig
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.task.base import Task
 from hvdtrain.training.records.compute import FirstPass
@@ -36,6 +36,11 @@ def test_training_counts_three_times_a_forward_pass_and_is_reported_once() -> No
     (found,) = _told(toy())
     assert found["per_sample"] == 3 * FORWARD
     assert (found["device"], found["peak_per_s"], found["peak_source"]) == ("cpu", None, None)
+
+
+def test_ranks_with_the_same_samples_share_a_pass() -> None:
+    (found,) = _told(toy(), size=8, parallel=ParallelConfig(tp=2, cp=2, ep=8))
+    assert found["per_sample"] == 4 * 3 * FORWARD
 
 
 def test_the_peak_that_the_user_gives_is_one_devices() -> None:

@@ -156,6 +156,12 @@ def test_memory_of_a_host_is_not_searched() -> None:
     assert "--train.micro_batch 4" in str(caught.value)
 
 
+@pytest.mark.parametrize("option", ["tp", "ep", "cp"])
+def test_ranks_that_need_each_other_in_a_pass_do_not_search(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"auto does not support --parallel.{option} 2"):
+        check_auto(replace(AUTO, parallel=ParallelConfig(**{option: 2})), GPU)
+
+
 @pytest.mark.parametrize(
     ("size", "elastic", "options", "memory", "count"),
     [
