@@ -96,9 +96,10 @@ def share(check: Check) -> None:
         "Gloo": ((*_LAUNCH, "--"), ()),
         "ZeRO": ((), ["--parallel.shard=gradients"]),
         "DDP": ((), ["--parallel.engine=ddp"]),
+        "parts of sequences": ((), ["--parallel.cp=2"]),
     }
     for name, (launch, options) in ways.items():
-        found = check.job(f"two-{name}", steps, *options, size=2, device=check.shared, launch=launch)
+        found = check.job(f"two-{name.replace(' ', '_')}", steps, *options, size=2, device=check.shared, launch=launch)
         worst = _worst(found, one)
         check.emit(
             f"losses, 2 ranks by {name} and 1", worst, "largest relative difference", "<= 1e-4", ok=worst <= 1e-4

@@ -52,8 +52,10 @@ def rows_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object], device
     """Return an exchange among some ranks of a communicator, on a device. Collective: yes.
 
     It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
+    And it is the communicator's where ranks share a GPU, which NCCL does not support.
     """
-    if by_nccl_of_horovod(comm, device) or isinstance(comm, ImaginedComm):
+    through_host = getattr(comm, "through_host", False)
+    if through_host or by_nccl_of_horovod(comm, device) or isinstance(comm, ImaginedComm):
         return rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
     return rows_by_torch(lasting_group(comm, ranks))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain.engine.token_exchange import TokenExchange, rows_by_comm
+from hvdtrain.engine.token_exchange import TokenExchange, exchange_rows, rows_among, rows_by_comm
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 EXPERTS, WIDTH = 8, 6
@@ -78,3 +78,14 @@ def test_results_and_gradients_are_those_of_all_experts_on_one_rank(
     pairs = sum(own.rows for own, *_ in found)
     empty = sum(own.rows == 1 and choice == "one rank" and rank > 0 for rank, (own, *_) in enumerate(found))
     assert pairs - empty == 2 * sum(tokens)  # no token is dropped, none is sent twice
+
+
+def test_ranks_that_share_a_gpu_exchange_by_their_communicator() -> None:
+    """NCCL does not support it. Torch has no group of threads."""
+
+    def body(comm: ThreadComm) -> list[float]:
+        comm.through_host = True  # type: ignore[attr-defined]
+        rows = rows_among(comm, [0, 1], ["host", "host"], torch.device("cpu"), "sequences")
+        return exchange_rows(torch.tensor([1.0, 2.0]) + 10 * comm.rank, [1, 1], [1, 1], rows).tolist()
+
+    assert on_ranks(2, body) == [[1, 11], [2, 12]]
