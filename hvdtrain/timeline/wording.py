@@ -107,10 +107,15 @@ def scaling(found: Scaling) -> str:
 
 
 def goodput(found: Goodput, most: int | None = None) -> str:
-    """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first; `most` of them."""
+    """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first; `most` of them.
+
+    If steps that do not count have used energy, it is ``93% of the device-hours, 96% of the energy of steps``.
+    """
     total = sum(found.hours.values())
     parts = _lost({use: hours / total for use, hours in found.hours.items() if use != USEFUL}, most)
-    return f"{percent(found.share)} of the device-hours{f'; {parts}' if parts else ''}"
+    lost = found.energy is not None and found.energy < 1 - _LEAST_LOST
+    energy = f", {percent(found.energy)} of the energy of steps" if found.energy is not None and lost else ""
+    return f"{percent(found.share)} of the device-hours{energy}{f'; {parts}' if parts else ''}"
 
 
 def spells(found: Sequence[Spell]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.observe.cost import S_PER_HOUR, devices_of, hours_before, known_starts
+from hvdtrain.observe.cost import S_PER_HOUR, as_mapping, cost_of, devices_of, hours_before, known_starts
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
 from hvdtrain.timeline.columns import Floats
@@ -34,9 +34,12 @@ class Goodput:
 
     Attributes:
         hours: device-hours by use (`USES`). They sum to the device-hours of the run's cost.
+        energy: share of the measured energy of training that steps which count have used, 0 to 1, with the evaluations
+            and pauses between them; None if it was not measured in every start.
     """
 
     hours: Mapping[str, float]
+    energy: float | None = None
 
     @property
     def share(self) -> float:
@@ -64,7 +67,26 @@ def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None 
         for use, seconds in used.items():
             hours[use] += devices_of(start) * seconds / S_PER_HOUR
         hours[RESTARTS] += gap
-    return Goodput({use: hours[use] for use in USES if hours[use] > 0})
+    return Goodput({use: hours[use] for use in USES if hours[use] > 0}, _energy(known, kept))
+
+
+def _energy(starts: Sequence[JournalStart], kept: Sequence[NDArray[np.bool_]]) -> float | None:
+    cost = cost_of(starts)
+    kinds = [] if cost is None else [*cost.energy_kwh]
+    used, counts = [np.zeros(0)], [np.zeros(0, bool)]
+    for start, mine in zip(starts, kept, strict=True):
+        events = [event for event in start.events_named("energy") if isinstance(event.get("at_step"), int)]
+        if kinds and events and len(start.steps):
+            values = [[as_mapping(event.get("joules")).get(kind) for kind in kinds] for event in events]
+            joules = [sum(value for value in found if isinstance(value, (int, float))) for found in values]
+            at_steps = [event["at_step"] for event in events]
+            steps = np.frombuffer(start.steps, np.int64)
+            # Each step of the ten seconds between two events has used the same.
+            known = np.interp(np.append(steps[0] - 1, steps), [steps[0] - 1, *at_steps], [0.0, *joules])
+            used.append(np.maximum(np.diff(known), 0.0))
+            counts.append(mine)
+    total, useful = float(np.concatenate(used).sum()), float(np.concatenate(used)[np.concatenate(counts)].sum())
+    return useful / total if total > 0 else None
 
 
 def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:

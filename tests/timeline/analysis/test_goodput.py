@@ -115,3 +115,21 @@ def test_a_line_names_what_was_lost_largest_first() -> None:
     assert wording.goodput(found) == "80% of the device-hours; restarts 15%, start-up 5%"
     assert wording.goodput(found, most=1) == "80% of the device-hours; restarts 15%"
     assert wording.goodput(Goodput({uses.USEFUL: 8.0})) == "100% of the device-hours"
+
+
+def test_energy_of_steps_that_were_repeated_is_lost(tmp_path: Path) -> None:
+    """In each start, 10 steps use 100 J, told after 5 and 10 of them; 4 of the first start's are repeated."""
+    run, measured = FakeRun(tmp_path / "a"), {"energy": {"GPUs": "", "CPUs": "no counters"}}
+    for first in (1, 7):
+        run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s, **measured})
+        for step in range(first, first + 10):
+            run.now_s += STEP_S
+            run.write({"step": step, "time": run.now_s, "position": step, "step_s": STEP_S})
+            if step in (first + 4, first + 9):
+                joules = 40.0 if step == first + 4 else 100.0
+                facts = {"joules": {"GPUs": joules}, "time": run.now_s}
+                run.write({"event": "energy", "at_step": step, **facts})
+    found = _found(run)
+    assert found.energy == pytest.approx((40 + 60 / 5 + 100) / 200)
+    assert wording.goodput(found).startswith("80% of the device-hours, 76% of the energy of steps; ")
+    assert _found(FakeRun(tmp_path / "b").start([1.0] * 10, step_s=STEP_S)).energy is None
