@@ -103,7 +103,9 @@ class Dimensions:
 
     def table(self, size: int) -> list[str]:
         """Return lines that say which of `size` ranks do what together."""
-        lines = [f"{size // self.same_samples} of {size} ranks have other samples"]
+        groups = size // self.same_samples
+        own = f"{groups} groups of ranks have their own samples" if groups > 1 else "all ranks have the same samples"
+        lines = [own if self.same_samples > 1 else "each rank has its own samples"]
         for what, width, copies in (
             ("the same samples, and a part of each matrix", self.tp, f"; {size // self.tp} x each part"),
             ("a part of each sequence", self.cp, ""),

@@ -88,14 +88,18 @@ def test_one_rank_has_no_dimensions() -> None:
 
 def test_a_table_says_which_ranks_do_what_together() -> None:
     assert Dimensions(2, 4).table(8) == [
-        "4 of 8 ranks have other samples",
+        "4 groups of ranks have their own samples",
         "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
         "  a part of the experts: ranks 0-3, 4-7; 2 x each part",
     ]
     assert Dimensions(2, 1, 2).table(8) == [
-        "2 of 8 ranks have other samples",
+        "2 groups of ranks have their own samples",
         "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
         "  a part of each sequence: ranks 0+2, 1+3, 4+6, 5+7",
         "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
     ]
-    assert Dimensions(1, 2).table(12)[1:] == ["  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7, ...; 6 x each part"]
+    assert Dimensions(2, 1, 2).table(4)[0] == "all ranks have the same samples"
+    assert Dimensions(1, 2).table(12) == [
+        "each rank has its own samples",
+        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7, ...; 6 x each part",
+    ]
