@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.scalars import Interval, memory_scalars, numbers, outer_scalars
+from hvdtrain.observe.scalars import Interval, expert_scalars, memory_scalars, numbers, outer_scalars
 from hvdtrain.yaml_file import flatten
 
 EVERY_S = 1.0
@@ -22,6 +22,8 @@ _PROJECT = "hvdtrain"
 _IDS = "trackers.json"
 """File in the run folder, with the id of the run by tracker: a resume continues it there."""
 _LONGEST_PARAMETER = 500
+_SCALARS = {"memory": memory_scalars, "experts": expert_scalars, "outer_step": outer_scalars}
+"""Values of an event by their names."""
 
 
 class _Client(Protocol):
@@ -31,7 +33,8 @@ class _Client(Protocol):
 
 
 class Tracker:
-    """Sends the numbers of a run to a tracker: those of steps as in TensorBoard, evaluations, memory, and the report.
+    """Sends the numbers of a run to a tracker: those of steps as in TensorBoard, evaluations, memory, experts, and
+    the report.
 
     Args:
         name: of `TRACKERS`.
@@ -60,10 +63,8 @@ class Tracker:
         elif event == "evaluation":
             metrics = {f"heldout/{name}": value for name, value in record["metrics"].items()}
             self._log({"loss/heldout": record["loss"], **metrics}, record["at_step"])
-        elif event == "memory":
-            self._log(memory_scalars(record), record["at_step"])
-        elif event == "outer_step":
-            self._log(outer_scalars(record), record["at_step"])
+        elif event in _SCALARS:
+            self._log(_SCALARS[event](record), record["at_step"])
         elif event == "explained":
             self._point()
             self._log({f"report/{name}": value for name, value in record["figures"].items()}, record["at_step"])

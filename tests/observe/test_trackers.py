@@ -68,6 +68,16 @@ def test_a_resume_continues_the_run(clients: list[Client]) -> None:
     assert tags >= {"heldout/positive", "memory_mib/parameters", "report/step_ms", "optimizer/learning_rate"}
 
 
+def test_loads_of_experts_and_outer_steps_are_sent(clients: list[Client], tmp_path: Path) -> None:
+    tracker = trackers.Tracker("wandb", tmp_path, {})
+    tracker.write({"event": "started", "unit": "samples", "config": {}, "time": 0.0})
+    layer = {"tokens": 8, "busiest": 1.5, "entropy": 0.9}
+    tracker.write({"event": "experts", "at_step": 10, "layers": {"layers.1": layer}})
+    tracker.write({"event": "outer_step", "at_step": 12, "cosines": [0.5, 0.7], "drift": 0.1, "wait_s": 2.0})
+    assert clients[0].logged[0] == (10, {"experts/busiest/layers.1": 1.5, "experts/entropy/layers.1": 0.9})
+    assert clients[0].logged[1][0] == 12 and any(tag.startswith("outer/") for tag in clients[0].logged[1][1])
+
+
 def test_a_failed_run_is_marked(clients: list[Client]) -> None:
     def broken() -> hvdtrain.Task:
         def loss(model: Any, batch: Any) -> Any:
