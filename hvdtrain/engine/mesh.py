@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.mesh import gather_hosts, subset
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.base import Loss
-from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.divisible import (
     DividedEngine,
     own_rows,
@@ -24,24 +21,19 @@ from hvdtrain.engine.divisible import (
     use_owned,
     whole_parameters,
 )
+from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
-from hvdtrain.engine.plans import plans_of
 from hvdtrain.engine.table import EngineParts
-from hvdtrain.engine.token_exchange import by_nccl_of_horovod, implementation, rows_among
+from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.runtime.memory import return_freed_memory
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import divided_dim, is_divided, local, take_rows
+from hvdtrain.state.divided import divided_dim, is_divided, local
 from hvdtrain.state.exchange_state import Owned
-from hvdtrain.state.sync import broadcast_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_EXCHANGE = "hvdtrain"
-"""Name of our exchange of tokens in transformers' registry."""
 
 
 class MeshEngine(DividedEngine):
@@ -62,7 +54,7 @@ class MeshEngine(DividedEngine):
         self.compression = parts.compression
         names = {parameter: name for name, parameter in parts.parameters}
         hosts = gather_hosts(parts.comm)
-        _divide(parts, hosts)
+        divide_model(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._owned = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
         use_owned(parts.optimizer, names, self._owned)
@@ -219,67 +211,6 @@ def _width(parameter: nn.Parameter) -> int:
     if not is_divided(parameter) or divided_dim(parameter) is None:
         return 1
     return parameter.device_mesh.size()
-
-
-def _divide(parts: EngineParts, hosts: list[Any]) -> None:
-    """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
-
-    Collective: yes.
-    """
-    from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
-    tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
-    whole = dict(model.named_parameters())
-    first = {parameter: name for name, parameter in whole.items()}
-    ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}
-    for name, parameter in whole.items():  # torch divides shapes; values follow
-        _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
-    for name, other in ties.items():
-        _set(model, name, model.get_parameter(other))
-
-    def mesh(width: int) -> DeviceMesh:
-        return DeviceMesh.from_group(lasting_group(comm, dimensions.block(comm.rank, width)), kind)
-
-    tensors = mesh(dimensions.tp) if dimensions.tp > 1 else None
-    if tensors is not None:
-        apply_tensor_parallelism(model, tensors, tensor_styles)
-    if expert_styles:
-        ranks = dimensions.block(comm.rank, dimensions.experts)
-        experts = mesh(dimensions.experts)
-        name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
-        if dimensions.tp == 1:
-            name = _EXCHANGE
-            rows = rows_among(comm, ranks, hosts, parts.device, "experts")
-            EPImplementationInterface.register(name, implementation(rows))
-        apply_expert_parallelism(model, experts, tensors, expert_styles, name)
-    layout = dict(model.named_parameters())
-    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-    for part in [*blocks(model), model]:
-        # The values of rank 0, and no more of the whole at a time than a block.
-        names = [name for name in whole if name.startswith(prefixes[part])]
-        values = nn.ParameterList(whole.pop(name) for name in names)
-        broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts")
-        for name, value in zip(names, values, strict=True):
-            if is_divided(layout[name]):
-                own = take_rows(value.detach(), layout[name], parts.device)
-            else:
-                own = value.detach().to(parts.device)
-            _set(model, name, nn.Parameter(own, value.requires_grad))
-            if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
-                value.data = value.data.new_empty(()).expand(value.shape)
-        return_freed_memory()
-    for name, other in ties.items():
-        _set(model, name, model.get_parameter(other))
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(parts.device)
-
-
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, _, last = name.rpartition(".")
-    setattr(model.get_submodule(module), last, parameter)
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:

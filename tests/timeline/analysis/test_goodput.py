@@ -118,7 +118,7 @@ def test_a_line_names_what_was_lost_largest_first() -> None:
 
 
 def test_energy_of_steps_that_were_repeated_is_lost(tmp_path: Path) -> None:
-    """In each start, 10 steps use 100 J, told after 5 and 10 of them; 4 of the first start's are repeated."""
+    """In each start, 10 steps use 100 J, recorded after 5 and 10 of them; 4 of the first start's are repeated."""
     run, measured = FakeRun(tmp_path / "a"), {"energy": {"GPUs": "", "CPUs": "no counters"}}
     for first in (1, 7):
         run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s, **measured})

@@ -1,0 +1,83 @@
+"""Place a model on ranks that divide its matrices or experts: layouts of transformers, and the values of rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hvdtrain.comm.torch_group import lasting_group
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.plans import plans_of
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.token_exchange import implementation, rows_among
+from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.state.divided import is_divided, take_rows
+from hvdtrain.state.sync import broadcast_parameters
+
+_EXCHANGE = "hvdtrain"
+"""Name of our exchange of tokens in transformers' registry."""
+
+
+def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
+    """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
+
+    `hosts`: of all ranks, as of `gather_hosts`. The model, or all of it that this rank holds, is on the device then.
+    Collective: yes.
+    """
+    from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
+    tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
+    whole = dict(model.named_parameters())
+    first = {parameter: name for name, parameter in whole.items()}
+    ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}
+    for name, parameter in whole.items():  # torch divides shapes; values follow
+        _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+    for name, other in ties.items():
+        _set(model, name, model.get_parameter(other))
+
+    def mesh(width: int) -> DeviceMesh:
+        return DeviceMesh.from_group(lasting_group(comm, dimensions.block(comm.rank, width)), kind)
+
+    tensors = mesh(dimensions.tp) if dimensions.tp > 1 else None
+    if tensors is not None:
+        apply_tensor_parallelism(model, tensors, tensor_styles)
+    if expert_styles:
+        ranks = dimensions.block(comm.rank, dimensions.experts)
+        experts = mesh(dimensions.experts)
+        name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
+        if dimensions.tp == 1:
+            name = _EXCHANGE
+            rows = rows_among(comm, ranks, hosts, parts.device, "experts")
+            EPImplementationInterface.register(name, implementation(rows))
+        apply_expert_parallelism(model, experts, tensors, expert_styles, name)
+    layout = dict(model.named_parameters())
+    prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    for part in [*blocks(model), model]:
+        # The values of rank 0, and no more of the whole at a time than a block.
+        names = [name for name in whole if name.startswith(prefixes[part])]
+        values = nn.ParameterList(whole.pop(name) for name in names)
+        broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts")
+        for name, value in zip(names, values, strict=True):
+            if is_divided(layout[name]):
+                own = take_rows(value.detach(), layout[name], parts.device)
+            else:
+                own = value.detach().to(parts.device)
+            _set(model, name, nn.Parameter(own, value.requires_grad))
+            if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
+                value.data = value.data.new_empty(()).expand(value.shape)
+        return_freed_memory()
+    for name, other in ties.items():
+        _set(model, name, model.get_parameter(other))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(parts.device)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, last = name.rpartition(".")
+    setattr(model.get_submodule(module), last, parameter)
