@@ -114,8 +114,7 @@ class LiveBytes:
 
 
 def _tensors(objects: Iterable[object]) -> Iterator[Tensor]:
-    # Other classes are wrappers: of tensors that are seen, too, or of none.
-    return (o for o in objects if type(o) in (Tensor, torch.nn.Parameter) and o.device.type == "cpu")  # type: ignore[attr-defined, misc]
+    return (o for o in objects if issubclass(type(o), Tensor) and o.device.type == "cpu")  # type: ignore[attr-defined, misc]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
