@@ -106,15 +106,15 @@ class Dimensions:
         groups = size // self.same_samples
         own = f"{groups} groups of ranks have their own samples" if groups > 1 else "all ranks have the same samples"
         lines = [own if self.same_samples > 1 else "each rank has its own samples"]
-        for what, width, copies in (
-            ("the same samples, and a part of each matrix", self.tp, f"; {size // self.tp} x each part"),
-            ("a part of each sequence", self.cp, ""),
-            ("a part of the experts", self.experts, f"; {size // self.experts} x each part"),
+        tensors, experts = ([self.block(rank, width) for rank in range(size)] for width in (self.tp, self.experts))
+        for what, found, copies in (
+            ("the same samples, and a part of each matrix", tensors, f"; {size // self.tp} x each part"),
+            ("a part of each sequence", [self.sequence(rank) for rank in range(size)], ""),
+            ("a part of the experts", experts, f"; {size // self.experts} x each part"),
         ):
-            if width > 1:
-                found = [self.block(rank, width) if copies else self.sequence(rank) for rank in range(size)]
-                blocks = [*dict.fromkeys(map(_shown, found))]
-                lines.append(f"  {what}: ranks {', '.join(blocks[:4])}{', ...' if blocks[4:] else ''}{copies}")
+            if len(found[0]) > 1:
+                shown = [*dict.fromkeys(map(_shown, found))]
+                lines.append(f"  {what}: ranks {', '.join(shown[:4])}{', ...' if shown[4:] else ''}{copies}")
         return lines
 
     def samples(self, rank: int, size: int) -> tuple[int, int, bool]:
@@ -128,6 +128,22 @@ class Dimensions:
     def loss_counts(self, rank: int) -> bool:
         """Return whether the loss of a rank counts: of those that divide matrices, the first one's does."""
         return rank % self.tp == 0
+
+
+def check_divides(option: str, ranks: int, count: int, what: str, next_step: str | None = None) -> None:
+    """Check that `ranks` divide `count` things, equally many for each.
+
+    Errors:
+        ConfigError: they do not; with numbers of ranks that do.
+    """
+    if count % ranks:
+        fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
+        raise ConfigError(
+            f"{option}: {ranks} ranks cannot divide the {count} {what}",
+            expected=f"one of {', '.join(fitting[:12])}{', ...' if fitting[12:] else ''}",
+            next_step=next_step,
+            everywhere=True,
+        )
 
 
 def _shown(ranks: Sequence[int]) -> str:

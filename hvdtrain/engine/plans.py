@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.dimensions import Dimensions, check_divides
 from hvdtrain.errors import ConfigError
 
 EXPERT_STYLES = ("ep_dispatch_experts", "grouped_gemm")
@@ -120,17 +120,9 @@ def _check_sizes(
     if tensors and config is not None:
         text = config.get_text_config()
         for name in ("num_attention_heads", "num_key_value_heads"):
-            _check_divides("--parallel.tp", dimensions.tp, getattr(text, name, None) or 0, name)
+            check_divides("--parallel.tp", dimensions.tp, getattr(text, name, None) or 0, f"{name} of the model")
     for name, style in experts.items():
         if style == "ep_dispatch_experts":
             option = "--parallel.ep" if dimensions.ep > 1 else "--parallel.tp"
-            _check_divides(option, dimensions.experts, getattr(model.get_submodule(name), "num_experts", 0), "experts")
-
-
-def _check_divides(option: str, ranks: int, count: int, what: str) -> None:
-    if count % ranks:
-        fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
-        raise ConfigError(
-            f"{option}: {ranks} ranks cannot divide the {count} {what} of the model",
-            expected=f"one of {', '.join(fitting)}",
-        )
+            count = getattr(model.get_submodule(name), "num_experts", 0)
+            check_divides(option, dimensions.experts, count, "experts of the model")

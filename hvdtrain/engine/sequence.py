@@ -24,7 +24,7 @@ def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: tor
     """Return the task with the loss over this rank's part of each sequence. Collective: yes.
 
     Errors:
-        ConfigError: the task has no such loss, or the model has dropout.
+        ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.
     """
     if dimensions.cp == 1:
         return task
@@ -36,6 +36,7 @@ def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: tor
             everywhere=True,
         )
     _refuse_dropout(task.model)
+    dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
     rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences")
     part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))

@@ -10,6 +10,7 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.comm.dimensions import check_divides
 from hvdtrain.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.task.base import SequencePart
 
-_TOKENS = 8
+_OPTION, _TOKENS = "--parallel.cp", 8
 
 
 def divide_attention(model: Any, part: SequencePart, seq_len: int) -> None:
@@ -38,9 +39,9 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int) -> None:
 
     text, used = model.config.get_text_config(), model.config._attn_implementation
     heads = getattr(text, "num_attention_heads", 0)
-    _check_divides(part.count, seq_len, "tokens of a sequence", "--data.seq_len")
+    check_divides(_OPTION, part.count, seq_len, "tokens of a sequence", "another --data.seq_len")
     for count, what in ((heads, "heads"), (getattr(text, "num_key_value_heads", None) or heads, "heads of keys")):
-        _check_divides(part.count, count, f"{what} of attention", "--parallel.cp")
+        check_divides(_OPTION, part.count, count, f"{what} of attention")
     if used == "eager" or "position_ids" not in inspect.signature(model.forward).parameters:
         found = "eager attention" if used == "eager" else "a forward without position_ids"
         raise _refused(model, found, "--model.attention sdpa, " if used == "eager" else "")
@@ -88,8 +89,8 @@ def _attend(
     by_head = [option for option in ("s_aux", "position_bias") if options.get(option) is not None]
     if by_head:
         raise _refused(module, f"attention with {by_head[0]}")
-    if query_BHTD.shape[1] % part.count or key_BHTD.shape[1] % part.count:
-        _check_divides(part.count, key_BHTD.shape[1], "heads of attention on a rank", "--parallel.tp")
+    for heads in (query_BHTD.shape[1], key_BHTD.shape[1]):
+        check_divides(_OPTION, part.count, heads, "heads of attention on a rank", "another --parallel.tp")
     options.pop("position_ids", None)  # of this part
     given = (part.exchange(each, 1, 2) for each in (query_BHTD, key_BHTD, value_BHTD))
     found_BTHD, _ = inner(_As(module, name), *given, attention_mask, **options)
@@ -150,14 +151,3 @@ def _refused(model: Any, found: str, instead: str = "") -> ConfigError:
         next_step=f"{instead}use another model, or leave out --parallel.cp",
         everywhere=True,
     )
-
-
-def _check_divides(ranks: int, count: int, what: str, option: str) -> None:
-    if count % ranks:
-        fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
-        raise ConfigError(
-            f"--parallel.cp {ranks} cannot divide the {count} {what}",
-            expected=f"one of {', '.join(fitting[:12])}{', ...' if fitting[12:] else ''}",
-            next_step=f"another {option}" if option != "--parallel.cp" else None,
-            everywhere=True,
-        )

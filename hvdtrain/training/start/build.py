@@ -75,8 +75,6 @@ def engine_of_worker(
     Where ranks divide sequences, the worker's task has the loss of this rank's part from now on.
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
-    if dimensions:
-        dimensions.check(comm.size)
     worker.task = divide_sequences(worker.task, comm, dimensions, worker.device)
 
     def make(ranks: Comm, compression: str) -> Engine:
