@@ -391,3 +391,13 @@ def test_a_step_counts_the_sizes_of_its_batches() -> None:
     for _ in range(2):  # the second time after a roll back
         _run(stepper, batches)
         assert stepper.spans.sizes == {7: sum(x.numel() for x, _ in batches)}
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_ranks_with_the_same_samples_share_the_size_of_a_batch(sharing: int) -> None:
+    """Else the report would find that half of the positions have no loss."""
+    task = _task()
+    stepper = replace(_stepper(task), sharing=sharing)
+    batches = _batches(task, 4)
+    _run(stepper, batches)
+    assert [*stepper.spans.sizes.values()] == [sum(x.numel() for x, _ in batches) // sharing]

@@ -62,7 +62,7 @@ class StepChecks:
         is_new = progress.skipped_in_row == (_HALVED if is_expected else 1)
         new = is_new and (len(self._replays) < _REPLAYS or progress.step - self._replays[0] >= _WITHIN)
         engine = self.stepper.engine
-        alone = self.stepper.alone and not engine.uniform_passes
+        alone = self.stepper.sharing == 1 and not engine.uniform_passes
         if (new or ends) and result.weight > 0 and not (alone and engine.replayable):
             how = (
                 "--parallel.engine horovod and without --parallel.tp, ep and cp: a rank cannot repeat its passes alone"

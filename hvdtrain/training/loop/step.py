@@ -59,7 +59,7 @@ class Stepper:
         clip: largest norm of the gradient; 0 for no limit.
         buffers: makes buffers that differ between ranks equal after each step.
         counts: whether this rank's losses and weights count; of ranks that divide matrices, those of one do.
-        alone: whether the passes of a rank need no other rank but for what the engine exchanges.
+        sharing: number of ranks that have the same samples, and run each pass together.
         loads: of the experts of a mixture; None without experts.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
@@ -82,7 +82,7 @@ class Stepper:
     spans: Spans
     buffers: SharedBuffers
     counts: bool = True
-    alone: bool = True
+    sharing: int = 1
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     loads: RouterLoads | None = None
     confirms: bool = False
@@ -137,7 +137,7 @@ class Stepper:
                 if number >= count:
                     self._run_extra(batch)
                     continue
-                self.spans.add_size(batch_size(batch))
+                self.spans.add_size(batch_size(batch) // self.sharing)
                 with self.spans("forward"), self.precision.autocast(), self.around(), counting():
                     loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
                 with self.spans("backward"):

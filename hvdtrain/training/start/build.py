@@ -125,7 +125,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         device=device,
         global_batch=train.global_batch,
         counts=counts,
-        alone=dimensions.cp == 1,
+        sharing=dimensions.same_samples,
         clip=train.clip,
         spans=spans,
         buffers=buffers,
