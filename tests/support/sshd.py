@@ -1,4 +1,8 @@
-"""An ssh server on each host of `two_hosts`, and the client that reaches it; the user's own keys are left alone."""
+"""An ssh server on each host of `two_hosts`, and the client that reaches it; the user's own keys are left alone.
+
+SHLVL keeps bash from reading the user's ~/.bashrc. pyenv's takes a lock in it: a session that is killed meanwhile leaves
+the lock behind, and each later session then waits for 60 s.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ UsePAM no
 UseDNS no
 PidFile none
 MaxStartups 100
-SetEnv PATH={path} TMPDIR={tmp}
+SetEnv PATH={path} TMPDIR={tmp} SHLVL=1
 """
 _CLIENT = """\
 Host *
