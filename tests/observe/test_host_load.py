@@ -74,6 +74,7 @@ from hvdtrain.observe.host_load import HostLoad
 causes = HostLoad(dict)
 print("begun", flush=True)
 while sys.stdin.readline():
+    time.sleep(0.3)  # idle: the thread is late only if the process was stopped
     until = time.monotonic() + 0.3
     while time.monotonic() < until:  # it computes, so that the thread may be late
         sum(range(10_000_000))
@@ -96,8 +97,10 @@ def test_here_a_stopped_process_is_known_and_a_busy_one_is_not_stopped() -> None
         assert process.stdout.readline() == "begun\n"
         assert lap() == 0
         process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
         time.sleep(1.0)
         process.send_signal(signal.SIGCONT)
-        assert lap() == pytest.approx(1e6, rel=0.2)
+        stopped_us = 1e6 * (time.monotonic() - began_s)
+        assert lap() == pytest.approx(stopped_us, rel=0.2)
         assert lap() == 0
         process.stdin.close()
