@@ -1,13 +1,14 @@
-"""How many ranks divide the matrices, the sequences or the experts, and which hold copies of the same part. Pure.
+"""How many ranks divide the matrices, sequences, experts or layers, and which hold copies of the same part. Pure.
 
 Ranks that divide a matrix (tp) are neighbours, because they exchange the most; then those that divide a sequence (cp),
-and those that divide the experts (ep). The others are copies of them, with other samples.
+and those that divide the experts (ep). The others are copies of them, with other samples. Without these, the stages of
+a pipeline (pp) are neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from hvdtrain.errors import ConfigError
@@ -21,11 +22,13 @@ class Dimensions:
         tp: that divide each matrix of a block, and have the same samples.
         ep: that divide the experts of a layer; a multiple of `tp`, or 1.
         cp: that divide each sequence, and have the same samples.
+        pp: that divide the layers, as stages of a pipeline, and have the same samples; all others are 1 then.
     """
 
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    pp: int = 1
 
     def __bool__(self) -> bool:
         return self != ONE
@@ -33,7 +36,7 @@ class Dimensions:
     @property
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model; else each has all of it, unless its engine divides it."""
-        return self.tp > 1 or self.ep > 1
+        return self.tp > 1 or self.ep > 1 or self.pp > 1
 
     @property
     def experts(self) -> int:
@@ -43,7 +46,7 @@ class Dimensions:
     @property
     def same_samples(self) -> int:
         """Number of ranks that have the same samples: together they run a pass."""
-        return self.tp * self.cp
+        return self.tp * self.cp * self.pp
 
     @property
     def options(self) -> str:
@@ -56,19 +59,40 @@ class Dimensions:
         Errors:
             ConfigError: they do not; with the nearest ones that fit.
         """
+        if self.pp > 1 and self != Dimensions(pp=self.pp):
+            raise ConfigError(
+                f"--parallel.pp {self.pp} does not support {replace(self, pp=1).options}",
+                expected="one of them",
+                next_step="leave out the others",
+                everywhere=True,
+            )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
-        every = [Dimensions(*each) for each in product(divisors, divisors, divisors)]
+        every = [Dimensions(*each) for each in product(divisors, repeat=3)] + [Dimensions(pp=each) for each in divisors]
         fitting = [each for each in every if each and each._fits(size)]
         nearest = min(fitting, key=self._distance, default=None)
         raise ConfigError(
             f"{size} rank(s) do not have the dimensions {self.options}",
-            expected="--parallel.tp times --parallel.cp, and --parallel.ep, divide the number of ranks; --parallel.ep"
-            " is 1 or a multiple of --parallel.tp",
+            expected="--parallel.tp times --parallel.cp, --parallel.ep, and --parallel.pp divide the number of ranks;"
+            " --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
             everywhere=True,
         )
+
+    def check_passes(self, size: int, passes: int) -> None:
+        """Check that each pipeline has as many of the `passes` of a step as stages, or none would be busy.
+
+        Errors:
+            ConfigError: it has fewer.
+        """
+        if self.pp > 1 and passes // (size // self.pp) < self.pp:
+            raise ConfigError(
+                f"{self.options}, but a pipeline has {passes // (size // self.pp)} micro-batch(es) in a step",
+                expected=f"{self.pp} or more, as many as stages; four times as many keep them busy",
+                next_step="a larger --train.global_batch, a smaller --train.micro_batch, or fewer stages",
+                everywhere=True,
+            )
 
     def _fits(self, size: int) -> bool:
         return size % self.same_samples == 0 and size % self.ep == 0 and (self.ep == 1 or self.ep % self.tp == 0)
@@ -87,15 +111,16 @@ class Dimensions:
 
     def sequence(self, rank: int) -> list[int]:
         """Return the ranks that divide the sequences of a rank, with it, in the order of the parts."""
-        first = rank // self.same_samples * self.same_samples + rank % self.tp
-        return list(range(first, first + self.same_samples, self.tp))
+        width = self.tp * self.cp
+        first = rank // width * width + rank % self.tp
+        return list(range(first, first + width, self.tp))
 
     def groups(self, size: int) -> list[list[int]]:
         """Return the ranks of each group that exchanges apart. Errors: ConfigError: see `check`."""
         if not self or size == 1:
             return []
         self.check(size)
-        found = [self.copies(rank, size, self.tp) for rank in range(self.tp)]
+        found = [self.copies(rank, size, width) for width in (self.tp, self.pp) for rank in range(width)]
         found += [self.copies(rank, size, self.experts) for rank in range(self.experts)]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         found += [self.sequence(rank) for rank in range(size)]
@@ -106,11 +131,14 @@ class Dimensions:
         groups = size // self.same_samples
         own = f"{groups} groups of ranks have their own samples" if groups > 1 else "all ranks have the same samples"
         lines = [own if self.same_samples > 1 else "each rank has its own samples"]
-        tensors, experts = ([self.block(rank, width) for rank in range(size)] for width in (self.tp, self.experts))
+        tensors, experts, stages = (
+            [self.block(rank, width) for rank in range(size)] for width in (self.tp, self.experts, self.pp)
+        )
         for what, found, copies in (
             ("the same samples, and a part of each matrix", tensors, f"; {size // self.tp} x each part"),
             ("a part of each sequence", [self.sequence(rank) for rank in range(size)], ""),
             ("a part of the experts", experts, f"; {size // self.experts} x each part"),
+            ("a part of the layers, in this order", stages, f"; {size // self.pp} x each part"),
         ):
             if len(found[0]) > 1:
                 shown = [*dict.fromkeys(map(_shown, found))]
@@ -126,7 +154,11 @@ class Dimensions:
         return rank // same, size // same, rank % same == 0
 
     def loss_counts(self, rank: int) -> bool:
-        """Return whether the loss of a rank counts: of those that divide matrices, the first one's does."""
+        """Return whether the loss of a rank counts: of a pipeline, only the last one has it."""
+        return self.pass_counts(rank) and rank % self.pp == self.pp - 1
+
+    def pass_counts(self, rank: int) -> bool:
+        """Return whether what a rank counts in a pass counts: of those that divide matrices, all count the same."""
         return rank % self.tp == 0
 
 

@@ -16,7 +16,7 @@ from hvdtrain.comm.torch_order import Order, Started, TorchHandle
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
 from hvdtrain.runtime.environment import RankInfo
 
-_lasting: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_lasting: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _comms = 0
 """Communicators that this process has made: each has its own keys in the store."""
 
@@ -36,12 +36,12 @@ def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGro
     return group
 
 
-def lasting_group(comm: Comm, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the process group of `ranks`, which contain this one; the same for all engines of this process.
+def lasting_group(comm: Comm, ranks: Sequence[int], use: str = "") -> dist.ProcessGroup:
+    """Return the process group of `ranks`, which contain this one, for a `use`; the same for all engines of a process.
 
     torch remembers meshes by their ranks, and a mesh has its group. Collective: yes, among all ranks of `comm`.
     """
-    if (key := tuple(ranks)) not in _lasting:
+    if (key := (use, tuple(ranks))) not in _lasting:
         _lasting[key] = new_group(comm, ranks)
     return _lasting[key]
 

@@ -74,6 +74,9 @@ class ParallelConfig:
             tokens go to the ranks that have their experts, and none is dropped. With tp, a multiple of it
         cp: number of ranks that divide each sequence (context parallelism), for texts that are too long for one. They
             have the same samples, and exchange heads of attention in each pass. With any engine, tp and ep
+        pp: number of ranks that divide the layers, as stages of a pipeline (pipeline parallelism). They have the same
+            samples, and send activations to the next stage: only little crosses a link. Use at least four times as many
+            micro-batches a step. Without tp, ep and cp
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
@@ -100,6 +103,7 @@ class ParallelConfig:
     tp: int = 1
     ep: int = 1
     cp: int = 1
+    pp: int = 1
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None

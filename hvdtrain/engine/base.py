@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,6 +44,11 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
+
+    def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
+        """Run the passes of a step. Each is a function that runs a forward pass, and returns what runs its backward."""
+        for forward in passes:
+            forward()()
 
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.torch_group import lasting_group
@@ -56,6 +57,24 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
             EPImplementationInterface.register(name, implementation(rows))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())
+
+    def take(name: str, value: Tensor) -> Tensor:
+        return take_rows(value, layout[name], parts.device) if is_divided(layout[name]) else value.to(parts.device)
+
+    distribute(parts, whole, ties, take)
+
+
+def distribute(
+    parts: EngineParts,
+    whole: dict[str, nn.Parameter],
+    ties: Mapping[str, str],
+    take: Callable[[str, Tensor], Tensor],
+) -> None:
+    """Set the parameters of the model, block by block, to what `take` returns for the values of rank 0.
+
+    `whole`: the parameters with these values, by name; `ties`: other names of them. Collective: yes.
+    """
+    model, comm = parts.model, parts.comm
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     for part in [*blocks(model), model]:
         # The values of rank 0, and no more of the whole at a time than a block.
@@ -63,11 +82,10 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
         values = nn.ParameterList(whole.pop(name) for name in names)
         broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts")
         for name, value in zip(names, values, strict=True):
-            if is_divided(layout[name]):
-                own = take_rows(value.detach(), layout[name], parts.device)
-            else:
-                own = value.detach().to(parts.device)
-            _set(model, name, nn.Parameter(own, value.requires_grad))
+            own = take(name, value.detach())
+            placed = own if isinstance(own, nn.Parameter) else nn.Parameter(own, value.requires_grad)
+            placed.requires_grad_(value.requires_grad)
+            _set(model, name, placed)
             if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
                 value.data = value.data.new_empty(()).expand(value.shape)
         return_freed_memory()

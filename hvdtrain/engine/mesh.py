@@ -29,7 +29,7 @@ from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import divided_dim, is_divided, local
+from hvdtrain.state.divided import StageParameter, divided_dim, group_size, is_divided, local
 from hvdtrain.state.exchange_state import Owned
 
 if TYPE_CHECKING:
@@ -45,16 +45,17 @@ class MeshEngine(DividedEngine):
 
     Args:
         parts: the model's parameters become those of rank 0.
+        place: gives each rank its part of them.
     """
 
     uniform_passes = True
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], None] = divide_model) -> None:
         super().__init__(parts.optimizer, parts.model, parts.comm)
-        self.compression = parts.compression
+        self.compression, self._options = parts.compression, parts.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
         hosts = gather_hosts(parts.comm)
-        divide_model(parts, hosts)
+        place(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._owned = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
         use_owned(parts.optimizer, names, self._owned)
@@ -64,7 +65,8 @@ class MeshEngine(DividedEngine):
         self._copies_of = {name: each for names, each in self._copies for name in names}
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
-        self._overlaps = parts.dimensions.tp == 1 or not by_nccl_of_horovod(parts.comm, parts.device)
+        waits = parts.dimensions.tp > 1 or parts.dimensions.pp > 1
+        self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
         self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
         self._hooks = [
@@ -82,21 +84,21 @@ class MeshEngine(DividedEngine):
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
         found: list[tuple[list[str], BetweenCopies | None]] = []
-        for width in dict.fromkeys((dimensions.tp, dimensions.experts)):
+        for width in dict.fromkeys((dimensions.tp, dimensions.experts, dimensions.pp)):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
                 for name, parameter in reversed(self._parameters.items())
                 if parameter.requires_grad
                 and (rows := self._owned[name].parameter) is not None
-                and (dimensions.experts if _width(parameter) == dimensions.experts else dimensions.tp) == width
+                and (_width(parameter) if _width(parameter) > 1 else dimensions.tp) == width
             ]
             ranks = dimensions.copies(comm.rank, comm.size, width)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
             exchange = None
             if len(ranks) > 1 and held:
                 among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
-                prefix = "gradients" if width == dimensions.tp else "experts"
+                prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
                 exchange = BetweenCopies(held, among, compression, limit, parts.spans or Spans(), prefix)
             found.append(([name for name, _ in held], exchange))
         return found
@@ -107,7 +109,7 @@ class MeshEngine(DividedEngine):
             raise TaskError(
                 "parameters were frozen or freed during training, which ranks that divide a model do not support",
                 expected="the same trained parameters in every step",
-                next_step="leave out --parallel.tp and --parallel.ep",
+                next_step=f"leave out {self._options}",
             )
         self._model.zero_grad()
         self.optimizer.zero_grad()
@@ -127,9 +129,12 @@ class MeshEngine(DividedEngine):
         """Add the gradients of `loss`; in the last pass, begin to sum them over copies. Collective: yes."""
         self._remaining -= 1
         try:
-            torch.autograd.backward(loss)
+            self._run_backward(loss)
         except RuntimeError as error:
             raise _explained(error) from error
+
+    def _run_backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if not self._remaining and self._overlaps:
@@ -144,8 +149,11 @@ class MeshEngine(DividedEngine):
         rows = self._owned[name].parameter
         assert rows is not None
         if rows is not parameter and parameter.grad is not None:
-            # torch may leave the gradient of a divided matrix whole, or a part of a sum.
-            gradient = cast("DTensor", parameter.grad).redistribute(placements=cast("DTensor", parameter).placements)
+            gradient: Tensor = parameter.grad
+            if not isinstance(parameter, StageParameter):
+                # torch may leave the gradient of a divided matrix whole, or a part of a sum.
+                placements = cast("DTensor", parameter).placements
+                gradient = cast("DTensor", gradient).redistribute(placements=placements)
             rows.grad, parameter.grad = local(gradient), None
         if (residual := self._residuals.get(name)) is not None and self._leads[name]:
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
@@ -210,7 +218,7 @@ def _width(parameter: nn.Parameter) -> int:
     """Return how many ranks divide a parameter."""
     if not is_divided(parameter) or divided_dim(parameter) is None:
         return 1
-    return parameter.device_mesh.size()
+    return group_size(parameter)
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
@@ -241,11 +249,15 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
         )
         if p.dim() > 2
     )
-    if not (updates_by_element(parts.optimizer) or by_expert):
+    if not (updates_by_element(parts.optimizer) or by_expert or parts.dimensions.pp > 1):
         raise ConfigError(
             f"{parts.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
             expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"
             " --parallel.ep also muon",
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
         )
+    if parts.dimensions.pp > 1:
+        from hvdtrain.engine.pipeline import PipelineEngine  # which builds on this module
+
+        return PipelineEngine(parts)
     return MeshEngine(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: tor
             next_step="leave out --parallel.cp",
             everywhere=True,
         )
-    _refuse_dropout(task.model)
+    refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
     rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences")
@@ -49,13 +50,24 @@ def _exchange(tensor: Tensor, split: int, joined: int, *, rows: Rows, count: int
     return torch.cat(exchange_rows(torch.stack(tensor.chunk(count, split)), ones, ones, rows).unbind(), joined)
 
 
-def _refuse_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+def refuse_dropout(model: nn.Module, option: str) -> None:
+    """Check that a model has no dropout: ranks that divide a pass draw other random numbers than one rank.
+
+    Errors:
+        ConfigError: it has dropout.
+    """
+    found = {n: m.p for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):  # transformers also drops without a module
+        unused = ("summary", "classifier")  # of heads for other tasks
+        values = config.to_dict().items()
+        found |= {f"config.{n}": value for n, value in values if "drop" in n and not n.startswith(unused)}
+    for name, value in found.items():
+        if isinstance(value, float) and value:
             raise ConfigError(
-                f"--parallel.cp does not support dropout, which {name} has",
+                f"{option} does not support dropout, which {name} sets",
                 expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
-                found=f"a dropout of {module.p:g}",
-                next_step="--model.dropout 0, or leave out --parallel.cp",
+                found=f"a dropout of {value:g}",
+                next_step=f"--model.dropout 0, or leave out {option}",
                 everywhere=True,
             )

@@ -44,7 +44,7 @@ class EngineParts:
         weights: format in which forward and backward get the parameters; None for their own.
         offload: whether this rank's optimizer keeps its state, and what it updates, in the memory of the host.
         dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
-        dimensions: numbers of ranks that divide matrices, experts and sequences.
+        dimensions: numbers of ranks that divide matrices, experts, sequences and layers.
         plan: of the task, how to divide them; empty for that of the model.
     """
 
@@ -77,7 +77,7 @@ class EngineKind:
         shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. Name, shard and
             `groups` make one engine.
         groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
-        dimensions: whether `--parallel.tp` and `--parallel.ep` ranks divide the model's matrices or experts. Ranks of
+        dimensions: whether ranks divide the model's matrices, experts or layers (`--parallel.tp`, `ep`, `pp`). Ranks of
             any engine may divide sequences (`--parallel.cp`).
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
@@ -169,8 +169,8 @@ TABLE = (
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Return how many ranks of a run divide matrices, experts and sequences."""
-    return Dimensions(config.parallel.tp, config.parallel.ep, config.parallel.cp)
+    """Return how many ranks of a run divide matrices, experts, sequences and layers."""
+    return Dimensions(config.parallel.tp, config.parallel.ep, config.parallel.cp, config.parallel.pp)
 
 
 def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
@@ -266,9 +266,9 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
             next_step="--parallel.balance equal, or --parallel.compression none and"
             f" {_with(dimensions, lambda k: bool(k.balances))}",
         )
-    if parallel.cp > 1 and config.train.compile:
+    if (parallel.cp > 1 or parallel.pp > 1) and config.train.compile:
         raise ConfigError(
-            f"--parallel.cp {parallel.cp} does not support --train.compile",
+            f"{dimensions.options} does not support --train.compile",
             expected="blocks that are not compiled: they exchange activations",
             next_step="leave out one of them",
         )

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.state.divided import is_divided
-
 _BLOCK_BYTES = 512
 """CUDA's allocator rounds sizes up to a multiple of this."""
 
@@ -74,7 +72,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         # The storage of a divided tensor has no memory; that of its rows has.
-        storage = (tensor._local_tensor if is_divided(tensor) else tensor).untyped_storage()
+        own: Tensor = getattr(tensor, "_local_tensor", tensor)
+        storage = own.untyped_storage()
         key = id(storage)
         if (known := self._known.get(key)) is not None and known() is storage:
             self._set_size(key, storage.nbytes())  # Horovod resizes the empty result that it was given

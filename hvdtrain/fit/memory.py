@@ -80,6 +80,12 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
             next_step="predict --parallel.sync every_step; workers need in addition, for each that a rank serves, the"
             " parameters and the state of the optimizer, and once the parameters and the outer momentum",
         )
+    if parallel.pp > 1:
+        raise ConfigError(
+            f"hvdtrain fit does not predict --parallel.pp {parallel.pp}: its ranks need different memory",
+            expected="ranks with equal parts of the model",
+            next_step="leave it out",
+        )
     if run.config.train.micro_batch == "auto":
         raise ConfigError(
             "the memory of --train.micro_batch auto is what the device has",

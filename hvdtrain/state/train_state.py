@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
-from hvdtrain.state.divided import is_divided, local, place_of, take_rows
+from hvdtrain.state.divided import is_divided, local, place_of, take_rows, whole_shape
 from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
@@ -62,7 +62,7 @@ class TrainState:
         if self.exchange is not None:
             self.exchange.complete()
         left_out = frozenset() if self.frozen is None or with_frozen else self.frozen.left_out(self.model)
-        every = self.model.state_dict()
+        every = self.model.state_dict(keep_vars=True)  # of what kind they are tells how they are divided
         kept, aliases = _split_aliases({name: tensor for name, tensor in every.items() if name not in left_out})
         model = {name: local(tensor) for name, tensor in kept.items()}
         slots, plain, groups, places = self._optimizer_state()
@@ -121,7 +121,7 @@ class TrainState:
         stored = state.tensors["model"]
         names = {**{name: name for name in stored}, **state.values["aliases"]}
         left_out = check_stored(self.frozen, state.values.get(FROZEN), names)
-        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
+        own = {name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in left_out}
         shapes = specs(stored)
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         return {name: take_rows(stored[source], own.get(name)) for name, source in names.items()}, not left_out
@@ -250,7 +250,8 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
-    ours, theirs = {name: tuple(t.shape) for name, t in model.items()}, dict(saved)
+    ours = {name: whole_shape(tensor) for name, tensor in model.items()}
+    theirs = dict(saved)
     for name, tensor in model.items():
         if is_divided(tensor) and theirs.get(name) == local(tensor).shape:  # this rank's rows
             theirs[name] = ours[name]

@@ -16,6 +16,7 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
+from hvdtrain.data.order import MicroBatch
 from hvdtrain.engine.table import dimensions_of
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.exchange_state import Owned
@@ -77,7 +78,7 @@ def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info
         ConfigError: the ranks or the model cannot be divided as the config says.
     """
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
-    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1, cp=1)
+    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1, cp=1, pp=1)
     alone = _after_backward(replace(run, config=replace(run.config, parallel=whole)), build, SoloComm(), info, device)
     expected = {name: p.grad for name, p in alone.task.model.named_parameters() if p.grad is not None}
     divided = _after_backward(run, build, comm, info, device)
@@ -109,11 +110,14 @@ def _after_backward(
     drawn = [(where, samples, 1.0) for where, _, samples in fetch_step(replace(stream, uniform=False), 0)]
     drawn += [(*drawn[-1][:2], 0.0) for _ in stream.repeated(0)]
     engine.begin(len(drawn))
-    for where, samples, weight in drawn:
+
+    def forward(where: MicroBatch, samples: list[Any], weight: float) -> Callable[[], None]:
         seed_forward(config.seed, where.start)
         batch_there = to_device(collate(samples), device)
         loss, _ = engine.forward(partial(checked_loss, task, task.model, batch_there))
-        engine.backward(loss * (weight / (config.train.global_batch * float(task.nominal_weight))))
+        return partial(engine.backward, loss * (weight / (config.train.global_batch * float(task.nominal_weight))))
+
+    engine.accumulate(partial(forward, *each) for each in drawn)
     engine.finish()
     return worker
 

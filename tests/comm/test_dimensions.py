@@ -13,12 +13,12 @@ FITTING = [
     (size, Dimensions(tp, ep, cp))
     for size, tp, ep, cp in product((2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8), (1, 2, 3))
     if (tp, ep, cp) != (1, 1, 1) and size % (tp * cp) == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
-]
+] + [(size, Dimensions(pp=pp)) for size, pp in ((2, 2), (8, 2), (8, 4), (12, 3))]
 
 
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_a_block_and_its_copies_share_one_rank(size: int, dimensions: Dimensions) -> None:
-    for width in (dimensions.tp, dimensions.experts):
+    for width in (dimensions.tp, dimensions.experts, dimensions.pp):
         for rank in range(size):
             block, copies = set(dimensions.block(rank, width)), set(dimensions.copies(rank, size, width))
             assert block & copies == {rank} and (len(block), len(copies)) == (width, size // width)
@@ -29,7 +29,9 @@ def test_a_block_and_its_copies_share_one_rank(size: int, dimensions: Dimensions
 def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) -> None:
     made = {tuple(group) for group in dimensions.groups(size)}
     for rank in range(size):
-        exchanging = [dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts)]
+        exchanging = [
+            dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts, dimensions.pp)
+        ]
         for ranks in [*exchanging, dimensions.sequence(rank)]:
             assert rank in ranks and (tuple(ranks) in made or len(ranks) in (1, size))
     assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
@@ -48,7 +50,7 @@ def test_of_ranks_with_the_same_samples_one_counts(size: int, dimensions: Dimens
 
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_each_part_of_a_sequence_counts_once(size: int, dimensions: Dimensions) -> None:
-    """The parts have the same samples; of ranks with the same part and samples, one counts."""
+    """The parts have the same samples; of ranks with the same part and samples, one counts: the last stage's."""
     seen: dict[tuple[int, int], list[bool]] = {}
     for rank in range(size):
         ranks = dimensions.sequence(rank)
@@ -56,8 +58,10 @@ def test_each_part_of_a_sequence_counts_once(size: int, dimensions: Dimensions) 
         assert len({dimensions.samples(other, size)[0] for other in ranks}) == 1
         part = (dimensions.samples(rank, size)[0], ranks.index(rank))
         seen.setdefault(part, []).append(dimensions.loss_counts(rank))
-    assert len(seen) == size // dimensions.tp
-    assert all(sum(counts) == 1 and len(counts) == dimensions.tp for counts in seen.values())
+    together = dimensions.tp * dimensions.pp
+    assert len(seen) == size // together
+    assert all(sum(counts) == 1 and len(counts) == together for counts in seen.values())
+    assert all(counts[-1] for counts in seen.values() if dimensions.pp > 1)
 
 
 def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
@@ -72,12 +76,26 @@ def test_data_parallel_ranks_need_no_groups() -> None:
     ("size", "dimensions", "nearest"),
     [(4, Dimensions(3, 1), "--parallel.tp 2"), (6, Dimensions(1, 4), "--parallel.ep 3"),
      (8, Dimensions(4, 2), "--parallel.tp 4"), (8, Dimensions(1, 16), "--parallel.ep 8"),
-     (6, Dimensions(2, 1, 2), "--parallel.cp 2"), (4, Dimensions(cp=3), "--parallel.cp 2")],
+     (6, Dimensions(2, 1, 2), "--parallel.cp 2"), (4, Dimensions(cp=3), "--parallel.cp 2"),
+     (4, Dimensions(pp=3), "--parallel.pp 2")],
 )  # fmt: skip
 def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimensions, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{size} rank.s. do not have the dimensions {dimensions.options}") as caught:
         dimensions.groups(size)
     assert caught.value.next_step == f"{nearest}, or another number of ranks"
+
+
+def test_a_pipeline_is_not_combined() -> None:
+    with pytest.raises(ConfigError, match=r"--parallel.pp 2 does not support --parallel.tp 2 --parallel.cp 2"):
+        Dimensions(2, 1, 2, 2).check(8)
+
+
+def test_each_pipeline_needs_as_many_passes_as_stages() -> None:
+    Dimensions(pp=2).check_passes(4, 4)
+    Dimensions(2, 2).check_passes(4, 1)
+    with pytest.raises(ConfigError, match=r"--parallel.pp 2, but a pipeline has 1 micro-batch.es. in a step") as caught:
+        Dimensions(pp=2).check_passes(4, 3)
+    assert str(caught.value.expected).startswith("2 or more")
 
 
 def test_one_rank_has_no_dimensions() -> None:
@@ -97,6 +115,10 @@ def test_a_table_says_which_ranks_do_what_together() -> None:
         "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
         "  a part of each sequence: ranks 0+2, 1+3, 4+6, 5+7",
         "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
+    ]
+    assert Dimensions(pp=2).table(6) == [
+        "3 groups of ranks have their own samples",
+        "  a part of the layers, in this order: ranks 0-1, 2-3, 4-5; 3 x each part",
     ]
     assert Dimensions(2, 1, 2).table(4)[0] == "all ranks have the same samples"
     assert Dimensions(1, 2).table(12) == [

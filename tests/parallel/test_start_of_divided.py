@@ -175,12 +175,12 @@ def _resident(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
-@pytest.mark.parametrize("by", ["fsdp", "tp"])
+@pytest.mark.parametrize("by", ["fsdp", "tp", "pp"])
 def test_a_rank_holds_its_rows_and_one_block(by: str, job: Comm) -> None:
     """8 blocks of 16 MiB: rank 0 begins with all, and the others never hold more than rows / size + a block."""
     width, blocks, slack = 2048, 8, 12 * MIB
     block = width * width * 4
-    _divide(_make(lambda: _task(Blocks(4 * job.size, 1)), job)[0], job, by).close()  # imports
+    _divide(_make(lambda: _task(Blocks(4 * job.size, job.size)), job)[0], job, by).close()  # imports
 
     def build() -> Task:
         """Parameters with memory, one after the other; then other values for all, as transformers' models do."""

@@ -27,7 +27,7 @@ DIVIDED = (
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
-TP, EP, CP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp="
+TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tied": ("--kind=llama", "--tied=true"),
     "momentum": ("--method=momentum",),
     "adamw": ("--method=adamw",),
+    "averaged": ("--train.ema=0.9",),
     "recomputed": ("--memory.checkpointing=full",),
     "frozen": ("--frozen=true",),
     "own": ("--kind=own",),
@@ -52,8 +53,13 @@ TWO = {
     **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items()},
     **{f"ep2/{name}": (EP + "2", *options) for name, options in VARIANTS.items() if "llama" not in str(options)},
     **{f"cp2/{name}": (CP + "2", *VARIANTS[name]) for name in ("latent", "heads", "adamw", "recomputed")},
+    **{f"pp2/{name}": (PP + "2", *options) for name, options in VARIANTS.items() if name not in ("tied", "own")},
     **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
-    **{f"{mesh}2/{n}": (f"--parallel.{mesh}=2", *options) for mesh in ("tp", "ep") for n, options in ROUNDED.items()},
+    **{
+        f"{mesh}2/{n}": (f"--parallel.{mesh}=2", *options)
+        for mesh in ("tp", "ep", "pp")
+        for n, options in ROUNDED.items()
+    },
 }
 """Of two ranks, by mesh and variant."""
 FOUR = {
@@ -68,11 +74,13 @@ FOUR = {
     "cp4/heads": (CP + "4", *VARIANTS["heads"]),
     "cp2tp2/latent": (CP + "2", TP + "2"),
     "cp2ep4/latent": (CP + "2", EP + "4"),
+    **{f"pp2/{name}": (PP + "2", *VARIANTS[name]) for name in ("latent", "adamw")},
 }
 """Of four ranks."""
 STAGES = {
     "experts": ((EP + "2",), (TP + "2", EP + "4"), ()),
     "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
+    "layers": ((PP + "2", *VARIANTS["adamw"]), (PP + "2", *VARIANTS["adamw"]), VARIANTS["adamw"]),
     "matrices": ((TP + "2", "--method=adamw"), (EP + "4", "--method=adamw"), ("--method=adamw",)),
 }
 """Options of a run on two, four and one rank, one after the other."""

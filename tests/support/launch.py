@@ -19,7 +19,7 @@ from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
 from hvdtrain.observe.past_journal import read_journal
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
+TIMEOUT_S = 580
 """After which a job that does not end is given up: a guard, not a judgement of speed."""
 
 ENVIRONMENT = {

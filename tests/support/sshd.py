@@ -1,7 +1,7 @@
 """An ssh server on each host of `two_hosts`, and the client that reaches it; the user's own keys are left alone.
 
-SHLVL keeps bash from reading the user's ~/.bashrc. pyenv's takes a lock in it: a session that is killed meanwhile leaves
-the lock behind, and each later session then waits for 60 s.
+SHLVL keeps bash from reading the user's ~/.bashrc. pyenv takes a lock there: a session that is killed meanwhile leaves
+it behind, and each later session then waits for 60 s.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.solo import SoloComm
@@ -184,9 +185,11 @@ def test_a_task_that_cannot_divide_sequences_is_refused(more: dict[str, Any], fo
 
 
 def test_dropout_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
-    with pytest.raises(ConfigError, match="dropout, which 1 has"):
-        divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
+    drops, configured = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25)), nn.Linear(1, 1)
+    configured.config = PretrainedConfig(attention_dropout=0.25)
+    for model, where in ((drops, "1"), (configured, "config.attention_dropout")):
+        with pytest.raises(ConfigError, match=f"dropout, which {where} sets"):
+            divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
 
 
 def test_separate_documents_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hvdtrain.state.divided import local
+from hvdtrain.state.divided import copy_of, local
 from hvdtrain.training.callbacks.base import Callback, Training
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class EMA(Callback):
         parameters = dict(training.model.named_parameters())
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self.average:
-                self.average[name] = parameter.detach().clone()
+                self.average[name] = copy_of(parameter)
         names = [name for name in parameters if name in self.average]
         return [local(self.average[name]) for name in names], [local(parameters[name]) for name in names]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
-from hvdtrain.state.divided import is_divided, local
+from hvdtrain.state.divided import group_size, is_divided, local
 from hvdtrain.state.frozen import changed
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
@@ -94,13 +94,13 @@ def own_parts(model: nn.Module, group: int) -> dict[str, Tensor]:
     return {
         name: local(parameter)
         for name, parameter in model.named_parameters()
-        if is_divided(parameter) and parameter.device_mesh.size() == group
+        if is_divided(parameter) and group_size(parameter) == group
     }
 
 
 def _group_sizes(model: nn.Module, ranks: int) -> list[int]:
     """Return how many ranks divide a parameter, where several groups of ranks do; equal on all ranks."""
-    sizes = {parameter.device_mesh.size() for parameter in model.parameters() if is_divided(parameter)}
+    sizes = {group_size(parameter) for parameter in model.parameters() if is_divided(parameter)}
     return sorted(size for size in sizes if size < ranks)
 
 

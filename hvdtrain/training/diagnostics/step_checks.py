@@ -65,8 +65,8 @@ class StepChecks:
         alone = self.stepper.sharing == 1 and not engine.uniform_passes
         if (new or ends) and result.weight > 0 and not (alone and engine.replayable):
             how = (
-                "--parallel.engine horovod and without --parallel.tp, ep and cp: a rank cannot repeat its passes alone"
-                " with a part of a model or of a sequence"
+                "--parallel.engine horovod and without --parallel.tp, ep, cp and pp: a rank cannot repeat its passes"
+                " alone with a part of a model or of a sequence"
             )
             if not engine.replayable:
                 how = "--parallel.sync every_step: workers that train apart do not repeat a step"

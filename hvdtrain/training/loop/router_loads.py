@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.host_copy import HostCopy
+from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.diagnostics.experts import chosen_experts, find_routers
 
 _BIAS = "e_score_correction_bias"
@@ -118,7 +119,7 @@ class RouterLoads:
 
 def _experts(router: nn.Module) -> int:
     weight: Any = router.weight
-    return int(weight.shape[0])
+    return whole_shape(weight)[0]
 
 
 def _busiest(loads: list[float]) -> float:
@@ -142,4 +143,4 @@ def make_router_loads(
 
 def _is_router(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and len(weight) > 1
+    return weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1

@@ -129,23 +129,25 @@ class Stepper:
             self._rollback.begin()
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
-        with self.precision.weights(self.engine.complete) if count else nullcontext():
-            for number, (seed, batch) in enumerate(batches):
-                with self.spans("copy"):
-                    batch = to_device(batch, self.device)
-                seed()
-                if number >= count:
-                    self._run_extra(batch)
-                    continue
-                self.spans.add_size(batch_size(batch) // self.sharing)
-                with self.spans("forward"), self.precision.autocast(), self.around(), counting():
-                    loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
-                with self.spans("backward"):
-                    self.engine.backward(self.precision.scaler.scale(loss / nominal))
-                if not self.counts:
-                    continue
+
+        def forward(seed: Callable[[], None], batch: Any, *, is_extra: bool) -> Callable[[], None]:
+            with self.spans("copy"):
+                batch = to_device(batch, self.device)
+            seed()
+            if is_extra:
+                return self._run_extra(batch)
+            self.spans.add_size(batch_size(batch) // self.sharing)
+            with self.spans("forward"), self.precision.autocast(), self.around(), counting():
+                loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
+            if self.counts:
                 losses.append(loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
+            return partial(self._backward, self.precision.scaler.scale(loss / nominal))
+
+        with self.precision.weights(self.engine.complete) if count else nullcontext():
+            self.engine.accumulate(
+                partial(forward, seed, batch, is_extra=number >= count) for number, (seed, batch) in enumerate(batches)
+            )
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
         self.buffers.start(count)
@@ -184,13 +186,15 @@ class Stepper:
                 self.engine.rescale(result.next_scale / result.scale)
         return result
 
-    def _run_extra(self, batch: Any) -> None:
-        """Run a pass for its collectives only."""
-        with restored_buffers(self.model):
-            with self.spans("forward"), self.precision.autocast():
-                loss, _ = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
-            with self.spans("backward"):
-                self.engine.backward(loss * 0.0)
+    def _backward(self, loss: Tensor) -> None:
+        with self.spans("backward"):
+            self.engine.backward(loss)
+
+    def _run_extra(self, batch: Any) -> Callable[[], None]:
+        """Run a forward pass for its collectives only; return what runs backward."""
+        with restored_buffers(self.model), self.spans("forward"), self.precision.autocast():
+            loss, _ = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
+        return partial(self._backward, loss * 0.0)
 
     def _confirm(self) -> None:
         """Wait until the device has done all collectives of the step; then sum a number on the CPU over all ranks.

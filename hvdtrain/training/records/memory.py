@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.observe.failure.process_states import memory
-from hvdtrain.state.divided import is_divided
+from hvdtrain.state.divided import local
 
 _LARGEST = 3
 
@@ -76,7 +76,7 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> i
     """Return the bytes of storages that are not in `seen`, to which they are added."""
     total = 0
     for tensor in tensors:
-        own = tensor._local_tensor if is_divided(tensor) else tensor
+        own = local(tensor)
         if own.device.type != device.type or own.layout != torch.strided:
             continue
         storage = own.untyped_storage()

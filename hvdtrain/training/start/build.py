@@ -11,6 +11,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream
+from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
@@ -48,6 +49,9 @@ def build_engine(current: Round) -> Engine:
     """Make the round's engine, with the exchange state of the last round. Collective: yes."""
     run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     variables, model = worker.info.variables, worker.state.model
+    dimensions, train = dimensions_of(run.config), run.config.train
+    dimensions.check(comm.size)
+    dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
@@ -76,6 +80,10 @@ def engine_of_worker(
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
     worker.task = divide_sequences(worker.task, comm, dimensions, worker.device)
+    if dimensions.pp > 1:
+        from hvdtrain.engine.pipeline import end_with_stage
+
+        worker.task = end_with_stage(worker.task, dimensions)
 
     def make(ranks: Comm, compression: str) -> Engine:
         return make_engine(
@@ -115,7 +123,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     dimensions = dimensions_of(config)
     place, places, records = dimensions.samples(comm.rank, comm.size)
-    counts = dimensions.loss_counts(comm.rank)
+    counts, passes_count = dimensions.loss_counts(comm.rank), dimensions.pass_counts(comm.rank)
     stepper = Stepper(
         task=task,
         model=worker.state.model,
@@ -129,7 +137,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         clip=train.clip,
         spans=spans,
         buffers=buffers,
-        loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=counts),
+        loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),

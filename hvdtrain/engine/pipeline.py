@@ -1,0 +1,353 @@
+"""Stages of a pipeline, which divide the blocks of a model: each micro-batch passes through the ranks of a pipeline.
+
+Each rank calls the task's loss function with the whole batch. Blocks of other stages do nothing: the first block of a
+rank gets the output of the stage before, and the pass ends after its last block. Parameters before the blocks are those
+of the first stage, parameters after them those of the last one, which alone has a loss.
+
+The order of passes is 1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503.
+torch.distributed.pipelining is not used: its stages are modules from tensors to tensors, it splits batches along a
+dimension of tensors, and keeps the shapes of the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.torch_group import lasting_group
+from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.engine.division import distribute
+from hvdtrain.engine.mesh import MeshEngine
+from hvdtrain.engine.sequence import refuse_dropout
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.divided import StageParameter
+from hvdtrain.task.base import Task
+
+
+class EndOfStage(BaseException):
+    """Ends a forward pass after the last block of a rank. No error: code of the task must not catch it."""
+
+
+def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
+    """Return a task with a loss of 0 and weight 0 on ranks where the pass ends before the loss.
+
+    Errors:
+        ConfigError: the task has metrics, which need the whole model.
+    """
+    if dimensions.pp == 1:
+        return task
+    if task.metrics is not None:
+        raise ConfigError(
+            f"{dimensions.options}, but the task has metrics",
+            expected="a task without metrics: no rank has the whole model",
+            next_step="leave out --parallel.pp",
+            everywhere=True,
+        )
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        try:
+            return task.loss(model, batch)
+        except EndOfStage:
+            return torch.zeros((), device=next(model.parameters()).device), 0.0
+
+    return replace(task, loss=loss)
+
+
+class PipelineEngine(MeshEngine):
+    """Ranks of a pipeline divide the blocks of a model; other pipelines have copies, with other samples.
+
+    Args:
+        parts: the model's parameters become those of rank 0.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device)
+        super().__init__(parts, place=self._stage.place)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Run this rank's part of a forward pass. Collective: yes."""
+        self._stage.begin(call)
+        return super().forward(call)
+
+    def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
+        """Run the passes; a forward pass for each later stage is under way before the first backward pass."""
+        ahead: deque[Callable[[], None]] = deque()
+        for forward in passes:
+            ahead.append(forward())
+            if len(ahead) >= self._stage.to_end:
+                ahead.popleft()()
+        while ahead:
+            ahead.popleft()()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        self._stage.backward(loss)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        super().close()
+        self._stage.close()
+
+
+class Stage:
+    """The blocks of this rank, and the exchange with the stages before and after. Collective: yes.
+
+    Attributes:
+        to_end: number of stages from this one on.
+
+    Errors:
+        ConfigError: the model cannot be divided into stages.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device) -> None:
+        self._option, count = dimensions.options, dimensions.pp
+        blocks = require_blocks(model, self._option, "divide", "leave out --parallel.pp")
+        if len(blocks) < count:
+            raise ConfigError(
+                f"{self._option}, but the model has {len(blocks)} block(s)",
+                expected="at most as many stages as blocks",
+                next_step=f"--parallel.pp {len(blocks)} or fewer",
+                everywhere=True,
+            )
+        _refuse_what_has_no_stages(model, self._option)
+        ranks = dimensions.block(comm.rank, count)
+        self._number = ranks.index(comm.rank)
+        self.to_end = count - self._number
+        firsts = [len(blocks) * stage // count for stage in range(count + 1)]
+        self._stage_of = _stages(model, blocks, firsts, self._option)
+        self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
+        # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
+        self._onward, self._back = (Link(lasting_group(comm, ranks, use)) for use in ("onward", "back"))
+        self._passes: deque[dict[str, Tensor]] = deque()
+        self._is_dry, self._value, self._others = False, 0.0, list[Tensor]()
+        self._devices = [device] if device.type == "cuda" else []
+        self._is_checked = not self._number  # the first stage computes all that its blocks get
+        self._hooks: list[Any] = []
+        for position, block in enumerate(blocks):
+            if firsts[self._number] <= position < firsts[self._number + 1]:
+                self._hooks.append(block.register_forward_pre_hook(self._check_inputs, with_kwargs=True))
+                if self._number and position == firsts[self._number]:
+                    self._hooks.append(block.register_forward_pre_hook(self._receive))
+                block.forward = partial(self._own_forward, block.forward)
+                continue
+            is_next = position == firsts[self._number + 1]
+            block.forward = self._end if is_next else _skip
+        if self._number:
+            early = {parameter for parameter, stage in self._stage_of.items() if not stage}
+            for module in model.modules():
+                if isinstance(module, nn.Embedding) and module.weight in early:
+                    module.forward = partial(self._no_embedding, module)  # type: ignore[method-assign]
+
+    def place(self, parts: EngineParts, hosts: list[Any]) -> None:
+        """Give each rank its stage of rank 0's values. Collective: yes."""
+        stages = {name: self._stage_of[parameter] for name, parameter in parts.model.named_parameters()}
+        self._stage_of = {}
+
+        def take(name: str, value: Tensor) -> Tensor:
+            is_held = stages[name] == self._number
+            held = value.to(parts.device) if is_held else value.new_empty(0, *value.shape[1:], device=parts.device)
+            return StageParameter(held, value.shape, stages[name], self._ranks)
+
+        distribute(parts, dict(parts.model.named_parameters()), {}, take)
+
+    def begin(self, call: Callable[[], Any]) -> None:
+        """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.
+
+        Errors:
+            TaskError: a block gets more than the stage before sends.
+        """
+        if not self._is_checked:
+            self._is_checked, found = True, []
+            for value in (0.0, 1.0):
+                self._is_dry, self._value, self._others = True, value, []
+                try:
+                    with torch.no_grad(), torch.random.fork_rng(self._devices):
+                        call()
+                finally:
+                    self._is_dry = False
+                found.append(self._others)
+            if not _equal(*found):
+                raise TaskError(
+                    f"{self._option} does not support this model: a block takes values that depend on parameters of"
+                    " earlier stages, besides the output of the block before",
+                    expected="blocks that pass on one tensor",
+                    next_step="leave out --parallel.pp",
+                )
+        self._passes.append({})
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of the oldest forward pass; `loss` is that of the last stage."""
+        passed = self._passes.popleft()
+        if (sent := passed.get("sent")) is None:
+            torch.autograd.backward(loss)
+        else:
+            gradient = self._back.receive(sent, self._number + 1)
+            if sent.requires_grad:
+                torch.autograd.backward(sent, gradient)
+        if (received := passed.get("received")) is not None:
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self._back.send(gradient, self._number - 1)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _check_inputs(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Refuse a block that gets another tensor with a gradient. Note all others before the first pass."""
+        if not (arguments and isinstance(arguments[0], Tensor)):
+            raise TaskError(
+                f"{self._option} does not support {type(block).__name__}",
+                expected="blocks that get the output of the block before, a tensor, as the first positional argument",
+                next_step="leave out --parallel.pp",
+            )
+        others = list(_tensors([arguments[1:], keywords]))
+        if any(other.requires_grad for other in others):
+            raise TaskError(
+                f"{self._option} does not support {type(block).__name__}: it takes two tensors with gradients",
+                expected="blocks that pass on one tensor",
+                next_step="leave out --parallel.pp",
+            )
+        if self._is_dry:
+            self._others += others
+
+    def _own_forward(self, inner: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if self._is_dry:
+            return hidden
+        output = inner(hidden, *arguments, **keywords)
+        if not isinstance(output, Tensor) or (output.shape, output.dtype) != (hidden.shape, hidden.dtype):
+            kind = f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
+            raise TaskError(
+                f"{self._option} does not support blocks that change the form of what they pass on",
+                expected=f"an output like the input: {tuple(hidden.shape)} {hidden.dtype}",
+                found=kind,
+                next_step="leave out --parallel.pp",
+            )
+        return output
+
+    def _receive(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the input of this rank's first block by the output of the stage before."""
+        if self._is_dry:
+            return arguments
+        received = self._onward.receive(arguments[0], self._number - 1)
+        if torch.is_grad_enabled():
+            self._passes[-1]["received"] = received.requires_grad_()
+        return received, *arguments[1:]
+
+    def _end(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        """Send the output of this rank's last block to the next stage."""
+        if not self._is_dry:
+            if torch.is_grad_enabled():
+                self._passes[-1]["sent"] = hidden
+            self._onward.send(hidden, self._number + 1)
+        raise EndOfStage
+
+    def _no_embedding(self, module: nn.Embedding, ids: Tensor) -> Tensor:
+        """Return what has the form of an embedding that the first stage has; its values do not count."""
+        return module.weight.new_full((*ids.shape, module.embedding_dim), self._value if self._is_dry else 0.0)
+
+
+class Link:
+    """Transfers between neighbours, in one direction. A rank sends a tensor when the one before has arrived."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._running: tuple[dist.Work | None, Tensor] | None = None
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Begin to send a tensor."""
+        if self._running is not None and self._running[0] is not None:
+            self._running[0].wait()
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._running = dist.isend(data, group=self._group, group_dst=stage), data
+
+    def receive(self, like: Tensor, stage: int) -> Tensor:
+        """Wait for a tensor with the shape and dtype of `like`."""
+        found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
+        return found
+
+
+def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _stages(model: nn.Module, blocks: list[nn.Module], firsts: list[int], option: str) -> dict[nn.Parameter, int]:
+    """Return the stage of each parameter: `firsts` are the first blocks of the stages, and the end.
+
+    Errors:
+        ConfigError: parameters before the blocks are not those of embeddings.
+    """
+    found: dict[nn.Parameter, int] = {}
+    for stage, (begin, end) in enumerate(itertools.pairwise(firsts)):
+        found |= {parameter: stage for block in blocks[begin:end] for parameter in block.parameters()}
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    is_before = True
+    for name, parameter in model.named_parameters():
+        if parameter in found:
+            is_before = False
+            continue
+        found[parameter] = 0 if is_before else len(firsts) - 2
+        if is_before and parameter not in embeddings:
+            raise ConfigError(
+                f"{option} does not support {name}, a parameter before the blocks",
+                expected="only nn.Embedding before the blocks",
+                next_step="leave out --parallel.pp",
+                everywhere=True,
+            )
+    return found
+
+
+def _refuse_what_has_no_stages(model: nn.Module, option: str) -> None:
+    """Check that stages would compute what one rank computes.
+
+    Errors:
+        ConfigError: not with tied parameters, dropout, or running statistics.
+    """
+    refuse_dropout(model, "--parallel.pp")
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (other := names.setdefault(parameter, name)) != name:
+            raise ConfigError(
+                f"{option} does not support {other} and {name}, which are one parameter",
+                expected="parameters of one stage",
+                next_step='"tie_word_embeddings": false in the config of the model, or leave out --parallel.pp',
+                everywhere=True,
+            )
+        if not parameter.dim():
+            raise ConfigError(
+                f"{option} does not support {name}, a parameter without dimensions",
+                expected="one dimension or more, such as torch.ones(1)",
+                next_step="leave out --parallel.pp",
+                everywhere=True,
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ConfigError(
+                f"{option} does not support running statistics, which {name} has",
+                expected="norms of each sample, such as nn.LayerNorm",
+                next_step="leave out --parallel.pp",
+                everywhere=True,
+            )

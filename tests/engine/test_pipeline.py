@@ -1,0 +1,223 @@
+"""What can be a stage of a pipeline, what each rank holds of it, and the order of its passes. (Training: the laws.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Task
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.pipeline import PipelineEngine, Stage, end_with_stage
+from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.state.divided import StageParameter, copy_of, is_divided, local, place_of, ranks_with_rows, take_rows
+
+PP2, CPU = Dimensions(pp=2), torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Model(nn.Module):
+    """Embedding, blocks that get what `given` makes of the ids and the embeddings, norm and head."""
+
+    def __init__(self, given: Callable[[Tensor, Tensor], tuple[Any, ...]] = lambda ids, x: (), blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.given = nn.Embedding(5, 3), given
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        given = self.given(ids, x)
+        for block in self.blocks:
+            x = block(x, *given)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    with imagined_ranks(4):
+        yield
+
+
+def _stage(model: nn.Module, rank: int = 0, size: int = 2) -> Stage:
+    comm = ImaginedComm(size)
+    comm.rank = rank
+    return Stage(model, comm, PP2, CPU)
+
+
+def _with(model: nn.Module, **children: nn.Module) -> nn.Module:
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
+
+
+def _tied() -> nn.Module:
+    model = Model()
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def _dropping() -> nn.Module:
+    return _with(Model(), dropout=nn.Dropout(0.5))
+
+
+def _scaled() -> nn.Module:
+    model = Model()
+    model.head.register_parameter("scale", nn.Parameter(torch.ones(())))
+    return model
+
+
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "what", "next_step"),
+    [
+        (lambda: nn.Linear(2, 2), "the model has no blocks to divide", "leave out --parallel.pp"),
+        (partial(Model, blocks=1), r"the model has 1 block\(s\)", "--parallel.pp 1 or fewer"),
+        (_tied, "embedding.weight and head.weight, which are one parameter", "tie_word_embeddings"),
+        (_dropping, "does not support dropout, which dropout sets", "--model.dropout 0"),
+        (_scaled, "head.scale, a parameter without dimensions", "leave out"),
+        (lambda: _with(Model(), bn=nn.BatchNorm1d(3)), "running statistics, which bn has", "leave out"),
+        (Projected, "projection.weight, a parameter before the blocks", "leave out"),
+    ],
+)
+def test_a_model_without_stages_is_refused(build: Callable[[], nn.Module], what: str, next_step: str) -> None:
+    with pytest.raises(ConfigError, match=what) as caught:
+        Stage(build(), SoloComm(), PP2, CPU)
+    assert next_step in str(caught.value.next_step)
+
+
+def test_metrics_need_the_whole_model() -> None:
+    task = Task(Model(), lambda model, batch: (model(batch).sum(), 1), [1], metrics=lambda model, batch: {})
+    with pytest.raises(ConfigError, match=r"--parallel.pp 2, but the task has metrics"):
+        end_with_stage(task, PP2)
+    assert end_with_stage(task, Dimensions()) is task
+
+
+def _half(ids: Tensor, x: Tensor) -> Tensor:
+    return x.detach()[:1] * 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "what"),
+    [
+        (lambda ids, x: (x * 2,), 0, "Block: it takes two tensors with gradients"),
+        (lambda ids, x: ({"skip": [_half(ids, x)]},), 1, "values that depend on parameters of earlier stages"),
+    ],
+)
+def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, what: str) -> None:
+    model = Model(given)
+    stage = _stage(model, rank)
+    call = partial(end_with_stage(Task(model, _loss, [1]), PP2).loss, model, torch.tensor([1, 2]))
+    with pytest.raises(TaskError, match=what):
+        stage.begin(call)
+        call()
+
+
+def test_what_follows_from_the_ids_is_the_same_on_all_stages() -> None:
+    model = Model(lambda ids, x: (torch.arange(len(ids)), ids.to(x)))
+    stage = _stage(model, 1)
+    seen: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    stage.begin(partial(model, torch.tensor([1, 2])))
+    assert len(seen) == 2  # one dry pass for each value of the embeddings, once
+    stage.begin(partial(model, torch.tensor([1, 2])))
+    assert len(seen) == 2
+
+
+def _loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, float]:
+    return model(batch).sum(), float(len(batch))
+
+
+class Wide(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return torch.cat([x, x], dim=-1)
+
+
+class Double(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return x.double()
+
+
+class Pair(Block):
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [(Wide, r"\(2, 6\) torch.float32"), (Double, r"\(2, 3\) torch.float64"), (Pair, "tuple")],
+)
+def test_a_block_passes_on_what_it_gets(block: type[Block], found: str) -> None:
+    model = Model()
+    model.blocks[0] = block()
+    stage = _stage(model)
+    stage.begin(lambda: None)
+    with pytest.raises(HvdtrainError, match="blocks that change the form") as caught:
+        model(torch.tensor([1, 2]))
+    assert caught.match(found)
+
+
+def test_the_first_argument_is_what_is_passed_on() -> None:
+    model = Model()
+    _stage(model)
+    with pytest.raises(TaskError, match="does not support Block") as caught:
+        model.blocks[0](x=torch.ones(2, 3))
+    assert "first positional argument" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("to_end", "order"),
+    [(1, "F0 B0 F1 B1 F2 B2 F3 B3"), (2, "F0 F1 B0 F2 B1 F3 B2 B3"), (3, "F0 F1 F2 B0 F3 B1 B2 B3"),
+     (9, "F0 F1 F2 F3 B0 B1 B2 B3")],
+)  # fmt: skip
+def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(to_end: int, order: str) -> None:
+    engine, done = object.__new__(PipelineEngine), list[str]()
+    engine._stage = object.__new__(Stage)
+    engine._stage.to_end = to_end
+
+    def forward(number: int) -> Callable[[], None]:
+        done.append(f"F{number}")
+        return lambda: done.append(f"B{number}")
+
+    engine.accumulate(partial(forward, number) for number in range(4))
+    assert " ".join(done) == order
+
+
+def _parameter(stage: int, own: int) -> StageParameter:
+    value = torch.arange(6.0).view(3, 2)
+    return StageParameter(value if stage == own else value[:0], (3, 2), stage, [(0, 2), (1, 3)])
+
+
+def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
+    here, elsewhere = _parameter(1, 1), _parameter(1, 0)
+    assert is_divided(here) and is_divided(elsewhere) and here.is_held and not elsewhere.is_held
+    assert (place_of(here).offset, place_of(here).ranks) == ((0, 0), (1, 3))
+    assert (place_of(elsewhere).offset, place_of(elsewhere).ranks) == ((3, 0), (0, 2))
+    assert place_of(here).shape == place_of(elsewhere).shape == (3, 2)
+    assert ranks_with_rows(here) == ranks_with_rows(elsewhere) == (1, 3)
+    whole = torch.ones(3, 2)
+    for parameter, length in ((here, 3), (elsewhere, 0)):
+        taken, copied = take_rows(whole, parameter), copy_of(parameter)
+        assert len(local(taken)) == len(local(copied)) == length and is_divided(taken) and is_divided(copied)
+        assert type(local(parameter)) is Tensor and not local(parameter).requires_grad
+    assert torch.equal(local(copy_of(here)), local(here)) and local(copy_of(here)).data_ptr() != here.data_ptr()
