@@ -114,6 +114,7 @@ class StepTable:
         clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
         devices: UUIDs of the ranks' GPUs; empty for CPUs, and where they are unknown.
         elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
+        stages: of each pipeline; rank r is stage r % stages.
     """
 
     hosts: Sequence[str]
@@ -128,6 +129,7 @@ class StepTable:
     clock_error_us: Floats
     devices: Sequence[str] = ()
     elements: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    stages: int = 1
 
 
 @dataclass(frozen=True)

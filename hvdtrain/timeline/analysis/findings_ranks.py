@@ -21,6 +21,7 @@ _MANY_SHARES = 8
 _MOSTLY = 0.8
 
 _PADDING = 0.1
+_IDLE = 0.05
 _ALIKE_BATCHES = "pack samples to one length, or put samples of similar length into a step"
 
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
@@ -46,6 +47,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     yield from _shares(facts)
     yield from _sizes(facts)
     yield from _padding(facts)
+    yield from _pipeline(facts)
     yield from _stopped(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts, facts.stragglers)
@@ -159,6 +161,24 @@ def _padding(facts: Facts) -> Iterator[Finding]:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"{share:.0%} of the positions of batches have no loss: padding, or text that is only read"
         yield Finding("padding", text, cost, f"if it is padding: {_ALIKE_BATCHES}")
+
+
+def _pipeline(facts: Facts) -> Iterator[Finding]:
+    """Report how long the stages of a pipeline wait at least: while its first and last micro-batches pass."""
+    stages, size = facts.option("parallel", "pp"), facts.run.size
+    batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
+    if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch)) or stages < 2:
+        return
+    passes = -(-batch // micro_batch) // max(1, size // stages)
+    share = (stages - 1) / (stages - 1 + passes)
+    if share >= _IDLE:
+        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
+        text = (
+            f"the {stages} stages of a pipeline wait for each other: at least {share:.0%} of forward and backward with"
+            f" {passes} micro-batches"
+        )
+        advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
+        yield Finding("pipeline", text, cost, advice)
 
 
 def _cure(facts: Facts, cause: str) -> str | None:

@@ -104,9 +104,20 @@ def from_stamps(table: StepTable) -> Rounds | None:
     plain = warm & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
     column = np.flatnonzero(plain if plain.sum() * 2 >= warm.sum() else warm)
     column = column[_thinned(len(column), ranks)]
+    work = _without_stages(work[:, column], table.stages)
     step, error = table.step[column], table.clock_error_us / 1e3
     weight = represented(np.diff(step, prepend=step[:1] - 1))
-    return Rounds("stamps", table.hosts, work[:, column], column.astype(np.int32), step, weight, step_ms, error)
+    return Rounds("stamps", table.hosts, work, column.astype(np.int32), step, weight, step_ms, error)
+
+
+def _without_stages(work: Floats, stages: int) -> Floats:
+    """Return the times as if all stages of a pipeline were ready at the same time, in the median [ranks, steps].
+
+    By the order of passes, the first stage is ready last. Ranks of one stage are compared, with the first of them.
+    """
+    stage, of_rank = np.arange(len(work)) % stages, np.median(work, axis=1)
+    usual = np.array([of_rank[stage == each].min() for each in range(stages)])
+    return np.asarray(work + (usual.max() - usual)[stage, None])
 
 
 def represented(steps: Floats | Ints) -> Floats:

@@ -117,11 +117,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
-    counts_flops = comm.rank == 0 and current.is_new
+    dimensions = dimensions_of(config)
+    counts_flops = comm.rank == 0 and current.is_new and dimensions.pp == 1  # else each stage has others
     around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
-    dimensions = dimensions_of(config)
     place, places, records = dimensions.samples(comm.rank, comm.size)
     counts, passes_count = dimensions.loss_counts(comm.rank), dimensions.pass_counts(comm.rank)
     stepper = Stepper(

@@ -176,6 +176,32 @@ def test_a_rank_that_computes_slowly_may_get_fewer_micro_batches(options: dict[s
     assert ("--parallel.balance speed" in finding.advice) == advised
 
 
+PIPELINE = {"parallel": {"pp": 2}, "train": {"global_batch": 16, "micro_batch": 2}}
+
+
+@pytest.mark.parametrize("slow", [None, 0, 3])
+def test_the_order_of_stages_makes_no_straggler(slow: int | None) -> None:
+    """The first stages, ranks 0 and 2, are ready last. Of the ranks of a stage, one may be slow."""
+    more = _each(0.0)
+    more[[0, 2]] = 8.0
+    if slow is not None:
+        more[slow] += 3.0
+    table = replace(table_of(_work(), more_ms={"backward": more}), stages=2)
+    found = analyse(run_of(table, config=PIPELINE))
+    assert found.blame.late == ([] if slow is None else [slow])
+    assert all(row.cost_ms.value == pytest.approx(3.0, rel=0.1) for row in found.blame.ranks if row.rank == slow)
+    assert analyse(run_of(replace(table, stages=1), config=PIPELINE)).blame.late, "without stages"
+
+
+def test_the_least_wait_of_a_pipeline_is_reported() -> None:
+    """Two pipelines with four micro-batches each; 20% of the 20 ms."""
+    (finding,) = [f for f in analyse(run_of(table_of(_work()), config=PIPELINE)).findings if f.kind == "pipeline"]
+    assert "at least 20% of forward and backward with 4 micro-batches" in finding.text
+    many = {**PIPELINE, "train": {"global_batch": 160, "micro_batch": 2}}
+    for config in (many, {"parallel": {"pp": 1}}, {"parallel": {"pp": "2"}}):
+        assert "pipeline" not in _kinds(analyse(run_of(table_of(_work()), config=config)))
+
+
 SHARES = {"event": "shares", "at_step": 100, "shares": [6, 6, 3, 6], "pass_s": [0.003, 0.003, 0.006, 0.003]}
 
 
