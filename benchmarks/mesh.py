@@ -28,13 +28,17 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "ep": {"parallel.ep": 2},
     "tp": {"parallel.tp": 2},
     "cp": {"parallel.cp": 2},
+    "pp": {"parallel.pp": 2},
 }
+PASSES = {"tp": 1, "cp": 1, "pp": 8}
+"""Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
 PAIRS = {
     "ep_over_replicated": ("ep", "replicated"),
     "ep_over_transformers_ep": ("ep", PEER),
     "cp_over_replicated": ("cp", "replicated"),
     "tp_over_replicated": ("tp", "replicated"),
+    "pp_over_replicated": ("pp", "replicated"),
 }
 SAMPLES, WARM_UP, STATE_STEPS = 8, 4, 2
 
@@ -76,14 +80,8 @@ def start(name: str, folder: Path) -> Job:
         return Job(name, Setting("default", SAMPLES, optimizer=CONSTANT, clip=0.0), folder)
     # Biases of routers are not changed, as by the peer.
     ours = {"observe.stall_timeout_s": 0, "train.router_bias": 0, **OURS[name]}
-    ranks = 1 if "parallel.tp" in OURS[name] or "parallel.cp" in OURS[name] else 2  # with other samples
-    return Job(
-        "ours", Setting("default", SAMPLES, optimizer=CONSTANT, clip=0.0, ours={**ours, **_batch(ranks)}), folder
-    )
-
-
-def _batch(ranks: int) -> dict[str, object]:
-    return {"train.micro_batch": SAMPLES * 2 // ranks, "train.global_batch": SAMPLES * 2}
+    ours |= {"train.micro_batch": SAMPLES * 2 // PASSES.get(name, 2), "train.global_batch": SAMPLES * 2}
+    return Job("ours", Setting("default", SAMPLES, optimizer=CONSTANT, clip=0.0, ours=ours), folder)
 
 
 def measure(quick: bool) -> list[Figure]:
