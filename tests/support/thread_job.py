@@ -26,9 +26,11 @@ def train_on_threads(
     `build` makes the task of a rank, in place of the one that the options name. Each rank has copies of `callbacks`.
     """
 
+    function = load_task_function(task_spec(list(options)))
+    parsed = parse_argv(list(options), function)  # which takes a fifth of a short training
+
     def body(comm: ThreadComm) -> Result:
-        function = load_task_function(task_spec(list(options)))
-        run = parse_argv(list(options), function)
+        run = copy.deepcopy(parsed)
         make = partial(function, **run.task_args) if build is None else partial(build, comm.rank)
         info = RankInfo("threads", comm.rank, comm.size, comm.rank, comm.size, folder=Path.cwd())
         return run_training(run, make, OneRound(comm), TimelinePlan("off"), info, callbacks=copy.deepcopy(callbacks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,24 +130,29 @@ class Stepper:
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
 
-        def forward(seed: Callable[[], None], batch: Any, *, is_extra: bool) -> Callable[[], None]:
+        def forward(number: int, seed: Callable[[], None], batch: Any) -> Callable[[], None]:
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
             seed()
-            if is_extra:
-                return self._run_extra(batch)
+            call = partial(checked_loss, self.task, self.model, batch)
+            if number >= count:
+                if number == count:
+                    passes.enter_context(restored_buffers(self.model))  # until all backward passes have ended
+                with self.spans("forward"), self.precision.autocast():
+                    loss, _ = self.engine.forward(call)
+                return partial(self._backward, loss * 0.0)
             self.spans.add_size(batch_size(batch) // self.sharing)
             with self.spans("forward"), self.precision.autocast(), self.around(), counting():
-                loss, weight = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
+                loss, weight = self.engine.forward(call)
             if self.counts:
                 losses.append(loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
             return partial(self._backward, self.precision.scaler.scale(loss / nominal))
 
-        with self.precision.weights(self.engine.complete) if count else nullcontext():
-            self.engine.accumulate(
-                partial(forward, seed, batch, is_extra=number >= count) for number, (seed, batch) in enumerate(batches)
-            )
+        with ExitStack() as passes:
+            if count:
+                passes.enter_context(self.precision.weights(self.engine.complete))
+            self.engine.accumulate(partial(forward, number, *each) for number, each in enumerate(batches))
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
         self.buffers.start(count)
@@ -189,12 +194,6 @@ class Stepper:
     def _backward(self, loss: Tensor) -> None:
         with self.spans("backward"):
             self.engine.backward(loss)
-
-    def _run_extra(self, batch: Any) -> Callable[[], None]:
-        """Run a forward pass for its collectives only; return what runs backward."""
-        with restored_buffers(self.model), self.spans("forward"), self.precision.autocast():
-            loss, _ = self.engine.forward(partial(checked_loss, self.task, self.model, batch))
-        return partial(self._backward, loss * 0.0)
 
     def _confirm(self) -> None:
         """Wait until the device has done all collectives of the step; then sum a number on the CPU over all ranks.
