@@ -401,3 +401,28 @@ def test_ranks_with_the_same_samples_share_the_size_of_a_batch(sharing: int) -> 
     batches = _batches(task, 4)
     _run(stepper, batches)
     assert [*stepper.spans.sizes.values()] == [sum(x.numel() for x, _ in batches) // sharing]
+
+
+class Drifting(nn.Module):
+    """Multiplies by a buffer that its forward pass changes, and its backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 1
+        return x * self.weight * self.scale
+
+
+def test_extra_passes_leave_no_trace() -> None:
+    model = Drifting()
+    task = Task(model, lambda model, batch: (model(batch).sum(), float(len(batch))), [])
+    engine = LocalEngine(list(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=0.0))
+    comm = SoloComm()
+    buffers = SharedBuffers(model, comm)
+    stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, 4, 0.0, Spans(), buffers)
+    result = stepper.run([(lambda: None, torch.ones(4, 3))] * 3, 1, [0, 0, 0], extra=2)
+    assert model.scale.tolist() == [2.0] * 3
+    assert (result.loss, result.weight) == (6.0, 4.0) and result.grad_norm == pytest.approx(2 * 3**0.5)
