@@ -91,7 +91,7 @@ class MeshEngine(DividedEngine):
                 for name, parameter in reversed(self._parameters.items())
                 if parameter.requires_grad
                 and (rows := self._owned[name].parameter) is not None
-                and (_width(parameter) if _width(parameter) > 1 else dimensions.tp) == width
+                and max(_width(parameter), dimensions.tp) == width
             ]
             ranks = dimensions.copies(comm.rank, comm.size, width)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}

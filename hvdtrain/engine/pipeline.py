@@ -11,10 +11,8 @@ dimension of tensors, and keeps the shapes of the first step.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,40 +26,10 @@ from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.division import distribute
 from hvdtrain.engine.mesh import MeshEngine
-from hvdtrain.engine.sequence import refuse_dropout
+from hvdtrain.engine.stages import EndOfStage, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import StageParameter
-from hvdtrain.task.base import Task
-
-
-class EndOfStage(BaseException):
-    """Ends a forward pass after the last block of a rank. No error: code of the task must not catch it."""
-
-
-def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
-    """Return a task with a loss of 0 and weight 0 on ranks where the pass ends before the loss.
-
-    Errors:
-        ConfigError: the task has metrics, which need the whole model.
-    """
-    if dimensions.pp == 1:
-        return task
-    if task.metrics is not None:
-        raise ConfigError(
-            f"{dimensions.options}, but the task has metrics",
-            expected="a task without metrics: no rank has the whole model",
-            next_step="leave out --parallel.pp",
-            everywhere=True,
-        )
-
-    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        try:
-            return task.loss(model, batch)
-        except EndOfStage:
-            return torch.zeros((), device=next(model.parameters()).device), 0.0
-
-    return replace(task, loss=loss)
 
 
 class PipelineEngine(MeshEngine):
@@ -119,17 +87,18 @@ class Stage:
                 next_step=f"--parallel.pp {len(blocks)} or fewer",
                 everywhere=True,
             )
-        _refuse_what_has_no_stages(model, self._option)
+        refuse_what_has_no_stages(model, self._option)
         ranks = dimensions.block(comm.rank, count)
         self._number = ranks.index(comm.rank)
         self.to_end = count - self._number
         firsts = [len(blocks) * stage // count for stage in range(count + 1)]
-        self._stage_of = _stages(model, blocks, firsts, self._option)
+        self._stage_of = stages_of(model, blocks, firsts, self._option)
         self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
         self._onward, self._back = (Link(lasting_group(comm, ranks, use)) for use in ("onward", "back"))
         self._passes: deque[dict[str, Tensor]] = deque()
-        self._is_dry, self._value, self._others = False, 0.0, list[Tensor]()
+        self._dry: float | None = None  # value of embeddings in a dry pass; None in others
+        self._others: list[Tensor] = []
         self._devices = [device] if device.type == "cuda" else []
         self._is_checked = not self._number  # the first stage computes all that its blocks get
         self._hooks: list[Any] = []
@@ -169,12 +138,12 @@ class Stage:
         if not self._is_checked:
             self._is_checked, found = True, []
             for value in (0.0, 1.0):
-                self._is_dry, self._value, self._others = True, value, []
+                self._dry, self._others = value, []
                 try:
                     with torch.no_grad(), torch.random.fork_rng(self._devices):
                         call()
                 finally:
-                    self._is_dry = False
+                    self._dry = None
                 found.append(self._others)
             if not _equal(*found):
                 raise TaskError(
@@ -218,11 +187,11 @@ class Stage:
                 expected="blocks that pass on one tensor",
                 next_step="leave out --parallel.pp",
             )
-        if self._is_dry:
+        if self._dry is not None:
             self._others += others
 
     def _own_forward(self, inner: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        if self._is_dry:
+        if self._dry is not None:
             return hidden
         output = inner(hidden, *arguments, **keywords)
         if not isinstance(output, Tensor) or (output.shape, output.dtype) != (hidden.shape, hidden.dtype):
@@ -237,7 +206,7 @@ class Stage:
 
     def _receive(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the input of this rank's first block by the output of the stage before."""
-        if self._is_dry:
+        if self._dry is not None:
             return arguments
         received = self._onward.receive(arguments[0], self._number - 1)
         if torch.is_grad_enabled():
@@ -246,7 +215,7 @@ class Stage:
 
     def _end(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         """Send the output of this rank's last block to the next stage."""
-        if not self._is_dry:
+        if self._dry is None:
             if torch.is_grad_enabled():
                 self._passes[-1]["sent"] = hidden
             self._onward.send(hidden, self._number + 1)
@@ -254,7 +223,7 @@ class Stage:
 
     def _no_embedding(self, module: nn.Embedding, ids: Tensor) -> Tensor:
         """Return what has the form of an embedding that the first stage has; its values do not count."""
-        return module.weight.new_full((*ids.shape, module.embedding_dim), self._value if self._is_dry else 0.0)
+        return module.weight.new_full((*ids.shape, module.embedding_dim), self._dry or 0.0)
 
 
 class Link:
@@ -292,62 +261,3 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _stages(model: nn.Module, blocks: list[nn.Module], firsts: list[int], option: str) -> dict[nn.Parameter, int]:
-    """Return the stage of each parameter: `firsts` are the first blocks of the stages, and the end.
-
-    Errors:
-        ConfigError: parameters before the blocks are not those of embeddings.
-    """
-    found: dict[nn.Parameter, int] = {}
-    for stage, (begin, end) in enumerate(itertools.pairwise(firsts)):
-        found |= {parameter: stage for block in blocks[begin:end] for parameter in block.parameters()}
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    is_before = True
-    for name, parameter in model.named_parameters():
-        if parameter in found:
-            is_before = False
-            continue
-        found[parameter] = 0 if is_before else len(firsts) - 2
-        if is_before and parameter not in embeddings:
-            raise ConfigError(
-                f"{option} does not support {name}, a parameter before the blocks",
-                expected="only nn.Embedding before the blocks",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )
-    return found
-
-
-def _refuse_what_has_no_stages(model: nn.Module, option: str) -> None:
-    """Check that stages would compute what one rank computes.
-
-    Errors:
-        ConfigError: not with tied parameters, dropout, or running statistics.
-    """
-    refuse_dropout(model, "--parallel.pp")
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (other := names.setdefault(parameter, name)) != name:
-            raise ConfigError(
-                f"{option} does not support {other} and {name}, which are one parameter",
-                expected="parameters of one stage",
-                next_step='"tie_word_embeddings": false in the config of the model, or leave out --parallel.pp',
-                everywhere=True,
-            )
-        if not parameter.dim():
-            raise ConfigError(
-                f"{option} does not support {name}, a parameter without dimensions",
-                expected="one dimension or more, such as torch.ones(1)",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            raise ConfigError(
-                f"{option} does not support running statistics, which {name} has",
-                expected="norms of each sample, such as nn.LayerNorm",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )

@@ -14,7 +14,8 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.engine.pipeline import PipelineEngine, Stage, end_with_stage
+from hvdtrain.engine.pipeline import PipelineEngine, Stage
+from hvdtrain.engine.stages import end_with_stage
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import StageParameter, copy_of, is_divided, local, place_of, ranks_with_rows, take_rows
 

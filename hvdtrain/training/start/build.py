@@ -17,6 +17,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
+from hvdtrain.engine.stages import end_with_stage
 from hvdtrain.engine.table import dimensions_of
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
@@ -80,10 +81,7 @@ def engine_of_worker(
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
     worker.task = divide_sequences(worker.task, comm, dimensions, worker.device)
-    if dimensions.pp > 1:
-        from hvdtrain.engine.pipeline import end_with_stage
-
-        worker.task = end_with_stage(worker.task, dimensions)
+    worker.task = end_with_stage(worker.task, dimensions)
 
     def make(ranks: Comm, compression: str) -> Engine:
         return make_engine(
