@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -55,6 +55,11 @@ def fill(template: str, **values: Any) -> str:
 
     A missing value is an error.
     """
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
     made = Environment(  # noqa: S701  (not HTML)
         loader=PackageLoader("hvdtrain.launch"),
         undefined=StrictUndefined,
@@ -64,7 +69,7 @@ def fill(template: str, **values: Any) -> str:
     )
     made.filters["q"] = lambda word: join([word])
     made.filters["y"] = partial(json.dumps, ensure_ascii=False)
-    return made.get_template(template).render(**values)
+    return made
 
 
 def clock(seconds: int) -> str:

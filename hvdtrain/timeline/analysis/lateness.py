@@ -30,10 +30,9 @@ def median_of_others(values: Floats) -> Floats:
     rows = len(values)
     if rows == 1:
         return np.array(values)
-    ordered = np.sort(values, axis=0)
-    place = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")
-    low, high = (rows - 2) // 2, (rows - 1) // 2
-    picked = [np.where(place <= i, ordered[i + 1], ordered[i]) for i in {low, high}]
+    middle = sorted({(rows - 2) // 2, (rows - 1) // 2})
+    ordered = np.partition(values, [*middle, middle[-1] + 1], axis=0)
+    picked = [np.where(values <= ordered[i], ordered[i + 1], ordered[i]) for i in middle]
     return np.asarray(sum(picked) / len(picked))
 
 
@@ -80,8 +79,7 @@ def costs(work: Floats, late: Collection[int] = (), weights: Floats | None = Non
     is considered alone.
     """
     changed = like_the_others(work, late)
-    ordered = np.sort(work, axis=0)
-    longest, second = ordered[-1], ordered[-2]
+    second, longest = np.partition(work, -2, axis=0)[-2:]
     last = np.argmax(work, axis=0)
     found = np.zeros(len(work))
     for rank in range(len(work)):

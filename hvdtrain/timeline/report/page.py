@@ -9,6 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,7 @@ def _policy(style: str, scripts: list[str]) -> str:
     return f"default-src 'none'; style-src {own[0]}; script-src {' '.join(own[1:])}; {rest}"
 
 
+@cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
