@@ -264,6 +264,7 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
         cwd=tmp_path,
         environment={"PYTHONPATH": str(ROOT)},
         check=False,
+        forks=False,  # the parent of a rank is mpirun then
     )
     assert HEAD not in done.stdout + done.stderr
     assert ending(tmp_path / "run/journal.jsonl").get("reason") == signal.SIGTERM.name
@@ -275,7 +276,7 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
 def test_of_a_rank_that_is_killed_no_loader_process_stays(size: int, tmp_path: Path) -> None:
     options = ["--run_dir=run", "--train.steps=1000000", "--train.global_batch=4", "--train.micro_batch=2"]
     toy = f"--task={ROOT}/tests/support/toy.py:toy"
-    with training(toy, *options, "--loader.workers=1", size=size, cwd=tmp_path) as process:
+    with training(toy, *options, "--loader.workers=1", size=size, cwd=tmp_path, forks=False) as process:
         job = psutil.Process(process.pid)
         processes = [job, *job.children(recursive=True)]
         ranks = [p for p in processes if p.cmdline()[1:3] == ["-m", "hvdtrain"]]

@@ -17,6 +17,7 @@ from hvdtrain.install.mpirun import REMOTE_SHELL
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
+from tests.support.warm import warm_python
 
 SPY = """\
 #!{python}
@@ -49,7 +50,7 @@ def spied(tmp_path: Path) -> dict[str, str]:
 
 
 def launch(folder: Path, variables: dict[str, str], *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "hvdtrain", "launch", *arguments]
+    argv = [*warm_python(), "-m", "hvdtrain", "launch", *arguments]
     done = subprocess.run(
         argv,
         cwd=folder,
@@ -194,14 +195,15 @@ def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
 
 def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
-    job = gallery["launched"]
-    assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod uses Open MPI" in job.err
-    assert "on 2 rank(s)" in job.out
-    assert re.search(r"^binding: ranks? 0.* on cores \d", job.out, re.M)
-    (started,) = job.events("started")
+    job = gallery["resumed"]
+    out, err = job.notes["out"], job.notes["err"]
+    assert "hvdtrain launch: --to openmpi (Open MPI" in err and "Horovod uses Open MPI" in err
+    assert "on 2 rank(s)" in out
+    assert re.search(r"^binding: ranks? 0.* on cores \d", out, re.M)
+    started, _ = job.events("started")
     assert [group["kept"] for group in started["binding"]] == [""] * len(started["binding"]) != []
-    go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train longer"))
-    assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]
+    go_on = next(line for line in out.splitlines() if line.strip().startswith("continue"))
+    assert shlex.split(go_on)[2:5] == ["launch", "-np", "2"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def job_of(command: Any) -> str | None:
     names = [Path(word).name for word in words]
     if _NO_JOB & set(words):
         return None
-    is_ours = "hvdtrain" in names[:4] and not _OTHER_COMMANDS & set(words) and words[-3:-1] != ["verify", "data"]
+    is_ours = "hvdtrain" in names[:6] and not _OTHER_COMMANDS & set(words) and words[-3:-1] != ["verify", "data"]
     # Tests of what launch refuses, or hands to a stand-in, name no task.
     trains = is_ours and ("launch" not in words or any(".py:" in word or "--model." in word for word in words))
     if trains or _LAUNCHERS & set(names[:4]) or _TRAINING_SCRIPTS & set(names):

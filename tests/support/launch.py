@@ -17,6 +17,7 @@ import pytest
 
 from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
 from hvdtrain.observe.past_journal import read_journal
+from tests.support.warm import is_warm, warm_python
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 580
@@ -67,13 +68,16 @@ def run(
     environment: Mapping[str, str] | None = None,
     check: bool = True,
     without: Sequence[str] = (),
+    forks: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` on `size` ranks and wait, less the variables `without`."""
+    """Run ``python ARGUMENTS`` on `size` ranks and wait, less the variables `without`; hvdtrain in `forks`."""
     chosen = launcher or ("none" if size == 1 else "mpirun")
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
     variables = {**ENVIRONMENT, "PATH": path, **(environment or {})}
+    forks &= (arguments[0].endswith(".py") or arguments[:2] == ["-m", "hvdtrain"]) and is_warm(environment or {})
+    python = warm_python() if forks and not without else [sys.executable]
     done = subprocess.run(
-        [*command(size, launcher=chosen), sys.executable, *arguments],
+        [*command(size, launcher=chosen), *python, *arguments],
         cwd=cwd,
         env={k: v for k, v in variables.items() if k not in without},
         stdin=subprocess.DEVNULL,
@@ -97,12 +101,18 @@ def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedPr
 
 @contextmanager
 def training(
-    *options: str, size: int, cwd: Path, after: int = 1, environment: Mapping[str, str] | None = None
+    *options: str,
+    size: int,
+    cwd: Path,
+    after: int = 1,
+    environment: Mapping[str, str] | None = None,
+    forks: bool = True,
 ) -> Iterator[subprocess.Popen[str]]:
     """Train on `size` ranks from when a line has told of step `after`; what comes then is read by who wants it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    python = warm_python() if forks and is_warm(environment or {}) else [sys.executable]
     with subprocess.Popen(
-        [*command(size, launcher="none" if size == 1 else "mpirun"), sys.executable, "-m", "hvdtrain", *options],
+        [*command(size, launcher="none" if size == 1 else "mpirun"), *python, "-m", "hvdtrain", *options],
         cwd=cwd,
         env={**ENVIRONMENT, "PATH": path, **(environment or {})},
         stdout=subprocess.PIPE,
@@ -122,6 +132,6 @@ def stop_by_sigterm(process: subprocess.Popen[str]) -> str:
     """
     assert process.stdout is not None
     job = psutil.Process(process.pid)
-    rank = next(p for p in [job, *job.children(recursive=True)] if p.cmdline()[1:3] == ["-m", "hvdtrain"])
-    rank.send_signal(signal.SIGTERM)
+    ranks = (p for p in [job, *job.children(recursive=True)] if "mpirun" not in p.cmdline()[0])
+    next(p for p in ranks if ["-m", "hvdtrain"] in (p.cmdline()[1:3], p.cmdline()[4:6])).send_signal(signal.SIGTERM)
     return process.stdout.read()

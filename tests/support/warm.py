@@ -1,8 +1,11 @@
-"""Runs commands of one rank in forks of a Python that has imported torch already.
+"""Processes of Python that have imported torch already: they are forks of a server.
 
-Importing torch takes 1 to 4 s of a core, which is most of what a command takes that only reports an error. A fork has
-its own arguments, environment, folder, streams and exit code, and imports hvdtrain itself. Children of the fork server
-of `multiprocessing` end without the interpreter's exit handlers.
+Importing torch and what it needs takes 2 to 8 s of a core, which is most of what a short job takes. `warm_python` is
+used in place of `sys.executable`: it starts a small client, which has the server make a fork with the client's
+arguments, environment, folder, cores and streams. The client passes on signals and ends as the fork does; where the
+client is killed, the server kills the fork. A fork imports hvdtrain itself. Forks share the seed of Python's hashes.
+
+Children of the fork server of `multiprocessing` end without the interpreter's exit handlers.
 """
 
 from __future__ import annotations
@@ -10,85 +13,163 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import multiprocessing.process
 import os
 import runpy
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
+ROOT = Path(__file__).parents[2]
+_CLIENT = Path(__file__).with_name("warm_client.py")
+_AT_START = ("AUDIT_", "GLIBC_", "HF_", "LD_", "MALLOC_", "OMP_", "TRANSFORMERS_")
+_OF_PYTHON = {"PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED"}
+"""Variables of Python that a fork follows."""
 
 
-def run_warm(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m hvdtrain ARGUMENTS`` and wait."""
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        request = {
-            "arguments": list(arguments),
-            "folder": str(cwd),
-            "environment": {**ENVIRONMENT, **(environment or {})},
-            "streams": [f"/proc/{os.getpid()}/fd/{stream.fileno()}" for stream in (out, err)],
-        }
-        print(json.dumps(request), file=server.stdin, flush=True)
-        code = int(server.stdout.readline())
-        return subprocess.CompletedProcess(arguments, code, *(_text(stream) for stream in (out, err)))
-
-
-def _text(stream: Any) -> str:
-    stream.seek(0)
-    return str(stream.read())
+def is_warm(environment: Mapping[str, str]) -> bool:
+    """Return whether a fork can have variables: a program reads some only when it starts, or imports torch."""
+    return not any(
+        name.startswith(_AT_START) or (name.startswith("PYTHON") and name not in _OF_PYTHON) for name in environment
+    )
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def warm_python() -> list[str]:
+    """Start the server, if this process has none; return the words that start a fork."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    address = f"{folder}/socket"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm"],
+        [sys.executable, "-m", "tests.support.warm", address],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
     )
-    atexit.register(server.communicate)  # it ends with its input
-    return server
+    assert server.stdin is not None and server.stdout is not None
+
+    def end() -> None:
+        server.communicate()  # it ends with its input
+        Path(address).unlink(missing_ok=True)
+        Path(folder).rmdir()
+
+    atexit.register(end)
+    assert server.stdout.readline() == b"ready\n"
+    return [sys.executable, "-IS", str(_CLIENT), address]
 
 
-def _serve() -> None:
-    """Answer each request by the exit code of a fork; return in the forks."""
-    for line in sys.stdin:
-        if (child := os.fork()) == 0:
-            _become(json.loads(line))
+def _serve(address: str) -> dict[str, Any]:
+    """Make forks until the input ends. Return in the forks: what the client asked for."""
+    listener, clients = socket.socket(socket.AF_UNIX), dict[int, socket.socket]()
+    listener.bind(address)
+    listener.listen()
+    ended, wake = socket.socketpair()
+    for each in (ended, wake):
+        each.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a fork may take it for its launcher
+    selector = selectors.DefaultSelector()
+    for each in (listener, ended, sys.stdin):
+        selector.register(each, selectors.EVENT_READ)
+    print("ready", flush=True)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                for pid in clients:
+                    os.kill(pid, signal.SIGKILL)
+                sys.exit()
+            elif key.fileobj is ended:
+                ended.recv(4096)
+                _report(clients, selector)
+            elif key.fileobj is listener:
+                client = listener.accept()[0]
+                request, streams = _received(client)
+                if (child := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    for number in (signal.SIGCHLD, signal.SIGTERM):
+                        signal.signal(number, signal.SIG_DFL)
+                    selector.close()
+                    for each in (listener, ended, wake, client, *clients.values()):
+                        each.close()
+                    for number, stream in enumerate(streams):
+                        os.dup2(stream, number)
+                        os.close(stream)
+                    return request
+                for stream in streams:
+                    os.close(stream)
+                clients[child] = client
+                client.sendall(b"%d\n" % child)
+                selector.register(client, selectors.EVENT_READ, child)
+            elif key.data in clients:  # a client says nothing more: it has ended
+                selector.unregister(key.fileobj)
+                os.kill(key.data, signal.SIGKILL)
+
+
+def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, streams, _, _ = socket.recv_fds(client, 8, 3)
+    missing, parts = int.from_bytes(head, "big"), list[bytes]()
+    while missing:
+        parts.append(client.recv(missing))
+        missing -= len(parts[-1])
+    return json.loads(b"".join(parts)), streams
+
+
+def _report(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    """Send the exit codes of forks that have ended."""
+    while clients:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    sys.exit()
+        client = clients.pop(pid)
+        if client in (key.fileobj for key in selector.get_map().values()):
+            selector.unregister(client)
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+        client.close()
 
 
 def _become(request: dict[str, Any]) -> None:
-    signal.alarm(TIMEOUT_S)
-    for number, path in enumerate([os.devnull, *request["streams"]]):
-        os.dup2(os.open(path, os.O_RDWR), number)
+    """Run the arguments, as Python does."""
+    arguments, environment = request["arguments"], request["environment"]
+    os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(environment)
     os.chdir(request["folder"])
-    sys.path[0] = request["folder"]
-    sys.argv[1:] = request["arguments"]
+    multiprocessing.process.ORIGINAL_DIR = request["folder"]  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream.isatty(), write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     warnings.resetwarnings()
-    warnings.simplefilter(request["environment"]["PYTHONWARNINGS"])
+    for action in filter(None, environment.get("PYTHONWARNINGS", "").split(",")):
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+    is_module = arguments[0] == "-m"
+    sys.orig_argv = [sys.executable, *arguments]
+    sys.argv = arguments[is_module:]
+    first = request["folder"] if is_module else str(Path(arguments[0]).parent)
+    sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if is_module:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
 
+    with suppress(ImportError):
+        import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
+
+    gc.collect()
     gc.freeze()  # else a collection in a fork copies the memory of all objects
-
-    _serve()
-    runpy.run_module("hvdtrain", run_name="__main__", alter_sys=True)
+    asked = _serve(sys.argv[1])
+    _become(asked)

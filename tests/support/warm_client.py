@@ -1,0 +1,31 @@
+"""The client of warm.py: ``python -IS warm_client.py ADDRESS ARGUMENTS``."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+server = socket.socket(socket.AF_UNIX)
+server.connect(sys.argv[1])
+request = json.dumps(
+    {
+        "arguments": sys.argv[2:],
+        "folder": str(Path.cwd()),
+        "environment": dict(os.environ),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+).encode()
+socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(request)
+answers = server.makefile()
+child = int(answers.readline())
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+code = int(answers.readline())
+if code < 0:
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
