@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """See that the groups took effect: else each process would make hosts and images of its own."""
+    gc.collect()
+    gc.freeze()  # what was imported so far: later collections pass it by
     marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in marked):
         raise pytest.UsageError("this pytest-xdist has not marked the groups of this pytest's tests")
@@ -108,6 +111,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
-    """Recorded runs, one set for all processes of a test run."""
+    """Recorded runs, one set for all processes of a test run: in the folder GALLERY, if that is set."""
+    if folder := os.environ.get("GALLERY"):
+        return Gallery(Path(folder))
     base = tmp_path_factory.getbasetemp()
     return Gallery((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gallery")

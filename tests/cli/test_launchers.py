@@ -29,7 +29,7 @@ TOY = [
 ]
 
 
-@pytest.mark.parametrize("name", ["two", "gloo", "launched"])
+@pytest.mark.parametrize("name", ["two", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_launchers_give_the_same_job(name: str, gallery: Gallery) -> None:
     job = gallery[name]
     assert [line["size"] for line in job.events("started")] == [2]
@@ -106,7 +106,7 @@ def _checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "workers"),
-    [(2, 1), (1, 0), (1, 1), (2, 0)],
+    [(2, 1), (1, 0)],
 )
 @pytest.mark.slow
 def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(

@@ -26,7 +26,7 @@ def _told(out: str) -> list[str]:
     return lines[begin : lines.index("", begin)]
 
 
-@pytest.mark.parametrize(("name", "size"), [("one", 1), ("two", 2), ("three", 3)])
+@pytest.mark.parametrize(("name", "size"), [("one", 1), ("two", 2), pytest.param("three", 3, marks=pytest.mark.slow)])
 def test_it_reports_where_the_time_went(name: str, size: int, gallery: Gallery) -> None:
     job = gallery[name]
     told = _told(job.out)

@@ -93,13 +93,17 @@ CERTIFICATES = "/run/certificates.pem"
 
 
 def _seen(folder: Path) -> list[str]:
-    """What of this machine a build sees: how pip is set up. Certificates lie where no package is."""
+    """What of this machine a build sees: how pip is set up. Certificates lie where no package is.
+
+    pip compiles no modules, which takes minutes: most are never imported here.
+    """
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     pairs = [line.partition("=")[::2] for line in listed.splitlines()]
     settings = {name.rpartition(".")[2]: shlex.split(value)[0] for name, value in pairs}
     certificates = settings.get("cert") or os.environ.get("SSL_CERT_FILE")
     if certificates:
         settings["cert"] = CERTIFICATES
+    settings["no-compile"] = "no"  # that is pip's yes
     (folder / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
     words = [word for value in settings.values() for word in value.split() if word != CERTIFICATES]
     places = {word for word in words if word.startswith("/") and Path(word).exists()}

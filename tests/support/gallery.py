@@ -209,27 +209,19 @@ def torchrun(folder: Path) -> Recorded:
 @_recording
 def engines(folder: Path) -> Recorded:
     """Two ranks with the engine ddp, stopped at step 25; then fsdp to step 45, and Horovod's; each resumes."""
-    first = _trained(folder, *TOY, "--train.stop_at=25", "--parallel.engine=ddp")
+    _trained(folder, *TOY, "--train.stop_at=25", "--parallel.engine=ddp")
     _trained(folder, *TOY, "--train.stop_at=45", "--parallel.engine=fsdp")
     last = _trained(folder, *TOY)
-    return Recorded(folder, last.code, last.out, last.err, {"first": first.out})
-
-
-@_recording
-def launched(folder: Path) -> Recorded:
-    """Two ranks by ``hvdtrain launch``, which chooses how; each is bound to a NUMA domain."""
-    done = run(
-        ["-m", "hvdtrain", "launch", "-np", "2", "--", *TOY, "--parallel.bind=numa"], cwd=folder, environment=_ROOT
-    )
-    return Recorded(folder, done.returncode, done.stdout, done.stderr)
+    return Recorded(folder, last.code, last.out, last.err)
 
 
 @_recording
 def resumed(folder: Path) -> Recorded:
-    """Two ranks, stopped at step 25 and started again."""
-    first = _trained(folder, *TOY, "--train.stop_at=25")
+    """Two ranks by ``hvdtrain launch``, each bound to a NUMA domain, stopped at step 25; then by mpirun, to the end."""
+    half = (*TOY, "--train.stop_at=25", "--parallel.bind=numa")
+    first = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *half], cwd=folder, environment=_ROOT)
     second = _trained(folder, *TOY)
-    return Recorded(folder, second.code, second.out, second.err, {"first": first.out})
+    return Recorded(folder, second.code, second.out, second.err, {"out": first.stdout, "err": first.stderr})
 
 
 @_recording
@@ -344,7 +336,6 @@ _IN_GROUPS: dict[str, tuple[str, ...]] = {
     **VARIANTS,
     **{name: (f"--parallel.compression={name}",) for name in ("fp16", "bf16", "topk:0.5")},
     "int8": (_INT8, "--checkpoint.every=3"),  # a save makes residuals equal on all ranks
-    "weights": ("--precision=bf16-weights",),
     "recomputed": ("--memory.checkpointing=full",),
 }
 """Trainings by FSDP in groups, by name."""
@@ -390,9 +381,11 @@ def hybrid(folder: Path) -> Recorded:
 
 @_recording
 def by_torchrun(folder: Path) -> Recorded:
-    """FSDP on four ranks by torchrun: ``four/NAME`` of `_ALONE`, and ``groups/NAME`` of `_IN_GROUPS`."""
-    out = train_by_fsdp(folder / "four", [*_ALONE.items()], 4, "torchrun")
-    out += train_by_fsdp(folder / "groups", [*_IN_GROUPS.items()], 4, "torchrun", "--parallel.dp_shard=2")
+    """FSDP on four ranks by torchrun: ``four/NAME`` of `_ALONE`, and ``groups/NAME`` of `_IN_GROUPS`; some of each."""
+    alone = [(name, _ALONE[name]) for name in ("even", "uneven", "scaled", "bf16", "int8_weights", "offload")]
+    groups = [(name, _IN_GROUPS[name]) for name in ("even", "uneven", "back", "int8", "topk:0.5", "recomputed")]
+    out = train_by_fsdp(folder / "four", alone, 4, "torchrun")
+    out += train_by_fsdp(folder / "groups", groups, 4, "torchrun", "--parallel.dp_shard=2")
     return Recorded(folder, 0, out, "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
@@ -100,10 +101,12 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
         builder.start()
         builder.join()
 
+    parsed = parse_argv(list(options), build)
+
     def work(worker: int) -> None:
         try:
             info = RankInfo("threads", folder=Path.cwd())
-            run = parse_argv(list(options), build)
+            run = copy.deepcopy(parsed)
             run_training(run, lambda: tasks[worker], PlannedRounds(worker, plan, hubs), TimelinePlan("off"), info)
         except (Killed, NoPlace):
             pass

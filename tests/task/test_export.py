@@ -130,6 +130,7 @@ def test_another_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", ["full"], indirect=True)
 @pytest.mark.filterwarnings("ignore")  # of torch.onnx
 def test_onnx(job: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="the onnxruntime library is not installed")
