@@ -141,7 +141,8 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
         one = _train(tmp_path / "one", *options, size=1, build=build)
         for stop, size in ((5, 3), (12, 4)):  # a tensor is divided at other rows after the resume
             four = _train(tmp_path / "four", *options, SHARD, f"--train.stop_at={stop}", size=size, build=build)
-        assert four.losses() == pytest.approx(one.losses(), rel=2e-6)
+        # Sums in another order may round a weight to another bf16 number.
+        assert four.losses() == pytest.approx(one.losses(), rel=2e-6 if precision == "fp32" else 2e-3)
         _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
 
 
