@@ -8,16 +8,19 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from hvdtrain.config import parse
 from tests.support.gallery import Gallery
 from tests.support.jobs_started import job_of
 from tests.support.tally import OUTCOMES
 
+parse.make_parser = lru_cache(maxsize=4)(parse.make_parser)  # a tenth of the computing of fast tests, otherwise
 settings.register_profile("shared", deadline=None)  # machines are shared: an example may take any time
 settings.load_profile("shared")
 

@@ -14,7 +14,6 @@ import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,6 @@ class _Parser(EitherSpelling, ArgumentParser):
         return plain_parser(list_options(self)).format_help()
 
 
-@lru_cache(maxsize=4)
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     """Make a parser of the options of `Config` and of the parameters of `task_function`."""
     parser = _Parser(allow_abbrev=False, prog="hvdtrain train", exit_on_error=False)
