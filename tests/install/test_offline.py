@@ -61,7 +61,7 @@ def test_it_trains_where_no_network_is(nowhere: Host, tmp_path: Path) -> None:
 
     install = only(home, system, "/bin/sh", str(bundled / "install.sh"), str(venv), PYTHON)
     said = nowhere.run(install, timeout_s=COMPILING_S).stdout
-    assert "Two ranks summed a tensor" in said, said
+    assert "Two ranks summed a tensor" in said and (wheels.exists() or "compiling Horovod" in said), said
 
     shutil.copy(ROOT / "tests" / "support" / "toy.py", tmp_path)
     job = ["mpirun", "-np", "2", "--oversubscribe", "python", "-m", "hvdtrain", "--task=toy.py:toy"]

@@ -29,7 +29,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 _CLIENT = Path(__file__).with_name("warm_client.py")
 _AT_START = ("AUDIT_", "GLIBC_", "HF_", "LD_", "MALLOC_", "OMP_", "TRANSFORMERS_")
 _OF_PYTHON = {"PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED"}
@@ -48,11 +47,11 @@ def warm_python() -> list[str]:
     """Start the server, if this process has none; return the words that start a fork."""
     folder = tempfile.mkdtemp(prefix="warm-")
     address = f"{folder}/socket"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm", address],
-        cwd=ROOT,
-        env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
+        cwd=_CLIENT.parents[2],
+        env={**environment, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -94,7 +93,11 @@ def _serve(address: str) -> dict[str, Any]:
                 _report(clients, selector)
             elif key.fileobj is listener:
                 client = listener.accept()[0]
-                request, streams = _received(client)
+                try:
+                    request, streams = _received(client)
+                except (OSError, EOFError):  # it was killed
+                    client.close()
+                    continue
                 if (child := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -109,7 +112,7 @@ def _serve(address: str) -> dict[str, Any]:
                 for stream in streams:
                     os.close(stream)
                 clients[child] = client
-                client.sendall(b"%d\n" % child)
+                _answer(client, child)
                 selector.register(client, selectors.EVENT_READ, child)
             elif key.data in clients:  # a client says nothing more: it has ended
                 selector.unregister(key.fileobj)
@@ -117,12 +120,22 @@ def _serve(address: str) -> dict[str, Any]:
 
 
 def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the request and the streams of a client. EOFError: it has ended."""
     head, streams, _, _ = socket.recv_fds(client, 8, 3)
+    if not head:
+        raise EOFError
     missing, parts = int.from_bytes(head, "big"), list[bytes]()
     while missing:
-        parts.append(client.recv(missing))
-        missing -= len(parts[-1])
+        if not (part := client.recv(missing)):
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
     return json.loads(b"".join(parts)), streams
+
+
+def _answer(client: socket.socket, number: int) -> None:
+    with suppress(OSError):  # it has ended; its fork is killed then
+        client.sendall(b"%d\n" % number)
 
 
 def _report(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
@@ -134,7 +147,7 @@ def _report(clients: dict[int, socket.socket], selector: selectors.BaseSelector)
         client = clients.pop(pid)
         if client in (key.fileobj for key in selector.get_map().values()):
             selector.unregister(client)
-            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+            _answer(client, os.waitstatus_to_exitcode(status))
         client.close()
 
 

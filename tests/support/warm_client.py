@@ -5,7 +5,14 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+
+def pass_on(number, frame):
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(child, number)
+
 
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
@@ -22,7 +29,7 @@ server.sendall(request)
 answers = server.makefile()
 child = int(answers.readline())
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, frame: os.kill(child, number))
+    signal.signal(number, pass_on)
 code = int(answers.readline())
 if code < 0:
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
