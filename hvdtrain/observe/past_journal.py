@@ -21,7 +21,7 @@ FIRST_TIMES = 32
 ENDINGS = ("finished", "stopped", "failed")
 """Events that end a start."""
 
-_AFTER_END = ("warning", "machine", "energy", "explained")
+AFTER_END = ("warning", "machine", "energy", "explained")
 """Events that may follow the end of a run."""
 
 _STEP, _EVALUATION = b'{"step":', b'{"event":"evaluation"'
@@ -66,7 +66,7 @@ def is_finished(path: Path) -> bool:
             event = orjson.loads(line).get("event")
         except (ValueError, AttributeError):
             return False
-        if event not in _AFTER_END:
+        if event not in AFTER_END:
             return bool(event == "finished")
     return False
 

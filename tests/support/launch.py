@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
-from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.observe.past_journal import AFTER_END, read_journal
 from tests.support.warm import is_warm, warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +90,8 @@ def run(
 
 
 def ending(journal: Path) -> dict[str, Any]:
-    """The last line of a run's journal but for what explains the run."""
-    return next(line for line in reversed(read_journal(journal)) if line.get("event") != "explained")
+    """The last line of a run's journal but for those that may follow its end."""
+    return next(line for line in reversed(read_journal(journal)) if line.get("event") not in AFTER_END)
 
 
 def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedProcess[str]:
