@@ -1,8 +1,9 @@
 """The acceptance test of a machine with a GPU, ``make gpu``: parts in order of worth, each with a time limit.
 
-It leaves ``gpu.json`` and ``gpu.html`` in ``--out``, written again whenever a part has a result; a part that fails does
-not stop the rest. The first part installs: from the folder of ``make gpu-kit`` where nothing can be downloaded, else by
-``make setup``. It runs in the Python that has torch and needs nothing else.
+It leaves ``gpu.json`` and ``gpu.html`` in ``--out``, written again whenever a part has a result, and the output of each
+part, ``NAME.log``; a part that fails does not stop the rest. The first part installs: from the folder of ``make
+gpu-kit`` where nothing can be downloaded, else by ``make setup``. It runs in the Python that has torch and needs
+nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the Python with torch has no hvdtrain yet
@@ -71,7 +72,8 @@ def parts(python: str, options: argparse.Namespace) -> list[Part]:
         Part("machine", "Which devices, drivers and versions are there?", (options.python, __file__, "--facts"), 60),
         Part("install", "Does Horovod build for this torch, CUDA and NCCL?", install, 300),
         Part("train", "Does the default job train, with the CPU's losses?", (*check, "train", *quick), 90),
-        Part("share", "Do two ranks on one device have one rank's losses?", (*check, "share", *quick), 90),
+        Part("modes", "Do other precisions and optimizers train as well?", (*check, "modes", *quick), 120),
+        Part("share", "Do two ranks on one device have one rank's losses?", (*check, "share", *quick), 150),
         Part("resume", "Does a resumed run equal an uninterrupted one, bit for bit?", (*check, "resume", *quick), 60),
         Part("tests", "Do the tests that need a device pass?", tests, 180),
         Part("observe", "Are times, sensors and waits of the host right?", (*check, "observe", *quick), 60),
@@ -85,8 +87,8 @@ def parts(python: str, options: argparse.Namespace) -> list[Part]:
     ]
 
 
-def run_part(part: Part, outcome: Outcome, limit_s: float, save: Callable[[], None]) -> None:
-    """Run a part to its end or its limit; keep its results as they come."""
+def run_part(part: Part, outcome: Outcome, limit_s: float, save: Callable[[], None], log: IO[str]) -> None:
+    """Run a part to its end or its limit; keep its results as they come, and its output in `log`."""
     began = time.monotonic()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # this clone, not the kit's copy
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
@@ -101,6 +103,7 @@ def run_part(part: Part, outcome: Outcome, limit_s: float, save: Callable[[], No
     outcome.state = "running"
     timed_out = False
     for line in _lines(process, began + limit_s):
+        print(line or "", file=log, flush=True)
         if line is None:
             timed_out = True
         elif line.startswith(RESULT):
@@ -257,7 +260,8 @@ def run_all(all_parts: list[Part], options: argparse.Namespace) -> int:
             outcome.state = "not run: no time was left"
         else:
             print(f"{part.name}: {part.question}", flush=True)
-            run_part(part, outcome, min(part.limit_s, left_s), save)
+            with (options.out / f"{part.name}.log").open("w") as log:
+                run_part(part, outcome, min(part.limit_s, left_s), save, log)
             for result in outcome.results:
                 bar = f"   ({result['bar']}: {'yes' if result['ok'] else 'NO'})" if result.get("bar") else ""
                 print(f"  {result['name']}: {value_of(result)}{bar}")

@@ -21,7 +21,7 @@ class HostCopy:
         self._host = tensor
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(tensor.device))

@@ -32,7 +32,8 @@ def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGro
     if isinstance(comm, ImaginedComm):
         return comm.process_group(range(comm.size) if ranks is None else ranks)
     join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=FOREVER, use_local_synchronization=ranks is not None)
+    backend = "cpu:gloo,cuda:gloo" if getattr(comm, "through_host", False) else None  # NCCL needs a GPU a rank
+    group: dist.ProcessGroup = dist.new_group(ranks, FOREVER, backend, use_local_synchronization=ranks is not None)
     return group
 
 

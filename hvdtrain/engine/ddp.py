@@ -21,7 +21,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.table import EngineParts
-from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
 
 _ONE_BUCKET_MIB = 2.0**40
@@ -73,7 +73,6 @@ class DdpEngine(LocalEngine):
 
     Args:
         compression: one of those that `engine.table` lists.
-        through_host: whether gradients go through host memory, because ranks share a CUDA device.
 
     Errors of a step: LostRankError if a rank is lost.
     """
@@ -85,8 +84,6 @@ class DdpEngine(LocalEngine):
         comm: Comm,
         compression: str = "none",
         bucket_mib: float | None = None,
-        *,
-        through_host: bool = False,
     ) -> None:
         super().__init__(named_parameters, optimizer)
         self.compression = compression
@@ -94,7 +91,6 @@ class DdpEngine(LocalEngine):
         chosen = parse(compression)
         self._dtype = _DTYPES.get(chosen.kind.name)
         self._rank = int(chosen.number) if chosen.kind.name == "powersgd" else 0  # of PowerSGD's matrices
-        self._through_host = through_host
         self._group = new_group(comm)
         self._power: PowerSGDState | None = None
         self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
@@ -197,7 +193,6 @@ class DdpEngine(LocalEngine):
         """Begin to sum a bucket; `finish` waits, so that backward does not."""
         buffer = bucket.buffer()
         sent = buffer if self._dtype is None else buffer.to(self._dtype)
-        sent = sent.to("cpu") if self._through_host else sent
         name = f"gradients/{bucket.index()}"
         self._comm.in_flight[name] = time.monotonic()
         work = dist.all_reduce(sent, group=self._group, async_op=True)
@@ -221,7 +216,6 @@ def make_ddp(parts: EngineParts) -> DdpEngine:
 
     Errors:
         TaskError: the model has sparse gradients, which DDP with a hook does not exchange.
-        ConfigError: PowerSGD where ranks share a GPU.
     """
     sparse = [name for name, module in parts.model.named_modules() if getattr(module, "sparse", None) is True]
     if sparse:
@@ -230,13 +224,4 @@ def make_ddp(parts: EngineParts) -> DdpEngine:
             next_step="--parallel.engine horovod, or sparse=False",
             everywhere=True,
         )
-    through_host = bool(getattr(parts.comm, "through_host", False))
-    if through_host and parse(parts.compression).kind.name == "powersgd":
-        raise ConfigError(
-            "--parallel.engine ddp with compression powersgd, but ranks share a GPU",
-            expected="one GPU for each rank",
-            next_step="--parallel.compression none",
-        )
-    return DdpEngine(
-        parts.parameters, parts.optimizer, parts.comm, parts.compression, parts.bucket_mib, through_host=through_host
-    )
+    return DdpEngine(parts.parameters, parts.optimizer, parts.comm, parts.compression, parts.bucket_mib)

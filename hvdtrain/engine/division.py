@@ -14,6 +14,7 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.plans import plans_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import implementation, rows_among
+from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.memory import return_freed_memory
 from hvdtrain.state.divided import is_divided, take_rows
 from hvdtrain.state.sync import broadcast_parameters
@@ -27,9 +28,22 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
 
     `hosts`: of all ranks, as of `gather_hosts`. The model, or all of it that this rank holds, is on the device then.
     Collective: yes.
+
+    Errors:
+        ConfigError: transformers is too old, or the model cannot be divided.
     """
-    from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        from transformers import __version__
+
+        raise ConfigError(
+            f"{parts.dimensions.options} needs a newer transformers",
+            expected="transformers 5.23 or newer, which needs Python 3.11",
+            found=f"transformers {__version__}",
+            next_step=f"python -m pip install 'transformers>=5.23', or leave out {parts.dimensions.options}",
+        ) from None
 
     model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
     tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)

@@ -25,7 +25,7 @@ def check_fsdp(parts: EngineParts) -> None:
     """Check that FSDP can divide a model.
 
     Errors:
-        ConfigError: there is one rank, ranks share a GPU, or model or optimizer cannot be divided.
+        ConfigError: there is one rank, or model or optimizer cannot be divided.
     """
     _check_job(parts)
     # On the rank that certainly has values: a `Placeholder` shares no memory.
@@ -43,12 +43,6 @@ def check_fsdp(parts: EngineParts) -> None:
 
 def _check_job(parts: EngineParts) -> None:
     refuse_one_rank(parts.comm, "--parallel.engine fsdp", "model", "--parallel.engine horovod --parallel.shard none")
-    if getattr(parts.comm, "through_host", False):
-        raise ConfigError(
-            "--parallel.engine fsdp, but ranks share a GPU",
-            expected="one GPU for each rank",
-            next_step="start fewer ranks, or --parallel.engine horovod",
-        )
     if lacking := [name for name in _METHODS if not hasattr(FSDPModule, name)]:
         raise ConfigError(
             "--parallel.engine fsdp needs a newer torch",

@@ -95,7 +95,8 @@ class Stage:
         self._stage_of = stages_of(model, blocks, firsts, self._option)
         self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
-        self._onward, self._back = (Link(lasting_group(comm, ranks, use)) for use in ("onward", "back"))
+        groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
+        self._onward, self._back = (Link(group, through_host=getattr(comm, "through_host", False)) for group in groups)
         self._passes: deque[dict[str, Tensor]] = deque()
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
@@ -229,22 +230,24 @@ class Stage:
 class Link:
     """Transfers between neighbours, in one direction. A rank sends a tensor when the one before has arrived."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, through_host: bool = False) -> None:
+        self._group, self._through_host = group, through_host
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """Begin to send a tensor."""
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        sent = tensor.detach().cpu() if self._through_host else tensor.detach()
+        data = sent.contiguous().view(-1).view(torch.uint8)
         self._running = dist.isend(data, group=self._group, group_dst=stage), data
 
     def receive(self, like: Tensor, stage: int) -> Tensor:
         """Wait for a tensor with the shape and dtype of `like`."""
-        found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        device = torch.device("cpu") if self._through_host else like.device
+        found = torch.empty(like.shape, dtype=like.dtype, device=device)
         dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
-        return found
+        return found.to(like.device)
 
 
 def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:

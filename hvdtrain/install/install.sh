@@ -170,7 +170,7 @@ main() {
   mpi="$open_mpi"
   [ "$has" != mpi ] || mpi=hvdtrain
   run 'installing torch and all other packages (minutes if torch includes CUDA)' \
-    "$own" -m pip install --quiet setuptools wheel "hvdtrain[$extras]" "$mpi"
+    "$own" -m pip install --quiet --upgrade --upgrade-strategy eager setuptools wheel "hvdtrain[$extras]" "$mpi"
   printf 'building Horovod\n'
   # shellcheck disable=SC2086 # words
   "$venv/bin/hvdtrain" build-horovod ${BUILD:-} ||

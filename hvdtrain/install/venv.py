@@ -54,19 +54,20 @@ def base_interpreter(environ: Mapping[str, str], venv: Path) -> BaseInterpreter:
     if torch is None:
         return BaseInterpreter(sys.executable, sys.prefix, has_mpi=has_mpi)
     own = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
-    folders = tuple(dict.fromkeys([str(torch.root.parent), *_module_folders(environ), *own]))
+    folders = tuple(dict.fromkeys([str(torch.root.parent), *_module_folders(environ, venv), *own]))
     names = {_normal(found.metadata["Name"]) for found in metadata.distributions(path=list(folders))}
     return BaseInterpreter(sys.executable, sys.prefix, folders, tuple(sorted(names)), has_mpi)
 
 
-def _module_folders(environ: Mapping[str, str]) -> list[str]:
-    """Return the folders of packages on Python's path that environment modules have added to it."""
+def _module_folders(environ: Mapping[str, str], venv: Path) -> list[str]:
+    """Return the folders of packages on Python's path that environment modules have added to it, outside `venv`."""
     named = environ.get("PYTHONPATH", "").split(":")
     prefixes = [prefix for prefix in environ.get("EBPYTHONPREFIXES", "").split(":") if prefix]
     return [
         folder
         for folder in sys.path
-        if Path(folder).name in ("site-packages", "dist-packages")
+        if not Path(folder).resolve().is_relative_to(venv.resolve())  # install.sh runs with the new environment's
+        and Path(folder).name in ("site-packages", "dist-packages")
         and (folder in named or any(Path(folder).is_relative_to(prefix) for prefix in prefixes))
     ]
 

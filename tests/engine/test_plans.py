@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.engine.division import divide_model
+from hvdtrain.engine.mesh import make_mesh_engine
 from hvdtrain.engine.plans import plans_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.lora import add_adapters, parse_lora
@@ -50,6 +55,24 @@ def test_experts_that_are_divided_by_expert_are_not_divided_again() -> None:
     own = {"lm_head": "colwise_gather_output", "model.layers.*.mlp.experts": "ep_dispatch_experts"}
     own |= {"model.layers.*.mlp.experts.down_proj": "rowwise"}
     assert {*plans_of(_model(), own, Dimensions(2, 2))[0]} == {"lm_head", "lm_head.weight"}
+
+
+def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    parts: Any = SimpleNamespace(dimensions=Dimensions(1, 2))
+    with pytest.raises(ConfigError, match=r"--parallel.ep 2 needs a newer transformers(?s:.*)expected: transformers 5"):
+        divide_model(parts, [])
+
+
+def test_ranks_that_share_a_gpu_divide_no_experts() -> None:
+    task = divided()
+    comm: Any = ImaginedComm(2)
+    comm.through_host = True
+    parts: Any = SimpleNamespace(
+        comm=comm, dimensions=Dimensions(1, 2), model=task.model, parameters=list(task.model.named_parameters())
+    )
+    with pytest.raises(ConfigError, match=r"--parallel.ep 2, but ranks share a GPU"):
+        make_mesh_engine(parts)
 
 
 def _adapted() -> Any:

@@ -52,7 +52,9 @@ def test_the_sums_are_the_cpus(name: str) -> None:
             reducer.commit(applied=True)
         found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
     for on_cpu, on_device in zip(*found, strict=True):
-        torch.testing.assert_close(on_device, on_cpu, rtol=2e-2, atol=2e-2 * float(on_cpu.abs().max()))
+        # Devices draw other random numbers; a gradient and its sum are rounded, each by at most 1/127 of the largest.
+        atol = 4 / 127 if "stochastic" in name else 2e-2
+        torch.testing.assert_close(on_device, on_cpu, rtol=2e-2, atol=atol * float(on_cpu.abs().max()))
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -66,17 +66,26 @@ def test_torch_of_a_module_is_not_installed_again(tmp_path: Path) -> None:
     (tmp_path / f"torch/{site}/torch").mkdir()
     (tmp_path / f"torch/{site}/torch/__init__.py").write_text("")
     (tmp_path / f"torch/{site}/torch/version.py").write_text("__version__ = '2.7.0'\n")
-    path = [str(tmp_path / "project"), *(str(tmp_path / name / site) for name in ("scipy", "torch")), str(ROOT)]
+    own = tmp_path / "venv" / site  # install.sh runs with the packages of the new environment
+    own.mkdir(parents=True)
+    modules = [str(tmp_path / name / site) for name in ("scipy", "torch")]
+    path = [str(own), str(tmp_path / "project"), *modules, str(ROOT)]
     program = "import os, pathlib; from hvdtrain.install.venv import base_interpreter as base; "
-    program += "found = base(os.environ, pathlib.Path('/x')); print(*found.shared_folders, '|', *found.packages)"
+    program += "found = base(os.environ, pathlib.Path('venv')); print(*found.shared_folders, '|', *found.packages)"
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     folders, _, packages = done.stdout.partition("|")
-    assert {str(tmp_path / name / site) for name in ("torch", "scipy")} <= set(folders.split()), done.stderr
+    assert {*modules} <= set(folders.split()), done.stderr
     assert {"torch", "scipy"} <= set(packages.split())
-    assert "mine" not in packages.split() and str(tmp_path / "project") not in folders.split()
+    assert "mine" not in packages.split() and not {str(tmp_path / "project"), str(own)} & {*folders.split()}
 
 
 def test_no_pin_is_put_on_what_is_lent() -> None:

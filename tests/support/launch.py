@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 580
 """After which a job that does not end is given up: a guard, not a judgement of speed."""
 
+_OWN = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "HOROVOD_"))}
 ENVIRONMENT = {
-    **{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "HOROVOD_"))},
+    **_OWN,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "default",
-    **({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, "/bin/false")),
+    **({} if has_remote_shell(_OWN) else dict.fromkeys(REMOTE_SHELL, "/bin/false")),
 }
 
 

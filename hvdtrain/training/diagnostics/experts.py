@@ -38,7 +38,7 @@ class Routers:
             return
         with torch.no_grad():
             shares = torch.stack([_most(counts) for counts in self._counts.values()])
-            self._shares = torch.empty(shares.shape, dtype=shares.dtype, pin_memory=shares.is_cuda)
+            self._shares = torch.empty_like(shares, device="cpu", pin_memory=shares.is_cuda)
             self._shares.copy_(shares, non_blocking=True)
         self._counts.clear()
 
@@ -62,17 +62,25 @@ class Routers:
         if found is None or not module.training:
             return
         chosen, experts = found
-        with torch.no_grad():
-            # Indices outside the experts get their own count: out of bounds would end training.
-            where = chosen.flatten().long()
-            where = where.where((where >= 0) & (where < experts), experts)
-            counts = self._counts.get(id(module))
-            if counts is None:
-                counts = self._counts[id(module)] = torch.zeros(experts + 1, device=where.device)
-            if len(counts) != experts + 1:  # differs between calls: not a router
-                counts[-1] = math.nan
-                return
-            counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
+        counts = count_tokens(chosen, experts)
+        # A recomputation in backward must run no other operations than the forward pass.
+        total = self._counts.setdefault(id(module), torch.zeros_like(counts))
+        if len(total) != len(counts):  # differs between calls: not a router
+            total[-1] = math.nan
+        else:
+            total += counts
+
+
+@torch.no_grad()
+def count_tokens(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each expert was chosen, and last, how many indices are no expert: (`experts` + 1,), float64.
+
+    `bincount` would make the host wait for the device.
+    """
+    where = chosen.flatten().long()
+    where = where.where((where >= 0) & (where < experts), experts)  # out of bounds would end training
+    counts = torch.zeros(experts + 1, dtype=torch.float64, device=where.device)
+    return counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
 
 
 def _most(counts: Tensor) -> Tensor:

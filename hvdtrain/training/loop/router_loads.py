@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.state.divided import whole_shape
-from hvdtrain.training.diagnostics.experts import chosen_experts, find_routers
+from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens, find_routers
 
 _BIAS = "e_score_correction_bias"
 EVERY = 10
@@ -74,9 +74,8 @@ class RouterLoads:
         if not self._is_counting or (found := chosen_experts(output)) is None:
             return
         ids, experts = found
-        with torch.no_grad():
-            load = torch.bincount(ids.flatten(), minlength=experts)[:experts].double()
-            self._loads[name] = self._loads[name] + load if name in self._loads else load
+        load = count_tokens(ids, experts)[:experts]
+        self._loads[name] = self._loads[name] + load if name in self._loads else load
 
     def start(self) -> None:
         """Begin to sum the loads over ranks. Collective: yes."""

@@ -76,7 +76,8 @@ class TorchProfile(Listener):
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            profile = torch.profiler.profile(activities=activities, record_shapes=True)
+            # acc_events: torch 2.11 warns without it, and there is one cycle.
+            profile = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
             profile.start()
         except (RuntimeError, AssertionError) as error:
             self.warn(f"torch.profiler does not start: {error}; training continues")
