@@ -33,6 +33,7 @@ SCRIPTS = (
     "optimizers",
     "timeline",
     "timeline_cost",
+    "long_runs",
     "whatif",
     "checkpoint",
     "recovery",

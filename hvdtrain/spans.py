@@ -6,7 +6,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 SIZES = 64
@@ -22,6 +22,7 @@ JOURNAL_KEYS = {
     "data": "data_s",
     "copy": "copy_s",
     "gather": "gather_s",
+    "activations": "activations_s",
     "forward": "forward_s",
     "backward": "backward_s",
     "wait": "exposed_comm_s",
@@ -30,8 +31,9 @@ JOURNAL_KEYS = {
 }
 """Parts of a step in their order, by the names of their spans, with their keys in the journal."""
 
-GATHER = "gather"
-"""The wait for parameters of other ranks. Its spans are nested in others, such as forward, which do not count it."""
+GATHER, ACTIVATIONS = NESTED = ("gather", "activations")
+"""The waits for parameters and for activations of other ranks. Their spans are nested in others, such as forward, which
+do not count them."""
 
 PARTS = (*JOURNAL_KEYS, "aside")
 """The same with aside: evaluations and checkpoints since the previous step."""
@@ -90,6 +92,14 @@ class Spans:
         if span is None:
             span = self._spans[name] = _Span(self, name)
         return span
+
+    def waiting_for(self, tensor: Any) -> AbstractContextManager[object]:
+        """Return a context that records a wait for activations within forward or backward, else nothing.
+
+        `tensor`: what is received, or like it. On a GPU the host does not wait, and backward has a thread of its own.
+        """
+        waits = not tensor.is_cuda and self._open and self._open[-1].name in ("forward", "backward")
+        return self(ACTIVATIONS) if waits else nullcontext()
 
     def record(self, name: str, start_ns: int, track: int = MAIN, end_ns: int | None = None, step: int = -1) -> None:
         """Record a span that was measured elsewhere, by `now`; by default it ends now. It counts in no sum."""
@@ -189,7 +199,7 @@ class _Span:
         end = recorder._touched = recorder.now()
         recorder._open.pop()
         self.total_ns += end - self.start_ns
-        if self.name == GATHER and recorder._open:
+        if self.name in NESTED and recorder._open:
             recorder._open[-1].total_ns -= end - self.start_ns
         recorder._events.append((self.name, MAIN, self.start_ns, end, recorder.step))
         if recorder.listeners:

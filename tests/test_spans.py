@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+import torch
 
 from hvdtrain.spans import EXCHANGE, Event, Spans
 
@@ -42,6 +43,23 @@ def test_a_span_is_kept_with_its_step_and_its_times() -> None:
         Event("wait", 0, 2, 5, 7),
         Event("exchange", EXCHANGE + 3, 1, 2, 6),
     ]
+
+
+def test_a_wait_for_activations_is_no_part_of_the_pass_around_it() -> None:
+    clock, tensor = Clock(), torch.zeros(1)
+    spans = Spans(clock)
+    for name in ("forward", "backward", "evaluation"):
+        with spans(name):
+            clock.now += 1000
+            with spans.waiting_for(tensor):
+                clock.now += 500
+    with spans.waiting_for(tensor):  # of a model that runs outside of a step
+        clock.now += 500
+    seconds = spans.pop_seconds()
+    assert seconds == pytest.approx(
+        {"forward": 1e-6, "backward": 1e-6, "activations": 1e-6, "evaluation": 1.5e-6}, rel=0.01
+    )
+    assert sum(event.end_ns - event.start_ns for event in spans.events() if event.name == "forward") > 1500
 
 
 def test_an_exception_ends_its_spans() -> None:

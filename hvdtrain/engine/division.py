@@ -67,7 +67,7 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
-            rows = rows_among(comm, ranks, hosts, parts.device, "experts")
+            rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans)
             EPImplementationInterface.register(name, implementation(rows))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())

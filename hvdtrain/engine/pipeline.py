@@ -29,6 +29,7 @@ from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stages import EndOfStage, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.spans import Spans
 from hvdtrain.state.divided import StageParameter
 
 
@@ -40,7 +41,7 @@ class PipelineEngine(MeshEngine):
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device)
+        self._stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, parts.spans)
         super().__init__(parts, place=self._stage.place)
 
     def forward(self, call: Callable[[], Any]) -> Any:
@@ -77,7 +78,9 @@ class Stage:
         ConfigError: the model cannot be divided into stages.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
+    ) -> None:
         self._option, count = dimensions.options, dimensions.pp
         blocks = require_blocks(model, self._option, "divide", "leave out --parallel.pp")
         if len(blocks) < count:
@@ -96,7 +99,8 @@ class Stage:
         self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
         groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
-        self._onward, self._back = (Link(group, through_host=getattr(comm, "through_host", False)) for group in groups)
+        through_host = getattr(comm, "through_host", False)
+        self._onward, self._back = (Link(group, spans or Spans(), through_host=through_host) for group in groups)
         self._passes: deque[dict[str, Tensor]] = deque()
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
@@ -230,14 +234,15 @@ class Stage:
 class Link:
     """Transfers between neighbours, in one direction. A rank sends a tensor when the one before has arrived."""
 
-    def __init__(self, group: dist.ProcessGroup, *, through_host: bool = False) -> None:
-        self._group, self._through_host = group, through_host
+    def __init__(self, group: dist.ProcessGroup, spans: Spans, *, through_host: bool = False) -> None:
+        self._group, self._spans, self._through_host = group, spans, through_host
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def send(self, tensor: Tensor, stage: int) -> None:
         """Begin to send a tensor."""
         if self._running is not None and self._running[0] is not None:
-            self._running[0].wait()
+            with self._spans.waiting_for(tensor):
+                self._running[0].wait()
         sent = tensor.detach().cpu() if self._through_host else tensor.detach()
         data = sent.contiguous().view(-1).view(torch.uint8)
         self._running = dist.isend(data, group=self._group, group_dst=stage), data
@@ -246,7 +251,8 @@ class Link:
         """Wait for a tensor with the shape and dtype of `like`."""
         device = torch.device("cpu") if self._through_host else like.device
         found = torch.empty(like.shape, dtype=like.dtype, device=device)
-        dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
+        with self._spans.waiting_for(like):
+            dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
         return found.to(like.device)
 
 

@@ -18,10 +18,13 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.mesh import gather_hosts
 from hvdtrain.engine.token_exchange import Rows, exchange_rows, rows_among
 from hvdtrain.errors import ConfigError
+from hvdtrain.spans import Spans
 from hvdtrain.task.base import SequencePart, Task
 
 
-def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: torch.device) -> Task:
+def divide_sequences(
+    task: Task, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
+) -> Task:
     """Return the task with the loss over this rank's part of each sequence. Collective: yes.
 
     Errors:
@@ -39,7 +42,7 @@ def divide_sequences(task: Task, comm: Comm, dimensions: Dimensions, device: tor
     refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
-    rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences")
+    rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans)
     part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))
     return replace(task, loss=task.by_part(part))
 

@@ -18,6 +18,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.mesh import subset
 from hvdtrain.comm.torch_group import TorchComm, lasting_group
+from hvdtrain.spans import Spans
 
 Rows = Callable[[Tensor, list[int], list[int]], Tensor]
 """Sends shares of the rows of a tensor to the ranks, of the first sizes; returns those received, of the second."""
@@ -48,7 +49,14 @@ def rows_by_comm(comm: Comm, prefix: str = "experts") -> Rows:
     return exchange
 
 
-def rows_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object], device: torch.device, prefix: str) -> Rows:
+def rows_among(
+    comm: Comm,
+    ranks: Sequence[int],
+    hosts: Sequence[object],
+    device: torch.device,
+    prefix: str,
+    spans: Spans | None = None,
+) -> Rows:
     """Return an exchange among some ranks of a communicator, on a device. Collective: yes.
 
     It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
@@ -56,8 +64,15 @@ def rows_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object], device
     """
     through_host = getattr(comm, "through_host", False)
     if through_host or by_nccl_of_horovod(comm, device) or isinstance(comm, ImaginedComm):
-        return rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
-    return rows_by_torch(lasting_group(comm, ranks))
+        rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
+    else:
+        rows = rows_by_torch(lasting_group(comm, ranks))
+    return rows if spans is None else partial(_timed, rows, spans)
+
+
+def _timed(rows: Rows, spans: Spans, sent: Tensor, given: list[int], received: list[int]) -> Tensor:
+    with spans.waiting_for(sent):
+        return rows(sent, given, received)
 
 
 def by_nccl_of_horovod(comm: Comm, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ BANDS = {
     "1_data": ("data", "copy"),
     "2_forward": ("forward",),
     "3_backward": ("backward",),
-    "4_exposed_comm": ("exposed_comm", "gather"),
+    "4_exposed_comm": ("exposed_comm", "gather", "activations"),
     "5_optimizer": ("clip", "optimizer"),
     "6_other": (),
 }

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdtrain.observe.host_load import CAUSES
-from hvdtrain.spans import DEVICE, GATHER, PARTS, RawEvent
+from hvdtrain.spans import DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
 """Points in time. Sent and received bound clock offsets: no rank receives before all ranks have sent."""
@@ -70,6 +70,7 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
     """
     host = {step: [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for step in range(first, first + count)}
     device: dict[int, list[float]] = {}
+    nested: list[tuple[int, int]] = []  # starts and durations of spans inside of one that has not ended
     for name, track, start_ns, end_ns, step in events:
         if track > DEVICE:
             continue
@@ -84,9 +85,12 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
             row = device.setdefault(step, [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS))
         if name in _AT:
             row[_AT[name]] += end_ns - start_ns
-            if name == GATHER:
-                row[_AT["forward"]] -= end_ns - start_ns
-            elif name == "backward":
+            if name in NESTED:
+                nested.append((start_ns, end_ns - start_ns))
+            elif track != DEVICE and name in JOURNAL_KEYS:
+                row[_AT[name]] -= sum(duration for start, duration in nested if start >= start_ns)
+                nested = []
+            if name == "backward":
                 row[_SENT] = end_ns
             elif name == "wait":
                 row[_READY], row[_RELEASED], row[_RECEIVED] = start_ns, end_ns, end_ns

@@ -22,6 +22,7 @@ from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
 from hvdtrain.observe.output import to_stderr
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
+from hvdtrain.spans import NESTED
 
 EXIT_STALLED = 124
 """Exit code of a rank that ended because there was no progress, as of timeout(1)."""
@@ -29,7 +30,7 @@ EXIT_FAILED = 1
 
 _POLL_S = 0.5
 _FAST_POLL_S = 0.05
-_WAITS = ("wait", "gather")
+_WAITS = ("wait", *NESTED)
 _MAX_ERRORS = 5
 """Failed polls in a row after which the watchdog gives up."""
 _HEARTBEAT_S = 10.0

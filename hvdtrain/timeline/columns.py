@@ -141,12 +141,14 @@ class JournalSteps:
         step_ms: duration of each [n].
         parts_ms: of each of `spans.JOURNAL_KEYS` [n].
         tokens: weight of each step's batch; NaN if unknown [n].
+        time_s: end of each step, seconds since 1970; NaN if unknown [n].
     """
 
     step: NDArray[np.int64]
     step_ms: Floats
     parts_ms: Mapping[str, Floats]
     tokens: Floats
+    time_s: Floats | None = None
 
     @property
     def count(self) -> int:

@@ -151,18 +151,19 @@ def _readable(starts: Sequence[JournalStart], notes: list[str]) -> Iterator[Jour
 
 def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
     """Return valid lines as columns; None without any. Of a step that occurs twice, the last line counts."""
-    keys = ("step_s", *JOURNAL_KEYS.values(), "tokens")
+    unknown = ("tokens", "time")
+    keys = ("step_s", *JOURNAL_KEYS.values(), *unknown)
     rows: dict[int, list[float]] = {}
     for record in records:
         known = numbers({key: record.get(key) for key in keys})
         if isinstance(step := record.get("step"), int) and "step_s" in known:
-            rows[step] = [known.get(key, math.nan if key == "tokens" else 0.0) for key in keys]
+            rows[step] = [known.get(key, math.nan if key in unknown else 0.0) for key in keys]
     if not rows:
         return None
     step = np.array(sorted(rows))
     columns = dict(zip(keys, np.array([rows[each] for each in step.tolist()]).T, strict=True))
     parts = {part: 1e3 * columns[key] for part, key in JOURNAL_KEYS.items()}
-    return JournalSteps(step, 1e3 * columns["step_s"], parts, columns["tokens"])
+    return JournalSteps(step, 1e3 * columns["step_s"], parts, columns["tokens"], columns["time"])
 
 
 def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:

@@ -36,6 +36,14 @@ def ms(value: float, places: int | None = None) -> str:
     return f"{value:,.{places}f}"
 
 
+def elapsed(seconds: float) -> str:
+    """Format a time since the beginning of a run."""
+    for unit, length, least in (("days", 86400.0, 3.0), ("h", 3600.0, 2.0), ("min", 60.0, 2.0)):
+        if seconds >= least * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def interval(estimate: Estimate, places: int | None = None) -> str:
     """Format an interval as ``[11.1 .. 13.4]``; empty if there is none, as for a single step."""
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)) or estimate.low == estimate.high:

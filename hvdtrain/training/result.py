@@ -27,7 +27,7 @@ REST = "evaluation, checkpoints, rest"
 _BUDGET = {
     "data": ("data_s", "copy_s"),
     "forward and backward": ("forward_s", "backward_s"),
-    "exposed communication": ("exposed_comm_s", "gather_s"),
+    "exposed communication": ("exposed_comm_s", "gather_s", "activations_s"),
     "clipping and optimizer": ("clip_s", "optimizer_s"),
 }
 """Parts of a run's wall time, except `REST`, and the journal's fields of each."""

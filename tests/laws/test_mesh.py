@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain.observe.past_journal import read_steps
+from hvdtrain.spans import JOURNAL_KEYS
 from tests.laws.test_fsdp import check_equal, train_whole
 from tests.support.divided_models import DIVIDED, FOUR, ROUNDED, STAGES, TWO, VARIANTS
 from tests.support.gallery import Gallery, Recorded
@@ -53,6 +55,17 @@ def test_law_2_a_resumed_run_has_the_same_bits(name: str, gallery: Gallery) -> N
     for group, tensors in expected.state().tensors.items():
         for key, tensor in tensors.items():
             assert torch.equal(found.state().tensors[group][key], tensor), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "pp2"])
+def test_waits_for_activations_are_a_part_of_the_step(mesh: str, gallery: Gallery) -> None:
+    """Those of torch's tensor parallelism are not seen."""
+    steps = [*read_steps(_recorded(gallery, f"two/{mesh}/latent").run / "journal.jsonl").values()]
+    assert steps and all((step["activations_s"] > 0) == (mesh != "tp2") for step in steps)
+    for step in steps:
+        parts = [step[key] for key in JOURNAL_KEYS.values()]
+        assert min(parts) >= 0 and sum(parts) <= step["step_s"]
 
 
 @pytest.mark.slow

@@ -225,6 +225,25 @@ def test_a_devices_own_times_stand_in_the_place_of_the_hosts() -> None:
     assert found["start"] == 1000 and found["data"] == PART_US
 
 
+def test_a_wait_for_other_ranks_is_taken_off_the_pass_around_it() -> None:
+    clock = Clock()
+    spans = Spans(clock)
+    spans.step = 1
+    with spans("step"):
+        for name, inner in (("forward", "gather"), ("forward", "activations"), ("backward", "activations")):
+            with spans(name):
+                clock.pass_us(3)
+                with spans(inner):
+                    clock.pass_us(1)
+        with spans("wait"):
+            clock.pass_us(0.5)
+    (row,) = step_rows(spans.raw_events(), 1, 1)
+    found = dict(zip(COLUMNS, row, strict=True))
+    expected = {"forward": 6000, "gather": 1000, "activations": 2000, "backward": 3000, "wait": 500}
+    assert {name: found[name] for name in expected} == expected
+    assert sum(found[name] for name in expected) == found["end"] - found["start"]
+
+
 def test_a_step_that_is_not_kept_is_unknown() -> None:
     clock = Clock()
     spans = Spans(clock)

@@ -16,6 +16,10 @@ Floats = NDArray[np.float64]
 SHARES = {"data": 0.05, "copy": 0.0, "forward": 0.3, "backward": 0.55, "clip": 0.02, "optimizer": 0.08}
 
 
+_BEFORE = ("data", "copy", "activations", "forward", "backward")
+"""Parts before a rank is ready."""
+
+
 def table_of(
     work_ms: Floats,
     *,
@@ -37,8 +41,7 @@ def table_of(
     ranks, steps = work_ms.shape
     more = dict(more_ms or {})
     parts = {name: share * work_ms * 1e3 + 1e3 * more.get(name, 0.0) for name, share in SHARES.items()}
-    parts["aside"] = 1e3 * more.get("aside", np.zeros_like(work_ms))
-    parts["gc"] = 1e3 * more.get("gc", np.zeros_like(work_ms))
+    parts |= {name: 1e3 * more.get(name, np.zeros_like(work_ms)) for name in ("activations", "aside", "gc")}
     start, ready, released, end = (np.zeros((ranks, steps)) for _ in range(4))
     now = np.full(ranks, origin_us)
     for step in range(steps):
@@ -46,7 +49,7 @@ def table_of(
         if parts["aside"][:, step].any():
             now[:] = now.max()
         start[:, step] = now
-        ready[:, step] = now + sum(parts[name][:, step] for name in ("data", "copy", "forward", "backward"))
+        ready[:, step] = now + sum(parts[name][:, step] for name in _BEFORE)
         released[:, step] = ready[:, step].max() + 1e3 * exchange_ms
         if skew_ms is not None:
             released[:, step] += 1e3 * skew_ms

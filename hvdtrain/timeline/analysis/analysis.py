@@ -199,6 +199,7 @@ class Moment:
     Attributes:
         step_ms, median_ms: mean and median over them.
         parts_ms: means; they sum to `step_ms`.
+        after_s: from the beginning of the run to that of these steps, with the time between starts; None if unknown.
     """
 
     first_step: Count
@@ -206,6 +207,7 @@ class Moment:
     step_ms: float
     median_ms: float
     parts_ms: Mapping[str, float]
+    after_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,19 @@ REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
 PARAMETERS = "parameter gather"
 """Wait for the parameters that other ranks have updated."""
+ACTIVATIONS = "exchange of activations"
+"""Wait for the activations, and their gradients, of ranks with other layers, experts or parts of a sequence."""
 _LEAST = 1e-6
 """Share of a step; less is rounding."""
 
 _NAMES = {name: name for name in ("data", "forward", "backward", "optimizer")}
-_NAMES |= {"copy": "data", "clip": "optimizer", "gather": PARAMETERS, "aside": ASIDE}
+_NAMES |= {"copy": "data", "clip": "optimizer", "gather": PARAMETERS, "activations": ACTIVATIONS, "aside": ASIDE}
 ORDER = (
     "data",
     PARAMETERS,
     "forward",
     "backward",
+    ACTIVATIONS,
     LATE,
     *reversed(PHASES),
     EXCHANGE,
@@ -116,7 +119,7 @@ def step_budget(
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
-    exposed = [name for name in ORDER if name in (LATE, PARAMETERS) or name in shares]
+    exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
     return _budget(what, whole, wall.shape[1], ms, exposed)
 
 

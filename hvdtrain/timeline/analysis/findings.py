@@ -10,7 +10,16 @@ import numpy as np
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, IDLE, LATE, OTHER_EXCHANGE, PARAMETERS
+from hvdtrain.timeline.analysis.budget import (
+    ACTIVATIONS,
+    ASIDE,
+    EXCHANGE,
+    IDLE,
+    LATE,
+    OTHER_EXCHANGE,
+    PARAMETERS,
+    sample_of,
+)
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
@@ -32,7 +41,7 @@ _START_SHARE, _START_MS = 0.1, 1000.0
 """Per step, of a usual step, and in all, ms: a smaller start-up is not reported."""
 _NEAR = 0.05
 """Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
-_MANY = 50
+_FEW, _MANY = 10, 50
 _TURNS_WITH_TICKS = 5
 _COMPILATIONS = (
     (
@@ -111,9 +120,9 @@ def _changes(facts: Facts) -> Iterator[Finding]:
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:
-    """Report exposed communication, without the wait for stragglers."""
+    """Report exposed communication, without the waits for stragglers and for activations."""
     assert facts.budget is not None
-    pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name != LATE]
+    pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name not in (LATE, ACTIVATIONS)]
     cost = sum(piece.ms.value for piece in pieces)
     if cost < _SHARE * facts.step_ms:
         return
@@ -177,8 +186,12 @@ def _fed_ms(facts: Facts) -> tuple[float, float]:
 def _collections(facts: Facts) -> Iterator[Finding]:
     table = facts.run.steps
     assert table is not None
+    sample = sample_of(table)
+    if len(sample.columns) < _FEW:  # the collection of a run's objects may be in any of them
+        return
     # A collection on any rank delays all: the longest of each step counts.
-    ms = float(np.nan_to_num(table.parts_us["gc"][:, warm_up(table) :]).max(axis=0).mean()) / 1e3
+    longest_ms = np.nan_to_num(table.parts_us["gc"][:, sample.columns]).max(axis=0) / 1e3
+    ms = float(np.average(longest_ms, weights=sample.weights))
     if ms >= _SHARE * facts.step_ms:
         text = f"Python's garbage collector takes {facts.per_step(ms)} on the slowest rank"
         advice = "call gc.freeze() after creating model and data, or create fewer objects per step"

@@ -9,16 +9,18 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
+from hvdtrain.timeline.analysis.budget import ACTIVATIONS, sample_of, step_parts
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
+from hvdtrain.timeline.columns import Floats
 
 _SHARE, _LEAST_MS = 0.02, 0.2
 """Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
-_REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
+_REGULAR, _ABOUT = 3, 0.2
 _MANY_RANKS = 4
 _MANY_SHARES = 8
-_MOSTLY = 0.8
+_MOSTLY, _HALF = 0.8, 0.5
 
 _PADDING = 0.1
 _IDLE = 0.05
@@ -48,6 +50,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     yield from _sizes(facts)
     yield from _padding(facts)
     yield from _pipeline(facts)
+    yield from _divided_passes(facts)
     yield from _stopped(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts, facts.stragglers)
@@ -164,21 +167,54 @@ def _padding(facts: Facts) -> Iterator[Finding]:
 
 
 def _pipeline(facts: Facts) -> Iterator[Finding]:
-    """Report how long the stages of a pipeline wait at least: while its first and last micro-batches pass."""
+    """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
     stages, size = facts.option("parallel", "pp"), facts.run.size
     batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
     if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch)) or stages < 2:
         return
     passes = -(-batch // micro_batch) // max(1, size // stages)
     share = (stages - 1) / (stages - 1 + passes)
-    if share >= _IDLE:
+    least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
+    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
+    waits = _waits_for_activations(facts)
+    if waits is not None:
+        cost = float(waits.mean())
+        text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
+        by_stage = np.array([waits[np.arange(size) % stages == stage].mean() for stage in range(stages)])
+        if by_stage.max() - by_stage.min() >= _HALF * cost:
+            text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
+    elif share >= _IDLE:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
-        text = (
-            f"the {stages} stages of a pipeline wait for each other: at least {share:.0%} of forward and backward with"
-            f" {passes} micro-batches"
-        )
-        advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
-        yield Finding("pipeline", text, cost, advice)
+        text = f"the {stages} stages of a pipeline wait for each other: {least}"
+    else:
+        return
+    yield Finding("pipeline", text, cost, advice)
+
+
+def _divided_passes(facts: Facts) -> Iterator[Finding]:
+    """Report how long ranks that divide experts or sequences wait for activations, and for which rank."""
+    waits = _waits_for_activations(facts)
+    if waits is None or (facts.option("parallel", "pp") or 1) > 1:
+        return
+    cost, least = float(waits.mean()), int(waits.argmin())
+    text = f"ranks wait for activations of other ranks for {facts.per_step(cost)}"
+    advice = "a faster link, or fewer ranks that divide the experts or the sequences"
+    if cost - waits[least] >= _HALF * cost:
+        assert facts.run.steps is not None
+        who = _names([least], facts.run.steps.hosts)
+        text += f"; {who} waits least, for {wording.ms(waits[least])} ms: the others wait for it"
+        advice = f"find out what slows {who}: more tokens for its experts, or its host"
+    yield Finding("activations", text, cost, advice)
+
+
+def _waits_for_activations(facts: Facts) -> Floats | None:
+    """Return the mean wait of each rank in a step, ms; None if it is short or not measured."""
+    part, table = facts.part(ACTIVATIONS), facts.run.steps
+    if part is None or table is None or part.share < _IDLE:
+        return None
+    sample = sample_of(table)
+    waits: Floats = np.average(step_parts(table, sample)[1][ACTIVATIONS], axis=1, weights=sample.weights)
+    return waits
 
 
 def _cure(facts: Facts, cause: str) -> str | None:
@@ -213,7 +249,7 @@ def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
             text = f"{paused} {len(steps)} times, {_when(steps)}, {_seconds(took[steps])} in total; longest in step"
             text += f" {longest.step}, {_seconds(longest.ms)}"
         advice = "check what its host did then; pauses do not count as straggler cost"
-        if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _MOST_OF_PAUSE * longest.ms:
+        if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _HALF * longest.ms:
             text += f"; its process was stopped for {_seconds(stopped)}"
             advice = _CURES["stopped"]
         yield Finding("pause", text, took[steps] / looked_at, advice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ def _moments(history: JournalSteps) -> Iterator[Moment]:
     first, last = int(history.step[0]), int(history.step[-1])
     length = -(-(last - first + 1) // _MOMENTS)
     place = (history.step - first) // length
+    begins_s = np.full(len(place), np.nan) if history.time_s is None else history.time_s - history.step_ms / 1e3
     for number in np.unique(place).tolist():
         mine = place == number
         step_ms = history.step_ms[mine]
@@ -42,7 +44,9 @@ def _moments(history: JournalSteps) -> Iterator[Moment]:
         parts[REST] = max(0.0, float(step_ms.mean()) - sum(parts.values()))
         begin = first + number * length
         end = min(begin + length - 1, last)
-        yield Moment(begin, end, float(step_ms.mean()), float(np.median(step_ms)), parts)
+        after_s = float(begins_s[mine][0] - begins_s[0])
+        known = after_s if math.isfinite(after_s) else None
+        yield Moment(begin, end, float(step_ms.mean()), float(np.median(step_ms)), parts, known)
 
 
 def _starts(run: RunTrace) -> Iterator[Mark]:

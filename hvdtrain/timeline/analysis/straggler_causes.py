@@ -20,11 +20,12 @@ _CLOCK_SHARE = 0.97
 _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
 _EXPLAINS = 0.5
-_PARTS = ("data", "copy", "gather", "forward", "backward")
+_PARTS = ("data", "copy", "gather", "activations", "forward", "backward")
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
     "copy": "it copies batches for {mine} ms per step, others for {others} ms",
     "gather": "it waits {mine} ms per step for parameters of other ranks, others {others} ms",
+    "activations": "it waits {mine} ms per step for activations of other ranks, others {others} ms",
     "forward": "forward takes {mine} ms per step, others {others} ms",
     "backward": "backward takes {mine} ms per step, others {others} ms",
     "optimizer": "clipping and the optimizer take {mine} ms per step, others {others} ms",

@@ -13,6 +13,7 @@ from hvdtrain.timeline.report.page_view import hue
 
 WIDTH, HEIGHT = 1000.0, 160.0
 _ROOM = 1.15
+_TICKS = 4
 _SEEN = 0.002
 """Of a step: a part that never takes more is left out."""
 
@@ -45,6 +46,7 @@ def over_time_view(found: OverTime) -> dict[str, Any]:
         ],
         "first": f"{first:,}",
         "last": f"{last:,}",
+        "ticks": [_at(moments[number * len(moments) // _TICKS]) for number in range(_TICKS)] + [f"step {last:,}"],
         "top": wording.ms(most),
         "cut": any(moment.step_ms > most for moment in moments),
     }
@@ -75,7 +77,14 @@ def _area(edges: Sequence[float], below: Sequence[float], above: Sequence[float]
     return f"{_line(edges, above, most)}{''.join(back)}Z"
 
 
+def _at(moment: Moment) -> str:
+    after = "" if moment.after_s is None else f", {wording.elapsed(moment.after_s)}"
+    return f"step {moment.first_step:,}{after}"
+
+
 def _describe(moment: Moment, names: Sequence[str]) -> str:
     steps = f"steps {moment.first_step:,} to {moment.last_step:,}"
+    if moment.after_s is not None:
+        steps += f", from {wording.elapsed(moment.after_s)} on"
     parts = "\n".join(f"{name} {wording.ms(moment.parts_ms[name])} ms" for name in names)
     return f"{steps}\nmean {wording.ms(moment.step_ms)} ms, median {wording.ms(moment.median_ms)} ms\n{parts}"

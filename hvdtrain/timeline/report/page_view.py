@@ -38,6 +38,8 @@ _HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     "wait": "transfer",
     "gather": "transfer",
     "parameter gather": "transfer",
+    "activations": "transfer",
+    "exchange of activations": "transfer",
     "waiting for late ranks": "late",
     "fusion copies": "copies",
     "evaluation": "aside",

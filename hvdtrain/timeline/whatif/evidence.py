@@ -128,8 +128,13 @@ class Evidence:
 
 
 def read_parts(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of a step from its line in the journal, and the whole as "step"; seconds."""
-    return {**{part: record.get(key, 0.0) for part, key in JOURNAL_KEYS.items()}, "step": record["step_s"]}
+    """Return the parts of a step from its line in the journal, and the whole as "step"; seconds.
+
+    The exchange of activations stays as it is, so it counts as a part of forward.
+    """
+    parts = {part: record.get(key, 0.0) for part, key in JOURNAL_KEYS.items()}
+    forward_s = parts["forward"] + parts["activations"]
+    return {**parts, "forward": forward_s, "activations": 0.0, "step": record["step_s"]}
 
 
 def median_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.spans import DEVICE, GATHER, JOURNAL_KEYS, Spans
+from hvdtrain.spans import DEVICE, JOURNAL_KEYS, NESTED, Spans
 
-ON_DEVICE = frozenset(JOURNAL_KEYS) - {"data", GATHER}
+ON_DEVICE = frozenset(JOURNAL_KEYS) - {"data", *NESTED}
 """Spans with work on the device. Their durations on the host are the times to launch that work."""
 
 

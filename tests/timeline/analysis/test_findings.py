@@ -202,6 +202,23 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
         assert "pipeline" not in _kinds(analyse(run_of(table_of(_work()), config=config)))
 
 
+def test_the_waits_of_stages_are_reported() -> None:
+    """Those of the first stage are long; the second one has the most work."""
+    table = table_of(_work(), more_ms={"activations": _each(6.0, rank=0) + _each(6.0, rank=2) + _each(1.0)})
+    (finding,) = [f for f in analyse(run_of(table, config=PIPELINE)).findings if f.kind == "pipeline"]
+    assert finding.cost_ms == pytest.approx(4.0, rel=0.05)
+    assert "wait for each other for 4.0" in finding.text and "Stage 1 waits least, 1.0" in finding.text
+
+
+@pytest.mark.parametrize("more", [0.0, 8.0])
+def test_ranks_wait_for_the_one_with_the_most_tokens_of_its_experts(more: float) -> None:
+    waits = _each(2.0 + more) - _each(more, rank=3)
+    table = table_of(_work(), more_ms={"activations": waits, "forward": _each(more, rank=3)})
+    (finding,) = [f for f in analyse(run_of(table, config={"parallel": {"ep": 4}})).findings if f.kind == "activations"]
+    assert finding.cost_ms == pytest.approx(2.0 + 0.75 * more, rel=0.05)
+    assert ("rank 3" in finding.text) == ("rank 3" in finding.advice) == bool(more)
+
+
 SHARES = {"event": "shares", "at_step": 100, "shares": [6, 6, 3, 6], "pass_s": [0.003, 0.003, 0.006, 0.003]}
 
 

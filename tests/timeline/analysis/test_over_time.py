@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.support.step_tables import noise, run_of, table_of
 
 
 def _history(steps: int) -> JournalSteps:
-    parts = {name: np.full(steps, 10.0) for name in JOURNAL_KEYS}
+    parts = {name: np.full(steps, 9.0) for name in JOURNAL_KEYS}
     return JournalSteps(np.arange(1, steps + 1), np.linspace(85.0, 95.0, steps), parts, np.full(steps, np.nan))
 
 
@@ -44,6 +45,22 @@ def test_moments_sum_to_the_step_and_cover_the_run() -> None:
     assert [(band["x"], band["width"]) for band in view["bands"]] == [(0.3 * WIDTH, 0.7 * WIDTH)]
     page = to_html(found)
     assert 'id="over-time"' in page and page.count('class="place"') == 200 and "becomes a straggler" in page
+
+
+def test_moments_tell_the_time_since_the_run_began(tmp_path: Path) -> None:
+    """Between two starts the job waited for two hours."""
+    history = _history(8)
+    unknown = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=history)).over_time
+    assert unknown is not None and {moment.after_s for moment in unknown.moments} == {None}
+    assert over_time_view(unknown)["ticks"][0] == "step 1"
+    time_s = 1.8e9 + np.cumsum(history.step_ms / 1e3) + np.where(history.step > 4, 7200.0, 0.0)
+    found = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=replace(history, time_s=time_s))).over_time
+    assert found is not None
+    after = [moment.after_s for moment in found.moments]
+    assert after[:2] == pytest.approx([0.0, 0.085], abs=1e-4) and after[4] == pytest.approx(7200.35, abs=0.02)
+    view = over_time_view(found)
+    assert view["ticks"] == ["step 1, 0 s", "step 3, 0 s", "step 5, 2.0 h", "step 7, 2.0 h", "step 8"]
+    assert view["places"][4]["text"].startswith("steps 5 to 5, from 2.0 h on")
 
 
 def test_steps_that_a_later_start_repeated_are_those_of_the_later_one(tmp_path: Path) -> None:
