@@ -42,6 +42,7 @@ _RULES: Mapping[str, _Rule] = {
     "train.patience": _AT_LEAST_1,
     "train.ema": (lambda value: 0 < value < 1, "more than 0, and less than 1"),
     "train.router_bias": _not_negative("off"),
+    "train.balance_loss": _not_negative("none"),
     "train.max_skipped": _AT_LEAST_1,
     "optimizer.lr": _POSITIVE,
     "optimizer.weight_decay": _not_negative("off"),

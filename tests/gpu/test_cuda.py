@@ -17,6 +17,7 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.runtime.binding import cores_near
 from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
+from hvdtrain.training.diagnostics.experts import count_tokens
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
@@ -114,6 +115,16 @@ def test_parts_of_a_step_are_timed_by_the_device_without_a_wait(tmp_path: Path) 
     assert {e["args"]["step"] for e in on_device} >= set(range(1, 8))
     profile = json.loads((tmp_path / "run" / "timeline" / "torch-steps-3-4-rank-0.json").read_text())
     assert any(e.get("cat") == "kernel" for e in profile["traceEvents"])
+
+
+def test_tokens_of_experts_are_counted_without_a_wait() -> None:
+    chosen = torch.tensor([[0, 3], [3, 9]], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counts = count_tokens(chosen, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts.tolist() == [1, 0, 0, 2, 1]
 
 
 def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.run import load
 from tests.support.gallery import Gallery
 from tests.support.launch import ROOT, train
@@ -97,3 +98,41 @@ def test_a_rank_that_is_stopped_often_is_named_with_the_reason(ranks: int, tmp_p
     analysis = analyse(load(tmp_path / "run"))
     texts = [finding.text for finding in analysis.findings if finding.kind in ("straggler", "pause", "stopped")]
     assert any("rank 1" in text and "stopped for" in text for text in texts), texts
+
+
+def _planted(folder: Path, ranks: int, kind: str, late_ms: int, steps: int = 60) -> Analysis:
+    """Rank 1 is late in this way."""
+    task = f"--task={ROOT}/tests/support/sleeper.py:sleeper"
+    slow = ("--step_ms=100", "--late_rank=1", f"--late_ms={late_ms}", f"--late_in={kind}")
+    batch = (f"--train.global_batch={ranks}", "--train.micro_batch=1", f"--train.steps={steps}", "--checkpoint.every=0")
+    train(task, *slow, *batch, "--run_dir=run", size=ranks, cwd=folder)
+    return analyse(load(folder / "run"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_in_most_steps_costs_what_they_do(tmp_path: Path) -> None:
+    analysis = _planted(tmp_path, 2, "often", 100)
+    assert analysis.blame.late == [1], analysis.blame.reason
+    (row,) = [row for row in analysis.blame.ranks if row.rank == 1]
+    assert row.cost_ms.value == pytest.approx(80, rel=0.2)
+
+
+@pytest.mark.slow
+def test_two_late_ranks_of_four_are_both_named(tmp_path: Path) -> None:
+    analysis = _planted(tmp_path, 4, "two", 200)
+    assert sorted(analysis.blame.late) == [1, 2], analysis.blame.reason
+    assert {causes[0].name for causes in analysis.blame.causes.values()} == {"forward"}
+
+
+@pytest.mark.slow
+def test_seldom_pauses_are_told_with_their_steps(tmp_path: Path) -> None:
+    analysis = _planted(tmp_path, 4, "seldom", 1500, steps=70)
+    assert not analysis.blame.late
+    (pause,) = [each for each in analysis.findings if each.kind == "pause" and "rank 1" in each.text]
+    assert "paused 4 times, about every 16 steps" in pause.text, pause.text
+
+
+@pytest.mark.slow
+def test_garbage_is_named_as_the_cause(tmp_path: Path) -> None:
+    analysis = _planted(tmp_path, 2, "gc", 0)
+    assert analysis.blame.late == [1] and analysis.blame.causes[1][0].name == "gc", analysis.blame

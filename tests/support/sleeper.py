@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -45,12 +46,14 @@ def sleeper(
         step_ms: of every rank
         late_rank: the rank that sleeps longer; -1 for none
         late_ms: by how much
-        late_in: forward or data; length: of all ranks, by as much for a text of mean length; stops: the process of the
-            late rank is stopped for this time, once a second
+        late_in: forward or data; two: forward, also of the next rank; often: forward in four of five passes; seldom:
+            forward in every 16th pass; gc: a collection of all garbage, however long; length: of all ranks, by as much
+            for a text of mean length; stops: the process of the late rank is stopped for this time, once a second
         moves_at: pass from which the next rank is late instead; 0 for none
     """
     rank, passes = rank_info(environ()).rank, itertools.count(1)
-    more_s = late_ms / 1e3 if rank == late_rank else 0.0
+    is_late = rank == late_rank or (late_in == "two" and rank == late_rank + 1)
+    more_s = late_ms / 1e3 if is_late else 0.0
     if late_in == "stops" and more_s:
         _stop_often(more_s)
 
@@ -60,10 +63,14 @@ def sleeper(
         return torch.stack(rows)
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-        late_s = more_s if late_in == "forward" else 0.0
+        number = next(passes)
+        is_now = {"forward": True, "two": True, "often": number % 5 != 0, "seldom": number % 16 == 0}.get(late_in)
+        late_s = more_s if is_now else 0.0
         if late_in == "length":
             late_s = late_ms / 1e3 * batch.numel() / LENGTH
-        if moves_at and next(passes) >= moves_at:
+        if late_in == "gc" and is_late:
+            gc.collect()
+        if moves_at and number >= moves_at:
             late_s = late_ms / 1e3 if rank == late_rank + 1 else 0.0
         time.sleep(step_ms / 1e3 + late_s)
         return model(batch[:, :4]).sum(), torch.tensor(float(len(batch)))

@@ -19,7 +19,7 @@ from hvdtrain.host_copy import HostCopy
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens, find_routers
 
-_BIAS = "e_score_correction_bias"
+BIAS = "e_score_correction_bias"
 EVERY = 10
 """Steps between two records of the loads."""
 
@@ -92,7 +92,7 @@ class RouterLoads:
         sizes = {name: _experts(router) for name, router in self._routers.items()}
         if applied and self._rate:
             for router, loads in zip(self._routers.values(), torch.split(sums, [*sizes.values()]), strict=True):
-                bias = router._buffers.get(_BIAS)
+                bias = router._buffers.get(BIAS)
                 if bias is not None:
                     bias += self._rate * torch.sign(loads.mean() - loads).to(bias)
         if step % EVERY == 0 and self._comm.rank == 0:
@@ -136,8 +136,13 @@ def make_router_loads(
     model: nn.Module, comm: Comm, rate: float, event: Callable[[dict[str, Any]], None], *, counts: bool
 ) -> RouterLoads | None:
     """Return the loads of a model's routers; None if it has none with a weight for each expert."""
-    found = {name: module for name, module in find_routers(model).items() if _is_router(module)}
+    found = routers_of(model)
     return RouterLoads(found, comm, rate, event, counts=counts) if found else None
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers that have a weight for each expert, by name."""
+    return {name: module for name, module in find_routers(model).items() if _is_router(module)}
 
 
 def _is_router(module: nn.Module) -> bool:

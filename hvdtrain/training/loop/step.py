@@ -18,6 +18,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
+from hvdtrain.training.loop.balance_loss import BalanceLoss
 from hvdtrain.training.loop.buffers import Rollback, restored_buffers
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.router_loads import RouterLoads
@@ -61,6 +62,7 @@ class Stepper:
         counts: whether this rank's losses and weights count; of ranks that divide matrices, those of one do.
         sharing: number of ranks that have the same samples, and run each pass together.
         loads: of the experts of a mixture; None without experts.
+        balance: the auxiliary loss of experts; None without. The losses that a step tells are those of the task.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
@@ -85,6 +87,7 @@ class Stepper:
     sharing: int = 1
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     loads: RouterLoads | None = None
+    balance: BalanceLoss | None = None
     confirms: bool = False
     by_device: bool = False
 
@@ -122,6 +125,7 @@ class Stepper:
         if self.loads is not None:
             self.loads.begin()
         counting = nullcontext if self.loads is None else self.loads.counting
+        collecting = (lambda batch: nullcontext()) if self.balance is None else self.balance.collecting_from
         nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count + extra)
         self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
@@ -142,12 +146,14 @@ class Stepper:
                     loss, _ = self.engine.forward(call)
                 return partial(self._backward, loss * 0.0)
             self.spans.add_size(batch_size(batch) // self.sharing)
-            with self.spans("forward"), self.precision.autocast(), self.around(), counting():
+            with self.spans("forward"), self.precision.autocast(), self.around(), counting(), collecting(batch):
                 loss, weight = self.engine.forward(call)
+                extra = None if self.balance is None else self.balance.pop()
             if self.counts:
                 losses.append(loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
-            return partial(self._backward, self.precision.scaler.scale(loss / nominal))
+            whole = loss if extra is None else loss + extra
+            return partial(self._backward, self.precision.scaler.scale(whole / nominal))
 
         with ExitStack() as passes:
             if count:

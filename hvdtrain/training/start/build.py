@@ -29,6 +29,7 @@ from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.balance import make_balance
+from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.router_loads import make_router_loads
 from hvdtrain.training.loop.saving import Saving
@@ -136,6 +137,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         spans=spans,
         buffers=buffers,
         loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
+        balance=make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),

@@ -1,0 +1,100 @@
+"""The auxiliary loss of experts: DeepSeek-V3's formula, equal at any size, and what it does to routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
+from tests.laws.test_fsdp import check_equal
+from tests.support.divided_models import DIVIDED, divided
+from tests.support.gallery import Recorded
+from tests.support.thread_job import train_on_threads
+
+BALANCED = (*DIVIDED, "--train.balance_loss=0.05", "--train.router_bias=0")
+
+
+class Router(nn.Module):
+    """Returns the scores that it gets, and the two largest."""
+
+    def __init__(self, *, sigmoid: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+        if sigmoid:
+            self.e_score_correction_bias = nn.Buffer(torch.zeros(4))
+
+    def forward(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        return logits_NE, logits_NE.topk(2).indices
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_the_formula(sigmoid: bool) -> None:
+    """Equations 17 to 20 in loops, for two sequences of three tokens."""
+    router = Router(sigmoid=sigmoid)
+    loss = BalanceLoss([router], 0.1)
+    logits_STE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with loss.collecting_from({"ids": torch.zeros(2, 3)}):
+        router(logits_STE.view(6, 4))
+    found = loss.pop()
+    expected = torch.zeros(())
+    for sequence in logits_STE:
+        scores = sequence.sigmoid() if sigmoid else sequence.softmax(dim=-1)
+        for expert in range(4):
+            chosen = sum(expert in token.topk(2).indices for token in sequence)
+            frequency = 4 / (2 * 3) * chosen
+            mean = sum(token[expert] / token.sum() for token in scores) / 3
+            expected = expected + 0.1 * 3 * frequency * mean
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found, logits_STE)
+    assert slope.abs().max() > 0
+    router(logits_STE.view(6, 4))  # the recomputation in backward
+    with pytest.raises(TaskError, match="do not return what they chose"):
+        loss.pop()
+
+
+@pytest.mark.parametrize("options", [(), ("--memory.checkpointing=selective",), ("--parallel.shard=gradients",)])
+def test_parameters_do_not_depend_on_ranks_and_micro_batches(options: tuple[str, ...], tmp_path: Path) -> None:
+    found = []
+    for number, (size, micro_batch) in enumerate([(1, 2), (2, 1), (3, 2)]):
+        run = tmp_path / str(number) / "run"
+        shard = options if size > 1 else tuple(each for each in options if "shard" not in each)
+        train_on_threads(*BALANCED, *shard, f"--train.micro_batch={micro_batch}", f"--run_dir={run}", size=size)
+        found.append(Recorded(tmp_path / str(number), 0, "", ""))
+    for each in found[1:]:
+        check_equal(found[0], each)
+
+
+def test_it_changes_the_router_and_no_loss_that_is_shown(tmp_path: Path) -> None:
+    found = []
+    for name, options in (("with", BALANCED), ("without", (*BALANCED, "--train.balance_loss=0"))):
+        train_on_threads(*options, f"--run_dir={tmp_path / name / 'run'}", size=1)
+        found.append(Recorded(tmp_path / name, 0, "", ""))
+    assert found[0].losses()[0] == found[1].losses()[0] and found[0].losses() != found[1].losses()
+    routers = [each.state().tensors["model"]["model.layers.1.mlp.gate.weight"] for each in found]
+    assert (routers[0] - routers[1]).norm() > 1e-3 * routers[1].norm()
+
+
+def test_hooks_go_with_the_run(tmp_path: Path) -> None:
+    task = divided()
+    train_on_threads(*BALANCED, f"--run_dir={tmp_path / 'run'}", size=1, build=lambda rank: task)
+    assert not any(module._forward_hooks for module in task.model.modules())
+
+
+def test_what_it_does_not_support_is_refused() -> None:
+    model: Any = divided().model
+    for dimensions, compiled, option in (
+        (Dimensions(pp=2), False, "pp"),
+        (Dimensions(cp=2), False, "cp"),
+        (Dimensions(), True, "compile"),
+    ):
+        with pytest.raises(ConfigError, match=f"--train.balance_loss does not support --(parallel|train).{option}"):
+            make_balance_loss(model, 0.1, dimensions, compiled=compiled)
+    with pytest.raises(TaskError, match="no routers"):
+        make_balance_loss(nn.Linear(2, 2), 0.1, Dimensions(), compiled=False)
+    assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(pp=2), compiled=True) is None
