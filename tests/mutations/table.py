@@ -529,8 +529,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "training/loop/step.py",
-        "scaler.scale(loss / nominal)",
-        "scaler.scale(loss / weight)",
+        "scaler.scale(whole / nominal)",
+        "scaler.scale(whole / weight)",
         "each micro-batch is normalised by its own weight",
         "tests/training/test_step.py",
         "tests/laws/test_laws.py",

@@ -202,6 +202,12 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
         assert "pipeline" not in _kinds(analyse(run_of(table_of(_work()), config=config)))
 
 
+@pytest.mark.parametrize(("steps", "told"), [(6, False), (60, True)])
+def test_a_collection_of_the_garbage_of_few_steps_says_nothing(steps: int, told: bool) -> None:
+    table = table_of(_work()[:, :steps], more_ms={"gc": _each(1.5)[:, :steps]})
+    assert ("gc" in _kinds(analyse(run_of(table)))) == told
+
+
 def test_the_waits_of_stages_are_reported() -> None:
     """Those of the first stage are long; the second one has the most work."""
     table = table_of(_work(), more_ms={"activations": _each(6.0, rank=0) + _each(6.0, rank=2) + _each(1.0)})
