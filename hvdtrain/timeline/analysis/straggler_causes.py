@@ -66,7 +66,8 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
     """Return how a straggler differs from the median of the other ranks; largest difference first.
 
-    That its process was stopped comes before the parts of the step in which it was, if it explains most of them.
+    Stops of its process, and collections of garbage, come before the parts of the step in which they were, if they
+    explain most of them.
     `steady`: the rank is late in most steps, so events in single steps are no cause.
     """
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
@@ -87,7 +88,7 @@ def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], 
 
     def order(cause: Cause) -> tuple[bool, float]:
         ms = cause.ms or 0.0
-        return not (cause.name == "stopped" and ms >= _EXPLAINS * most), -ms
+        return not (cause.name in ("stopped", "gc") and ms >= _EXPLAINS * most), -ms
 
     return sorted(found, key=order) + _other_causes(rank, others, table, column)
 

@@ -222,7 +222,7 @@ def test_ranks_wait_for_the_one_with_the_most_tokens_of_its_experts(more: float)
     table = table_of(_work(), more_ms={"activations": waits, "forward": _each(more, rank=3)})
     (finding,) = [f for f in analyse(run_of(table, config={"parallel": {"ep": 4}})).findings if f.kind == "activations"]
     assert finding.cost_ms == pytest.approx(2.0 + 0.75 * more, rel=0.05)
-    assert ("rank 3" in finding.text) == ("rank 3" in finding.advice) == bool(more)
+    assert ("rank 3" in finding.text) == ("rank 3" in finding.advice) == ("waits least" in finding.text) == bool(more)
 
 
 SHARES = {"event": "shares", "at_step": 100, "shares": [6, 6, 3, 6], "pass_s": [0.003, 0.003, 0.006, 0.003]}

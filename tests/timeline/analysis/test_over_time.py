@@ -68,3 +68,4 @@ def test_steps_that_a_later_start_repeated_are_those_of_the_later_one(tmp_path: 
     history = load(run.folder).history
     assert history is not None and history.step.tolist() == list(range(1, 61))
     assert history.step_ms.tolist() == [5000.0] * 20 + [1000.0] * 40
+    assert history.time_s is not None and np.isfinite(history.time_s).all()
