@@ -117,7 +117,7 @@ def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *
     if not routers:
         raise TaskError(
             f"{_OPTION} is {factor:g}, but the model has no routers of experts",
-            expected="a mixture of experts whose routers return scores and chosen experts",
+            expected="a mixture of experts, with routers that return scores and chosen experts",
             next_step=f"leave out {_OPTION}",
             everywhere=True,
         )
