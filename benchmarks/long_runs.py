@@ -71,18 +71,18 @@ def write_stamps(path: Path) -> None:
             file.write(msgspec.json.encode(BlockLine(first, *rows, parts, {}, clock)) + b"\n")
 
 
-def run_report(folder: Path) -> tuple[float, float]:
+def run_report(run: Path) -> tuple[float, float]:
     """Seconds and MiB of `hvdtrain timeline report`."""
     began = time.perf_counter()
     process = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "hvdtrain", "timeline", "report", str(folder)],
+        [sys.executable, "-m", "hvdtrain", "timeline", "report", str(run)],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
     )
     _, status, usage = os.wait4(process, 0)
     if os.waitstatus_to_exitcode(status):
-        raise RuntimeError(f"the report of {folder} failed")
+        raise RuntimeError(f"the report of {run} failed")
     return time.perf_counter() - began, usage.ru_maxrss / 1024
 
 
@@ -101,12 +101,11 @@ def tensorboard_bytes(folder: Path) -> int:
 def measure(quick: bool) -> list[Figure]:
     rounds = 1 if quick else 3
     with tempfile.TemporaryDirectory() as temporary:
-        folder, traced = Path(temporary) / "run", Path(temporary) / "traced"
+        folder, traced = Path(temporary) / "run", Path(temporary) / "timeline.json"
         (folder / "timeline").mkdir(parents=True)
-        (traced / "timeline").mkdir(parents=True)
         write_journal(folder / "journal.jsonl")
         write_stamps(folder / "timeline" / "steps.jsonl")
-        write(traced / "timeline" / "horovod-steps-1-1000.json", 1 << 30, USUAL)
+        write(traced, 1 << 30, USUAL)
         found = []
         for name, which in (("report", folder), ("timeline_report", traced)):
             runs = [run_report(which) for _ in range(rounds)]
