@@ -165,12 +165,15 @@ def latest(work: Floats) -> tuple[list[int], float]:
 def _by_shuffles(steady: Floats, whole: Floats, blocks: int) -> Floats:
     """Return the lateness of ranks that exceed all but a few shuffles in either statistic; 0 for others [ranks]."""
     both = steady + 1j * whole  # shuffled together, because shuffling is slow
-    parts = np.array([part.mean(axis=1) for part in np.array_split(both, blocks, axis=1)]).T
-    means = np.stack([parts.mean(axis=1).real, parts.mean(axis=1).imag])
+    parts = [part.mean(axis=1) for part in np.array_split(both, blocks, axis=1)]
+    mean = np.mean(parts, axis=0)
+    means = np.stack([mean.real, mean.imag])
+    ranks = np.arange(len(steady), dtype=np.min_scalar_type(len(steady)))  # small numbers are shuffled faster
     generator = np.random.default_rng(0)
     highest = np.empty((2, 0))
     for _ in range(_SHUFFLES // _TOGETHER):
-        shuffled = generator.permuted(np.broadcast_to(parts, (_TOGETHER, *parts.shape)), axis=1).mean(axis=2)
+        orders = generator.permuted(np.broadcast_to(ranks, (_TOGETHER, blocks, len(ranks))), axis=2)
+        shuffled = sum(part[orders[:, number]] for number, part in enumerate(parts)) / blocks
         highest = np.append(highest, [shuffled.real.max(axis=1), shuffled.imag.max(axis=1)], axis=1)
         reached = (highest >= means.max(axis=1, keepdims=True)).sum(axis=1)
         if reached.min() > _REACHED:
