@@ -62,7 +62,7 @@ class Stepper:
         counts: whether this rank's losses and weights count; of ranks that divide matrices, those of one do.
         sharing: number of ranks that have the same samples, and run each pass together.
         loads: of the experts of a mixture; None without experts.
-        balance: the auxiliary loss of experts; None without. The losses that a step tells are those of the task.
+        balance: the auxiliary loss of experts; None without. The loss in a result is without it.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
