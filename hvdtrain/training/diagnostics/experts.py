@@ -62,7 +62,7 @@ class Routers:
         if found is None or not module.training:
             return
         chosen, experts = found
-        counts = count_tokens(chosen, experts)
+        counts = count_tokens(chosen.flatten(), experts)
         # A recomputation in backward must run no other operations than the forward pass.
         total = self._counts.setdefault(id(module), torch.zeros_like(counts))
         if len(total) != len(counts):  # differs between calls: not a router
@@ -73,14 +73,14 @@ class Routers:
 
 @torch.no_grad()
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:
-    """Return how often each expert was chosen, and last, how many indices are no expert: (`experts` + 1,), float64.
+    """Return how often each expert was chosen, and last, how many indices are no expert: (..., `experts` + 1), float64.
 
-    `bincount` would make the host wait for the device.
+    It counts along the last dimension of `chosen`. `bincount` would make the host wait for the device.
     """
-    where = chosen.flatten().long()
+    where = chosen.long()
     where = where.where((where >= 0) & (where < experts), experts)  # out of bounds would end training
-    counts = torch.zeros(experts + 1, dtype=torch.float64, device=where.device)
-    return counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
+    counts = torch.zeros(*where.shape[:-1], experts + 1, dtype=torch.float64, device=where.device)
+    return counts.scatter_add_(-1, where, torch.ones_like(where, dtype=counts.dtype))
 
 
 def _most(counts: Tensor) -> Tensor:

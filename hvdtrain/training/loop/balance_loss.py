@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.training.diagnostics.experts import chosen_experts
+from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens
 from hvdtrain.training.loop.router_loads import BIAS, routers_of
 
 _OPTION = "--train.balance_loss"
@@ -83,15 +83,9 @@ class BalanceLoss:
         scores_STE = logits_STE.sigmoid() if sigmoid else logits_STE.softmax(dim=-1)
         shares_SE = (scores_STE / scores_STE.sum(dim=-1, keepdim=True)).mean(dim=1)
         ids_SK = ids.view(self._sequences, -1)
-        frequencies_SE = _count(ids_SK, experts) * (experts / ids_SK.shape[1])
+        counts_SE = count_tokens(ids_SK, experts)[:, :experts].to(shares_SE.dtype)
+        frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
         return logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
-
-
-@torch.no_grad()
-def _count(chosen_SK: Tensor, experts: int) -> Tensor:
-    """Return how often each sequence chose each expert (S, E)."""
-    counts_SE = torch.zeros(len(chosen_SK), experts, device=chosen_SK.device)
-    return counts_SE.scatter_add_(1, chosen_SK.long(), torch.ones_like(chosen_SK, dtype=counts_SE.dtype))
 
 
 def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *, compiled: bool) -> BalanceLoss | None:

@@ -74,7 +74,7 @@ class RouterLoads:
         if not self._is_counting or (found := chosen_experts(output)) is None:
             return
         ids, experts = found
-        load = count_tokens(ids, experts)[:experts]
+        load = count_tokens(ids.flatten(), experts)[:experts]
         self._loads[name] = self._loads[name] + load if name in self._loads else load
 
     def start(self) -> None:
