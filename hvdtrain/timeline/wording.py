@@ -9,6 +9,7 @@ from hvdtrain.timeline.analysis.analysis import Blame, Change, Efficiency, Estim
 from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
 
 _LEAST_LOST = 0.005
+_MANY_RANKS = 4
 
 
 def readable(text: str) -> str:
@@ -19,6 +20,15 @@ def readable(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Format a count as ``1 step`` or ``2 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ranks(numbers: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = ()) -> str:
+    """Format ranks as ``rank 3 on a`` or ``ranks 4, 5 and 2 more on a, b``."""
+    shown = ", ".join(map(str, numbers[:_MANY_RANKS]))
+    more = f" and {len(numbers) - _MANY_RANKS} more" if len(numbers) > _MANY_RANKS else ""
+    where = list(dict.fromkeys(hosts[rank] for rank in numbers if hosts[rank])) if hosts else []
+    on = f" on {', '.join(where)}" if 0 < len(where) <= _MANY_RANKS else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}{on}"
 
 
 def decimals(largest: float) -> int:

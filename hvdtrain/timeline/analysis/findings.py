@@ -20,6 +20,7 @@ from hvdtrain.timeline.analysis.budget import (
     PARAMETERS,
     sample_of,
 )
+from hvdtrain.timeline.analysis.findings_activations import activation_findings
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
@@ -65,7 +66,8 @@ _MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*rank_findings(facts), *_stalls(facts), *_compilations(facts), *_start_up(facts), *_changes(facts)]
+    found = [*rank_findings(facts), *activation_findings(facts), *_stalls(facts), *_compilations(facts)]
+    found += [*_start_up(facts), *_changes(facts)]
     if facts.run.steps is not None and facts.budget is not None:
         for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)

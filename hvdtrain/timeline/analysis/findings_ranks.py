@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
-from hvdtrain.timeline.analysis.budget import ACTIVATIONS, sample_of, step_parts
 from hvdtrain.timeline.analysis.inputs import Facts, last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
-from hvdtrain.timeline.columns import Floats
 
 _SHARE, _LEAST_MS = 0.02, 0.2
 """Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
-_REGULAR, _ABOUT = 3, 0.2
-_MANY_RANKS = 4
+_REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
+_MANY_STEPS = 4
 _MANY_SHARES = 8
-_MOSTLY, _HALF = 0.8, 0.5
+_MOSTLY = 0.8
 
 _PADDING = 0.1
-_IDLE = 0.05
 _ALIKE_BATCHES = "pack samples to one length, or put samples of similar length into a step"
 
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
@@ -49,8 +46,6 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     yield from _shares(facts)
     yield from _sizes(facts)
     yield from _padding(facts)
-    yield from _pipeline(facts)
-    yield from _divided_passes(facts)
     yield from _stopped(facts)
     if facts.stragglers is not None:
         yield from _pauses(facts, facts.stragglers)
@@ -63,13 +58,13 @@ def _late(facts: Facts) -> Iterator[Finding]:
     together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late) > 1 else ""
     left = list(facts.blame.late)
     if 2 * len(left) > len(rows) > 2:
-        fast = _names(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
+        fast = wording.ranks(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
         advice = "these set the pace: compare hvdtrain doctor on both kinds of host"
         yield _late_together(facts, left, f"{len(left)} of {len(rows)} ranks are slower than {fast}", advice)
         return
     for host, ranks in facts.blame.slow_hosts().items():
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
-        yield _late_together(facts, ranks, f"host {host} with {_names(ranks)} is slow", advice)
+        yield _late_together(facts, ranks, f"host {host} with {wording.ranks(ranks)} is slow", advice)
         left = [rank for rank in left if rank not in ranks]
     for rank in left:
         row, spells = rows[rank], facts.blame.spells_of(rank)
@@ -147,7 +142,7 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
     named = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
     ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
-        most, who = float(per_step[ranks].max()), _names(ranks, table.hosts)
+        most, who = float(per_step[ranks].max()), wording.ranks(ranks, table.hosts)
         text = (
             f"{'processes' if len(ranks) > 1 else 'the process'} of {who} {'were' if len(ranks) > 1 else 'was'} stopped"
         )
@@ -164,57 +159,6 @@ def _padding(facts: Facts) -> Iterator[Finding]:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"{share:.0%} of the positions of batches have no loss: padding, or text that is only read"
         yield Finding("padding", text, cost, f"if it is padding: {_ALIKE_BATCHES}")
-
-
-def _pipeline(facts: Facts) -> Iterator[Finding]:
-    """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
-    stages, size = facts.option("parallel", "pp"), facts.run.size
-    batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
-    if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch)) or stages < 2:
-        return
-    passes = -(-batch // micro_batch) // max(1, size // stages)
-    share = (stages - 1) / (stages - 1 + passes)
-    least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
-    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
-    waits = _waits_for_activations(facts)
-    if waits is not None:
-        cost = float(waits.mean())
-        text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
-        by_stage = np.array([waits[np.arange(size) % stages == stage].mean() for stage in range(stages)])
-        if by_stage.max() - by_stage.min() >= _HALF * cost:
-            text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
-    elif share >= _IDLE:
-        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
-        text = f"the {stages} stages of a pipeline wait for each other: {least}"
-    else:
-        return
-    yield Finding("pipeline", text, cost, advice)
-
-
-def _divided_passes(facts: Facts) -> Iterator[Finding]:
-    """Report how long ranks that divide experts or sequences wait for activations, and for which rank."""
-    waits = _waits_for_activations(facts)
-    if waits is None or (facts.option("parallel", "pp") or 1) > 1:
-        return
-    cost, least = float(waits.mean()), int(waits.argmin())
-    text = f"ranks wait for activations of other ranks for {facts.per_step(cost)}"
-    advice = "a faster link, or fewer ranks that divide the experts or the sequences"
-    if cost - waits[least] >= _HALF * cost:
-        assert facts.run.steps is not None
-        who = _names([least], facts.run.steps.hosts)
-        text += f"; {who} waits least, for {wording.ms(waits[least])} ms: the others wait for it"
-        advice = f"find out what slows {who}: more tokens for its experts, or its host"
-    yield Finding("activations", text, cost, advice)
-
-
-def _waits_for_activations(facts: Facts) -> Floats | None:
-    """Return the mean wait of each rank in a step, ms; None if it is short or not measured."""
-    part, table = facts.part(ACTIVATIONS), facts.run.steps
-    if part is None or table is None or part.share < _IDLE:
-        return None
-    sample = sample_of(table)
-    waits: Floats = np.average(step_parts(table, sample)[1][ACTIVATIONS], axis=1, weights=sample.weights)
-    return waits
 
 
 def _cure(facts: Facts, cause: str) -> str | None:
@@ -242,14 +186,14 @@ def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     for steps in order[:_MANY_PAUSES]:
         ranks = together[steps]
         longest = max(by_rank[ranks[0]], key=lambda pause: pause.ms)
-        paused = f"{_names(ranks, stragglers.rounds.hosts)} paused"
+        paused = f"{wording.ranks(ranks, stragglers.rounds.hosts)} paused"
         they, were = ("they", "were") if len(ranks) > 1 else ("it", "was")
         text = f"{paused} once: in step {longest.step} {they} {were} {_seconds(longest.ms)} later than the others"
         if len(steps) > 1:
             text = f"{paused} {len(steps)} times, {_when(steps)}, {_seconds(took[steps])} in total; longest in step"
             text += f" {longest.step}, {_seconds(longest.ms)}"
         advice = "check what its host did then; pauses do not count as straggler cost"
-        if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _HALF * longest.ms:
+        if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _MOST_OF_PAUSE * longest.ms:
             text += f"; its process was stopped for {_seconds(stopped)}"
             advice = _CURES["stopped"]
         yield Finding("pause", text, took[steps] / looked_at, advice)
@@ -267,8 +211,8 @@ def _when(steps: Sequence[int]) -> str:
     period = float(np.median(gaps))
     if len(gaps) >= _REGULAR and np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
         return f"about every {period:.0f} steps"
-    shown = ", ".join(f"{step:,}" for step in steps[:_MANY_RANKS])
-    return f"in steps {shown}{' and others' if len(steps) > _MANY_RANKS else ''}"
+    shown = ", ".join(f"{step:,}" for step in steps[:_MANY_STEPS])
+    return f"in steps {shown}{' and others' if len(steps) > _MANY_STEPS else ''}"
 
 
 def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
@@ -278,15 +222,6 @@ def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
         return 0.0
     values = table.facts[table.block[int(np.flatnonzero(table.step == step)[0])]].get("stopped_us") or ()
     return float(values[rank] or 0.0) / 1e3 if rank < len(values) else 0.0
-
-
-def _names(ranks: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = ()) -> str:
-    """Format ranks as ``rank 3 on a`` or ``ranks 4, 5 and 2 more on a, b``."""
-    shown = ", ".join(map(str, ranks[:_MANY_RANKS]))
-    more = f" and {len(ranks) - _MANY_RANKS} more" if len(ranks) > _MANY_RANKS else ""
-    where = list(dict.fromkeys(hosts[rank] for rank in ranks if hosts[rank])) if hosts else []
-    on = f" on {', '.join(where)}" if 0 < len(where) <= _MANY_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}{on}"
 
 
 def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
