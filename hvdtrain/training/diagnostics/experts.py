@@ -92,7 +92,7 @@ def chosen_experts(output: Any) -> tuple[Tensor, int] | None:
     """Return the indices of the chosen experts in what a router returns, and the number of experts; None without."""
     parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
     chosen = next((part for part in parts if part.dtype in (torch.int32, torch.int64)), None)
-    experts = max((part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1), default=0)
+    experts = max([0, *(part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1)])
     return (chosen, experts) if chosen is not None and experts > 1 else None
 
 

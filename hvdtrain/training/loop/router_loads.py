@@ -7,6 +7,7 @@ DeepSeek-V3. transformers has the bias (`e_score_correction_bias`), and never ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,7 @@ class RouterLoads:
     ) -> None:
         self._routers, self._comm, self._rate, self._event, self._counts = routers, comm, rate, event, counts
         self._is_counting = False
+        self._chosen: dict[str, list[Tensor]] = {name: [] for name in routers}
         self._loads: dict[str, Tensor] = {}
         self._handle: Handle | None = None
         self._shown: tuple[int, dict[str, int], HostCopy] | None = None
@@ -60,6 +62,7 @@ class RouterLoads:
     def begin(self) -> None:
         """Start a step."""
         self._loads.clear()
+        self._chosen = {name: [] for name in self._routers}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -69,13 +72,24 @@ class RouterLoads:
             yield
         finally:
             self._is_counting = False
+        self._count()
+
+    def _count(self) -> None:
+        """Add a pass. Layers are counted together: on a GPU, starting an operation takes longer than the operation."""
+        alike: defaultdict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        for name, parts in self._chosen.items():
+            if parts:
+                ids = torch.cat(parts) if len(parts) > 1 else parts[0]
+                alike[_experts(self._routers[name]), len(ids)][name] = ids
+                parts.clear()
+        for (experts, _), layers in alike.items():
+            loads = count_tokens(torch.stack([*layers.values()]), experts)[:, :experts]
+            for name, load in zip(layers, loads, strict=True):
+                self._loads[name] = self._loads[name] + load if name in self._loads else load
 
     def _on_forward(self, name: str, output: Any) -> None:
-        if not self._is_counting or (found := chosen_experts(output)) is None:
-            return
-        ids, experts = found
-        load = count_tokens(ids.flatten(), experts)[:experts]
-        self._loads[name] = self._loads[name] + load if name in self._loads else load
+        if self._is_counting and (found := chosen_experts(output)) is not None:
+            self._chosen[name].append(found[0].flatten())
 
     def start(self) -> None:
         """Begin to sum the loads over ranks. Collective: yes."""
