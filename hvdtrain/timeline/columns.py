@@ -6,15 +6,18 @@ ranks and of Horovod.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
+
+if TYPE_CHECKING:
+    from hvdtrain.timeline.whatif.evidence import Evidence
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -180,6 +183,8 @@ class RunTrace:
         history: steps of all starts, without those that a later start repeated; None if there is no journal.
         marks: its events by name: the numbers of the steps after which they were.
         evaluation_s: seconds of its evaluations between steps, in all; None if unknown.
+        stamped: all starts with stamps: the index in `starts`, -1 if the journal does not have it, and the stamps.
+        evidence: reads what predictions of changes need; None if the run lacks it.
     """
 
     path: Path
@@ -201,6 +206,8 @@ class RunTrace:
     history: JournalSteps | None = None
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     evaluation_s: float | None = None
+    stamped: Sequence[tuple[int, StepTable]] = ()
+    evidence: Callable[[], Evidence | None] = lambda: None
 
     @property
     def unit(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.errors import ConfigError, DataError, TraceError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
@@ -23,6 +24,8 @@ from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
+from hvdtrain.timeline.whatif.evidence import Evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 
 _MOST_STEPS = 20_000
 """Steps that are read from a journal."""
@@ -94,6 +97,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     start = next(reversed(stamped or starts), None)
     steps = start.steps if start is not None and stamped else None
     this, is_part = (past or [JournalStart({})])[-1], False
+    number = {id(each): index for index, each in enumerate(past)}
     if start is not None and steps is not None:
         this, which = _journal_of(start, past), f"steps {steps.step[0]} to {steps.step[-1]}"
         is_part = start.at_step > 0 or len(stamped) > 1
@@ -124,18 +128,45 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
+    records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
     run = RunTrace(
         *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
         starts=past,
-        start=next((index for index, each in enumerate(past) if each is this), -1),
+        start=number.get(id(this), -1),
         outer=this.events_named("outer_step"),
         shares=this.events_named("shares"),
-        journal=(journal := _journal_steps(sampled_steps(layout.journal, this, _MOST_STEPS)) if past else None),
+        journal=(journal := _journal_steps(records)),
         history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(layout.journal, past))),
         marks=_marks(this),
         evaluation_s=_evaluation_s(this),
+        stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
+        evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
     return run, logs
+
+
+def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]]]]:
+    """Return the stamps of all starts of a run that have any, each with its events ``shares``."""
+    journal = RunLayout(folder).journal
+    past = read_journal_starts(journal) if journal.is_file() else []
+    return [
+        (start.steps, _within(start.steps, _journal_of(start, past).events_named("shares")))
+        for start in read_starts(folder)
+        if len(start.steps.step)
+    ]
+
+
+def _within(steps: StepTable, events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if steps.step[0] <= _at_step(event) <= steps.step[-1]]
+
+
+def _evidence(
+    folder: Path, this: JournalStart, start: Start | None, records: Sequence[Mapping[str, Any]]
+) -> Evidence | None:
+    chosen = max((_at_step(event) for event in this.events_named("compression_chosen")), default=-1)
+    with suppress(ConfigError, DataError):
+        return read_evidence(folder, lambda step: step["step"] > chosen, lines=records, start=start)
+    return None
 
 
 def _readable(starts: Sequence[JournalStart], notes: list[str]) -> Iterator[JournalStart]:

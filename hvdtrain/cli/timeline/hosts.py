@@ -37,17 +37,17 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.errors import ConfigError, TraceError
     from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
     from hvdtrain.timeline.report.form import dumped
-    from hvdtrain.timeline.steps import read_starts
+    from hvdtrain.timeline.run import read_stamped
 
-    tables = [start.steps for run in options.run for start in read_starts(run) if len(start.steps.step)]
-    if not tables:
+    starts = [start for run in options.run for start in read_stamped(run)]
+    if not starts:
         raise TraceError(
             f"there are no step stamps in {', '.join(map(str, options.run[:3]))}",
             expected="folders of runs with timeline/steps.jsonl",
             next_step="name the folders of runs that recorded traces",
         )
     try:
-        found = slow_hosts(tables, _groups(options.groups))
+        found = slow_hosts(starts, _groups(options.groups))
     except ConfigError as error:
         sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +25,17 @@ from hvdtrain.timeline.analysis.analysis import (
     RankRow,
     Spell,
 )
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes, without_sizes
+from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
 from hvdtrain.timeline.analysis.efficiency import efficiency, scaling
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
 from hvdtrain.timeline.analysis.history import changes, start_up
-from hvdtrain.timeline.analysis.inputs import Facts, last_shares
+from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.over_time import over_time, turns
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
-from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps, from_ticks, warm_up
+from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
+from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
@@ -51,8 +53,7 @@ def analyse(run: RunTrace) -> Analysis:
     if spent is None:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
-    rounds, sizes = _rounds(run, ticks)
-    stragglers = _stragglers(rounds, run) if rounds is not None else None
+    stragglers, sizes = _stragglers(run, ticks)
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
@@ -93,8 +94,17 @@ def _memory(event: Mapping[str, Any]) -> Memory | None:
 
 
 def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
-    late = sum(part.share for part in spent.parts if part.name == budget.LATE) if spent is not None else 0.0
-    return goodput_of(run.starts, {run.start: late})
+    """Return the goodput. A start in several rounds waited for late ranks as their mean, weighted by steps."""
+    waited: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for index, table in run.stamped:
+        of_start = spent if table is run.steps else budget.step_budget(table)
+        if of_start is not None:
+            late = sum(part.share for part in of_start.parts if part.name == budget.LATE)
+            waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
+    return goodput_of(
+        run.starts,
+        {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()},
+    )
 
 
 def _outer(run: RunTrace) -> OuterSteps | None:
@@ -113,25 +123,13 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
 
 
-def _rounds(run: RunTrace, ticks: Sequence[HorovodTrace]) -> tuple[Rounds | None, BatchSizes | None]:
-    """Return rounds of stamps without the effect of batch sizes, or else of ticks; and that effect.
-
-    Where micro-batches follow the speed of ranks, sizes are no chance, and stay.
-    """
-    rounds = from_stamps(run.steps) if run.steps is not None else None
-    if rounds is None or run.steps is None:
-        return from_ticks(ticks), None
-    return (rounds, None) if run.shares else without_sizes(rounds, run.steps)
-
-
-def _stragglers(rounds: Rounds, run: RunTrace) -> Stragglers:
-    """Find them. Where micro-batches follow the speed of ranks, what was before does not count."""
-    last = last_shares(run)
-    begun = min((at for event in run.shares if isinstance(at := event.get("at_step"), int)), default=0)
-    kept = np.flatnonzero(rounds.step > begun)
-    if last is None or rounds.source != "stamps" or not len(kept):
-        return find_stragglers(rounds)
-    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms)
+def _stragglers(run: RunTrace, ticks: Sequence[HorovodTrace]) -> tuple[Stragglers | None, BatchSizes | None]:
+    """Find them by stamps, or else by ticks; return also the effect of batch sizes."""
+    found = stragglers_of(run.steps, run.shares) if run.steps is not None else None
+    if found is not None:
+        return found
+    rounds = from_ticks(ticks)
+    return (find_stragglers(rounds) if rounds is not None else None), None
 
 
 def _regular(run: RunTrace) -> RunTrace:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hvdtrain.compression.table import auto_candidates
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
@@ -27,6 +28,8 @@ from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSF
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
+from hvdtrain.timeline.whatif.evidence import Change
+from hvdtrain.timeline.whatif.predict import choose_compression, nothing_measured
 
 _SHARE = 0.02
 """Share of a step: smaller costs are not reported."""
@@ -61,7 +64,6 @@ _COMPILATIONS = (
     ),
 )
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
-_MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -135,25 +137,56 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
 
 
 def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
-    compression = facts.option("parallel", "compression")
     if facts.cores_explain(cost_ms) and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
         return f"the exchange waits for CPU cores: {facts.for_cores()}"
     sent = facts.communication.bytes_per_step if facts.communication else None
     if sent is not None and sent < _LITTLE_BYTES:
-        return f"latency dominates because little is sent: {_MORE_SAMPLES}"
-    larger = facts.bucket_mib(4)
-    if largest in (NEGOTIATION, QUEUE):
-        return f"fewer, larger buckets: {larger}" if larger else f"exchange less often: {_MORE_SAMPLES}"
-    if largest == COPIES and larger:
-        return f"larger buckets need no fusion: {larger}"
-    smaller = facts.bucket_mib(0.25)
-    begin = f"smaller buckets start earlier: {smaller}; " if smaller else ""
-    if largest in (TRANSFER, EXCHANGE, PARAMETERS) and compression in (None, "none"):
-        less = "bf16" if facts.has_other_engine() else "auto finds what pays off"
-        return f"send less: --parallel.compression {less}; {begin}".removesuffix("; ")
-    if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        return f"{begin}compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`"
-    return f"{begin}or a faster link" if begin else f"a faster link; or {_MORE_SAMPLES}"
+        return f"latency dominates because little is sent: {_more_samples(facts) or 'fewer ranks'}"
+    if largest in (NEGOTIATION, QUEUE) and (larger := _buckets(facts, 4, "fewer, larger buckets", cost_ms)):
+        return larger
+    if largest in (NEGOTIATION, QUEUE) and (more := _more_samples(facts)):
+        return f"exchange less often: {more}"
+    if largest == COPIES and (larger := _buckets(facts, 4, "larger buckets need no fusion", cost_ms)):
+        return larger
+    tries = [_less(facts, cost_ms)] if largest in (TRANSFER, EXCHANGE, PARAMETERS) else []
+    tries.append(_buckets(facts, 0.25, "smaller buckets start earlier", cost_ms))
+    if not tries[0] and cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
+        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`")
+    found = [each for each in tries if each]
+    if found and tries[0]:
+        return "; ".join(found)
+    return (
+        "; ".join([*found, "or a faster link"])
+        if found
+        else "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))
+    )
+
+
+def _less(facts: Facts, cost_ms: float) -> str:
+    """Return advice to compress; empty if the run does, or if that does not pay."""
+    if facts.option("parallel", "compression") not in (None, "none"):
+        return ""
+    if facts.has_other_engine():
+        return facts.confirmed("send less: --parallel.compression bf16", Change(compression="bf16"), cost_ms)
+    advice, evidence = "send less: --parallel.compression auto finds what pays off", facts.evidence
+    if evidence is None:
+        return advice
+    best, _ = choose_compression(evidence, auto_candidates(), nothing_measured)
+    return facts.confirmed(advice, Change(compression=best), cost_ms) if best != "none" else ""
+
+
+def _buckets(facts: Facts, factor: float, why: str, cost_ms: float) -> str:
+    """Return advice for buckets `factor` times as large; empty if that changes nothing."""
+    mib = facts.bucket_mib(factor)
+    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms) if mib else ""
+
+
+def _more_samples(facts: Facts) -> str:
+    batch = facts.option("train", "global_batch")
+    twice = Change(global_batch=2 * batch) if isinstance(batch, int) else Change()
+    return facts.confirmed(
+        f"more samples per step, --train.global_batch{f' {2 * batch}' if facts.evidence else ''}", twice
+    )
 
 
 def _input(facts: Facts) -> Iterator[Finding]:
@@ -162,7 +195,13 @@ def _input(facts: Facts) -> Iterator[Finding]:
     if waited >= _SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
         text = f"waiting for data takes {facts.per_step(waited)}"
-        yield Finding("input", text, waited, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
+        advice = f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}"
+        yield Finding(
+            "input",
+            text,
+            waited,
+            facts.confirmed(advice, Change(data_ms=0.0), waited) or "no gain is predicted from faster loading",
+        )
     if copied >= _SHARE * facts.step_ms:
         text = f"copying batches to the device takes {facts.per_step(copied)}"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
@@ -219,7 +258,9 @@ def _aside(facts: Facts) -> Iterator[Finding]:
     fewer = [
         f"{every[n][0]} {math.ceil(every[n][1] * s / _FINE)}" for n, s in costly.items() if n in every and every[n][1]
     ]
-    advice = f"run them less often: {' '.join(fewer)}" if fewer else "run them less often"
+    gain_ms = facts.step_ms * sum(share - _FINE for share in costly.values())
+    less = f"{' '.join(fewer)}, {wording.ms(gain_ms)} ms less per step"
+    advice = f"run them less often: {less}" if fewer else "run them less often"
     if "checkpoints" not in costly:
         advice += ", or evaluate fewer samples: --train.eval_samples 16"
     yield Finding("aside", text, part.ms.value, advice)
@@ -242,8 +283,9 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
         alone = wording.speed(found.link_gb_per_s)
         text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
         gain = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
-        larger = facts.bucket_mib(4)
-        advice = f"use larger buckets, or free CPU cores: {larger}" if larger else "backward needs the same CPU cores"
+        advice = (
+            _buckets(facts, 4, "use larger buckets, or free CPU cores", gain) or "backward needs the same CPU cores"
+        )
         yield Finding("bandwidth", text, gain, advice)
 
 

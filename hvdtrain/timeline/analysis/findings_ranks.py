@@ -9,7 +9,8 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
-from hvdtrain.timeline.analysis.inputs import Facts, last_shares
+from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.shares import last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
 
 _SHARE, _LEAST_MS = 0.02, 0.2
@@ -108,7 +109,7 @@ def _may_balance(facts: Facts, cause: str) -> bool:
 
 def _shares(facts: Facts) -> Iterator[Finding]:
     """Report the last shares by speed, and the slowest rank, for which the others no longer wait."""
-    last = last_shares(facts.run)
+    last = last_shares(facts.run.shares, facts.run.size)
     if last is None:
         return
     slow, fast = int(np.argmax(last.pass_ms)), int(np.argmin(last.pass_ms))

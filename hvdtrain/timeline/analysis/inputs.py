@@ -5,41 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
 from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
+from hvdtrain.timeline.whatif.evidence import Change as Setting
+from hvdtrain.timeline.whatif.evidence import Evidence
+from hvdtrain.timeline.whatif.predict import predict
 
 _CPU_SHARE = 0.05
 """Share of a step."""
 _MOST = 0.5
+_WORTH_SHARE = 0.01
+"""Of a step: advice that gains less is not given."""
 _LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
-
-
-class Shares(NamedTuple):
-    """Micro-batches by the speed of ranks, after `at_step`; by rank, their number and the time of one."""
-
-    at_step: int
-    shares: Sequence[float]
-    pass_ms: Sequence[float]
-
-
-def last_shares(run: RunTrace) -> Shares | None:
-    """Return the shares at the end of a run; None if they never followed speed, or the event is invalid."""
-    for event in run.shares[-1:]:
-        at_step, shares, pass_s = (event.get(name) for name in ("at_step", "shares", "pass_s"))
-        lists = [each for each in (shares, pass_s) if isinstance(each, list) and len(each) == run.size > 1]
-        numbers = [each for values in lists for each in values if isinstance(each, (int, float)) and each > 0]
-        if isinstance(at_step, int) and len(numbers) == 2 * run.size:
-            return Shares(at_step, numbers[: run.size], [1e3 * each for each in numbers[run.size :]])
-    return None
 
 
 @dataclass(frozen=True)
@@ -54,6 +42,30 @@ class Facts:
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
     sizes: BatchSizes | None = None
+
+    def confirmed(self, advice: str, change: Setting, most_ms: float = math.inf) -> str:
+        """Return advice with the gain that a what-if predicts, `most_ms` at most; empty if it predicts none.
+
+        The advice stays as it is if the run lacks what a prediction needs.
+        """
+        if (evidence := self.evidence) is None:
+            return advice
+        try:
+            found = predict(evidence, change)
+        except ConfigError:
+            return advice
+        more_samples = found.job.global_batch / evidence.job.global_batch
+        gain_s = found.now.step_s - found.then.step_s / more_samples
+        if gain_s < _WORTH_SHARE * found.now.step_s:
+            return ""
+        if change.global_batch is not None:
+            return f"{advice} (predicted: {gain_s / found.now.step_s:.0%} less time per sample)"
+        return f"{advice} (predicted: {wording.ms(min(1e3 * gain_s, most_ms))} ms less per step)"
+
+    @cached_property
+    def evidence(self) -> Evidence | None:
+        """What predictions need; None if the run lacks it."""
+        return self.run.evidence()
 
     @property
     def step_ms(self) -> float:
@@ -110,7 +122,7 @@ class Facts:
         """Return whether the run exchanges in each step, by an engine that supports workers which train apart."""
         return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP, AUTO_SYNC)
 
-    def bucket_mib(self, factor: float) -> str | None:
+    def bucket_mib(self, factor: float) -> float | None:
         """Return the option for buckets `factor` times as large; None if it would change nothing.
 
         The current size is that of the largest bucket, or the option if that is smaller.
@@ -127,4 +139,4 @@ class Facts:
             size = min(size or math.inf, asked)
         size = size or _USUAL_MIB
         nearest = max(_LEAST_MIB, min(_MOST_MIB, 2.0 ** round(math.log2(size * factor))))
-        return f"--parallel.bucket_mib {nearest:g}" if (nearest - size) * (factor - 1) > 0 else None
+        return nearest if (nearest - size) * (factor - 1) > 0 else None

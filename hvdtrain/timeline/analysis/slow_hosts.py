@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvdtrain.observe.cost import S_PER_HOUR
-from hvdtrain.timeline.analysis.batch_sizes import without_sizes
-from hvdtrain.timeline.analysis.rank_steps import from_stamps
+from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
+from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import StepTable
 
 _LEAST_STEPS = 8
@@ -44,16 +44,23 @@ class SlowHosts:
     groups: Sequence[Place]
 
 
-def slow_hosts(starts: Iterable[StepTable], group_of: Mapping[str, str]) -> SlowHosts:
-    """Judge each start on its own, and add up. `group_of`: of a host, such as its rack."""
+def slow_hosts(
+    starts: Iterable[tuple[StepTable, Sequence[Mapping[str, Any]]]], group_of: Mapping[str, str]
+) -> SlowHosts:
+    """Judge each start on its own, and add up.
+
+    Args:
+        starts: the stamps of each, and its events ``shares``.
+        group_of: of a host, such as its rack.
+    """
     hosts: dict[str, Place] = {}
     devices: dict[str, Place] = {}
     groups: dict[str, Place] = {}
-    for table in starts:
-        rounds = from_stamps(table)
-        if rounds is None or len(rounds.step) < _LEAST_STEPS:
+    for table, shares in starts:
+        judged = stragglers_of(table, shares)
+        if judged is None or len(judged[0].rounds.step) < _LEAST_STEPS:
             continue
-        found = find_stragglers(without_sizes(rounds, table)[0])
+        found = judged[0]
         of_rank = []
         for host, device in zip(table.hosts, _devices(table), strict=True):
             places = [hosts.setdefault(host, Place(host, host))]

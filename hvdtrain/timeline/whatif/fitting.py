@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from statistics import fmean
 
 from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.engine_buckets import bucket_collectives, job_buckets
 from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
-from hvdtrain.timeline.whatif.links import ONE_HOST, Link, fit_allreduces
+from hvdtrain.timeline.whatif.links import ONE_HOST, Link, Ranks, fit_allreduces
 
 NETWORK = Link(3e-5, math.nan, 2.5e-10)
 """Between hosts, if nothing was measured: 30 us for a small message over TCP."""
@@ -22,6 +23,7 @@ _HIDDEN = 0.3
 """If less than this share of the exchange was waited for, the wait says little about the link's speed."""
 _UNEXPLAINED = 0.05
 """Share of a step. If steps waited longer than the probed link explains by more than this, the link has changed."""
+_FEW_SIZES = 3
 _FASTEST, _SLOWEST = 1e-12, 1e-4
 _HALVINGS = 40
 
@@ -62,7 +64,8 @@ def fit_link(
             link, explained_s, _ = replayed(found)
             slower = ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
             if not slower:
-                return FittedLink(link, f"{source}: {_text(link)}", uncertainty)
+                uncertainty = max(uncertainty, _spread(pairs, ranks))
+                return FittedLink(link, f"{source}: {_text(link, uncertainty)}", uncertainty)
     if ranks.hosts == 1:  # bytes are copied by the core that computes: its processor time is all that is known
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)
         link = replace(link, s_per_byte=link.cpu_s_per_byte)
@@ -80,8 +83,24 @@ def fit_link(
 
 def fit_probed_link(evidence: Evidence, probed: Sequence[tuple[int, float]]) -> FittedLink:
     """Return the link of allreduces that were measured on their own; an assumed one if there are too few."""
-    found = fit_allreduces(probed, evidence.job.ranks) or ONE_HOST
-    return FittedLink(_with_cpu(evidence, found, None), "probed", _PROBE_UNCERTAINTY)
+    ranks = evidence.job.ranks
+    found = fit_allreduces(probed, ranks) or ONE_HOST
+    return FittedLink(_with_cpu(evidence, found, None), "probed", max(_PROBE_UNCERTAINTY, _spread(probed, ranks)))
+
+
+def _spread(pairs: Sequence[tuple[int, float]], ranks: Ranks) -> float:
+    """Return half of the 95% interval of a fitted bandwidth, as a share; 0 from too few sizes. By the jackknife.
+
+    Quenouille, "Notes on bias in estimation", 1956; the sizes are the observations.
+    """
+    sizes = sorted({size for size, seconds in pairs if seconds > 0})
+    without = [fit_allreduces([pair for pair in pairs if pair[0] != size], ranks) for size in sizes[1:]]
+    found = [1 / link.s_per_byte for link in without if link is not None]
+    if len(found) < _FEW_SIZES:
+        return 0.0
+    mean = fmean(found)
+    error = math.sqrt((len(found) - 1) / len(found) * sum((each - mean) ** 2 for each in found))
+    return min(1.0, 1.96 * error / mean)
 
 
 def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink:
@@ -137,5 +156,7 @@ def _with_cpu(evidence: Evidence, link: Link, exchange_cpu_s: float | None) -> L
     return replace(link, cpu_s_per_byte=min(exchange_cpu_s / sent, link.s_per_byte))
 
 
-def _text(link: Link) -> str:
-    return f"{8e-9 / link.s_per_byte:.3g} Gbit/s, {link.hop_s * 1e6:.0f} us for a small message"
+def _text(link: Link, uncertainty: float = 0.0) -> str:
+    gbit = 8e-9 / link.s_per_byte
+    interval = f" [{gbit * (1 - uncertainty):.3g} .. {gbit * (1 + uncertainty):.3g}]" if uncertainty else ""
+    return f"{gbit:.3g} Gbit/s{interval}, {link.hop_s * 1e6:.0f} us for a small message"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -37,19 +37,27 @@ _MIN_PACKED_BYTES = 1 << 16
 """Packing a smaller gradient takes the time of calls, not of copying."""
 
 
-def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lambda step: True) -> Evidence:
+def read_evidence(
+    path: Path,
+    accept: Callable[[Mapping[str, Any]], bool] = lambda step: True,
+    *,
+    lines: Iterable[Mapping[str, Any]] | None = None,
+    start: Start | None = None,
+) -> Evidence:
     """Read the measurements of a run.
 
     Args:
         path: folder of the run.
         accept: whether to use a step of the journal.
+        lines: of the journal, if it was read already: at least some steps of the last start.
+        start: the stamps of the last start, if they were read already.
 
     Errors:
         DataError: it is not a run, lacks a measurement, or is damaged.
         ConfigError: its compression does not exist.
     """
     try:
-        return _read(path, accept)
+        return _read(path, accept, journal_lines(RunLayout(path).journal) if lines is None else lines, start)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -61,11 +69,16 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         ) from error
 
 
-def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
+def _read(
+    path: Path,
+    accept: Callable[[Mapping[str, Any]], bool],
+    lines: Iterable[Mapping[str, Any]],
+    start: Start | None,
+) -> Evidence:
     config = _read_config(path)
     engine, shard = _read_engine(path, config)
     profile = _read_profile(path)
-    steps = _read_steps(path, accept)
+    steps = _read_steps(path, accept, lines)
     if len(steps) < _MIN_STEPS:
         raise DataError(
             f"{path} has too few steps for a prediction",
@@ -73,7 +86,7 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
             found=str(len(steps)),
             next_step="train longer",
         )
-    start = next(reversed(read_starts(path)), None)
+    start = start or next(reversed(read_starts(path)), None)
     job = Job(
         Ranks(profile["size"], profile["local_size"]),
         _compression(path, config, profile),
@@ -209,12 +222,14 @@ def _read_profile(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_steps(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, float]]:
+def _read_steps(
+    path: Path, accept: Callable[[Mapping[str, Any]], bool], lines: Iterable[Mapping[str, Any]]
+) -> list[dict[str, float]]:
     """Return the parts of each step, and its "number": after the last start, warm-up and change of compression."""
     found: list[dict[str, float]] = []
     warm = 0
     try:
-        for line in journal_lines(RunLayout(path).journal):
+        for line in lines:
             event = line.get("event")
             if event in ("started", "compression_chosen"):
                 found.clear()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.past_journal import read_journal_starts
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import goodput as uses
+from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
 from tests.support.journals import FakeRun
+from tests.support.step_tables import run_of, table_of
 
 STEP_S = 36.0
 
@@ -76,6 +79,18 @@ def test_waiting_for_late_ranks_is_not_training(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start([1.0] * 50, step_s=STEP_S, end="").start([1.0] * 50, after=50, step_s=STEP_S)
     found = _found(run, {1: 0.25})
     assert found.hours == pytest.approx({uses.USEFUL: _hours(0.875 * 3600), uses.LATE: _hours(0.125 * 3600)})
+
+
+def test_late_ranks_of_each_start_count(tmp_path: Path) -> None:
+    """A rank is late in the first start, for half of its steps in two rounds; only the second start is analysed."""
+    run = FakeRun(tmp_path / "a").start([1.0] * 50, step_s=STEP_S, end="").start([1.0] * 50, after=50, step_s=STEP_S)
+    work = np.full((2, 50), 60.0)
+    late = np.add(work, [[0.0], [40.0]])
+    stamped = [(0, table_of(late, exchange_ms=0.0)), (0, table_of(work)), (1, last := table_of(work))]
+    starts = read_journal_starts(run.folder / "journal.jsonl")
+    found = analyse(run_of(last, starts=starts, start=1, stamped=stamped)).goodput
+    assert found is not None
+    assert found.hours[uses.LATE] == pytest.approx(_hours(0.5 * 0.2 * 0.5 * 3600), rel=0.05), "40 of 100 ms, one of two"
 
 
 def test_the_devices_that_both_rounds_have_are_held_between_them(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
         _start(3, {3: 10.0}, ["a", "b", "c", "d"]),
         _start(4, {0: 50.0}, ["a", "b"], steps=5),  # too short to judge
     ]
-    found = slow_hosts(starts, {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
+    found = slow_hosts([(start, []) for start in starts], {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
     first, second = found.hosts[:2]
     assert (first.name, first.slow_starts, first.starts) == ("c", 2, 3)
     assert first.device_hours == pytest.approx(2 * 0.9 * 0.02 * 200 * 4 / 3600, rel=0.2)
@@ -36,3 +36,15 @@ def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
     assert [place.name for place in found.devices[:2]] == ["GPU-c", "GPU-d"] and found.devices[0].host == "c"
     assert [(place.name, place.slow_starts) for place in found.groups] == [("rack 1", 3), ("rack 2", 0)]
     assert first.causes.most_common(1)[0][0] in ("forward", "backward")
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_host_with_fewer_micro_batches_is_judged_by_what_is_left(balanced: bool) -> None:
+    """It was slow until step 100; since then it has half of the micro-batches, and is later by less than one."""
+    work = 100 + noise(np.random.default_rng(0), (4, 200), "gaussian", 1.0)
+    work[2, :100] += 100.0
+    work[2, 100:] += 5.0
+    table = replace(table_of(work), hosts=["a", "b", "c", "d"])
+    event = {"event": "shares", "at_step": 100, "shares": [2, 2, 1, 2], "pass_s": [0.05, 0.05, 0.1, 0.05]}
+    (first, *_) = slow_hosts([(table, [event] if balanced else [])], {}).hosts
+    assert (first.slow_starts, first.name) == ((0, "a") if balanced else (1, "c"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     assert fitted.link is not None
     assert 8e-9 / fitted.link.s_per_byte == pytest.approx(0.94, rel=0.02)
     assert "probed" in fitted.source
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.6])
+def test_a_noisy_probe_makes_a_wide_interval(tmp_path: Path, noise: float) -> None:
+    """1 Gbit/s by all sizes; or every second size is slower by 60%."""
+    sizes = [1024, *(1 << exponent for exponent in range(22, 27))]
+    pairs = [(n, 1e-4 + n * 8e-9 * (1 + noise * (place % 2))) for place, n in enumerate(sizes)]
+    fitted = read_evidence(run_folder(tmp_path / "run", size=2, local_size=2, link=pairs)).fitted
+    assert (fitted.uncertainty > 0.12) == (noise > 0)
+    low, high = (float(each) for each in re.findall(r"\[([\d.]+) \.\. ([\d.]+)\]", fitted.source)[0])
+    assert low < 1.0 < high and (high - low) / (high + low) == pytest.approx(fitted.uncertainty, rel=0.05)
 
 
 def test_a_slower_link_is_distinguished_from_a_late_rank(tmp_path: Path) -> None:
