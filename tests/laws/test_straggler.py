@@ -5,6 +5,7 @@ By how much it is said to be late, and that nobody is named without one, is meas
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,19 @@ def test_seldom_pauses_are_told_with_their_steps(tmp_path: Path) -> None:
 def test_garbage_is_named_as_the_cause(tmp_path: Path) -> None:
     analysis = _planted(tmp_path, 2, "gc", 0)
     assert analysis.blame.late == [1] and analysis.blame.causes[1][0].name == "gc", analysis.blame
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_core_wait_for_it(tmp_path: Path) -> None:
+    """This machine has two cores for two ranks; both are bound to one of them."""
+    options = ("--model.preset=tiny", "--train.steps=30", "--train.global_batch=2", "--train.micro_batch=1")
+    options += ("--checkpoint.every=0", "--train.eval_samples=2", "--run_dir=run")
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        train(*options, size=2, launcher="horovodrun --gloo", cwd=tmp_path)  # mpirun would bind ranks to other cores
+    finally:
+        os.sched_setaffinity(0, allowed)
+    analysis = analyse(load(tmp_path / "run"))
+    (finding,) = [each for each in analysis.findings if each.kind == "cpu"]
+    assert not analysis.blame.late and "waited for a CPU core" in finding.text, analysis.blame
