@@ -15,6 +15,7 @@ from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.placeholder import Placeholder
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself. Others may need whole tensors."""
@@ -67,6 +68,8 @@ def refuse_what_cannot_be_divided(
     """
     by_address: dict[int, str] = {}
     for name, parameter in named:
+        if isinstance(parameter, Placeholder):  # shares no memory
+            continue
         address = parameter.data_ptr() or id(parameter)  # 0 if it has no memory
         if parameter.numel() and (other := by_address.setdefault(address, name)) != name:
             raise ConfigError(

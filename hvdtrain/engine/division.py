@@ -19,6 +19,7 @@ from hvdtrain.runtime.memory import return_freed_memory
 from hvdtrain.state.divided import is_divided, take_rows
 from hvdtrain.state.sync import broadcast_parameters
 
+_GROUP_BYTES = 16 << 20
 _EXCHANGE = "hvdtrain"
 """Name of our exchange of tokens in transformers' registry."""
 
@@ -91,23 +92,36 @@ def distribute(
     model, comm = parts.model, parts.comm
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     for part in [*blocks(model), model]:
-        # The values of rank 0, and no more of the whole at a time than a block.
-        names = [name for name in whole if name.startswith(prefixes[part])]
-        values = nn.ParameterList(whole.pop(name) for name in names)
-        broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts")
-        for name, value in zip(names, values, strict=True):
-            own = take(name, value.detach())
-            placed = own if isinstance(own, nn.Parameter) else nn.Parameter(own, value.requires_grad)
-            placed.requires_grad_(value.requires_grad)
-            _set(model, name, placed)
-            if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
-                value.data = value.data.new_empty(()).expand(value.shape)
-        return_freed_memory()
+        mine = {name: whole.pop(name) for name in list(whole) if name.startswith(prefixes[part])}
+        for number, names in enumerate(_groups(mine)):
+            # The values of rank 0, and no more of the whole at a time than a group.
+            values = nn.ParameterList(mine.pop(name) for name in names)
+            broadcast_parameters(values, comm, prefix=f"{prefixes[part]}parts{number}")
+            for name, value in zip(names, values, strict=True):
+                own = take(name, value.detach())
+                placed = own if isinstance(own, nn.Parameter) else nn.Parameter(own, value.requires_grad)
+                placed.requires_grad_(value.requires_grad)
+                _set(model, name, placed)
+                if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
+                    value.data = value.data.new_empty(()).expand(value.shape)
+            return_freed_memory()
     for name, other in ties.items():
         _set(model, name, model.get_parameter(other))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(parts.device)
+
+
+def _groups(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the names of successive parameters, of about `_GROUP_BYTES` together."""
+    found: list[list[str]] = []
+    left = 0
+    for name, parameter in parameters.items():
+        if (left := left - parameter.nbytes) < 0 or not found:
+            found.append([])
+            left = _GROUP_BYTES - parameter.nbytes
+        found[-1].append(name)
+    return found
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

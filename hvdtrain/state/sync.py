@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
@@ -91,8 +91,11 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
 def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: str = "") -> None:
     """Copy the parameters of a module that are not divided yet from rank `root` to every rank. Collective: yes.
 
-    A `Placeholder` becomes a parameter with memory, on the CPU. `prefix`: of names in the model. The modules have equal
-    parameters in the same order, as `check_same` checks.
+    A `Placeholder` becomes a parameter with memory, on the CPU; `root`, which is 0 then, reads its values. `prefix`: of
+    names in the model. The modules have equal parameters in the same order, as `check_same` checks.
+
+    Errors:
+        Those of reading, on every rank.
     """
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for each in module.modules():
@@ -111,15 +114,31 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
             with torch.no_grad():
                 parameter.copy_(there)
 
-    for name, parameter in list(module.named_parameters(prefix)):
-        if is_divided(parameter):
-            continue
-        tensor = parameter.detach() if comm.rank == root else torch.empty(parameter.shape, dtype=parameter.dtype)
+    own = [(name, p) for name, p in module.named_parameters(prefix) if not is_divided(p)]
+    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}", root=root)
+    for (name, parameter), is_read in zip(own, reads, strict=True):
+        if is_read:
+            tensor = _read(parameter, comm, name)
+        else:
+            tensor = parameter.detach() if comm.rank == root else torch.empty(parameter.shape, dtype=parameter.dtype)
         running.append((parameter, *_broadcast(tensor, comm, f"parameters/{name}", root)))
         while len(running) > 1 and sum(there.nbytes for _, there, _ in running) > _WINDOW_BYTES:
             finish()
     while running:
         finish()
+
+
+def _read(parameter: nn.Parameter, comm: Comm, name: str) -> Tensor:
+    """Return the values on rank 0, and memory for them on others. Collective: yes."""
+    tensor = torch.empty(parameter.shape, dtype=parameter.dtype) if comm.rank else parameter
+
+    def read() -> None:
+        nonlocal tensor
+        assert isinstance(parameter, Placeholder) and parameter.read is not None, name
+        tensor = parameter.read()
+
+    on_rank_0(comm, read, name=f"parameters/{name}/read")
+    return tensor
 
 
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:

@@ -51,7 +51,14 @@ _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabulary: int, seq_len: int) -> nn.Module:
+def causal_lm(
+    config: ModelConfig,
+    source: SavedModel | None = None,
+    *,
+    vocabulary: int,
+    seq_len: int,
+    may_read_later: bool = False,
+) -> nn.Module:
     """Create the model in float32 on the CPU. New weights depend only on torch's global seed.
 
     Args:
@@ -59,6 +66,7 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
         source: what `config.from_` names, if it has been looked for.
         vocabulary: one more than the largest id in the data.
         seq_len: tokens of a sample.
+        may_read_later: whether placeholders that can be read will do, if the job supports them.
 
     Errors:
         TaskError: transformers is missing, or cannot create the model.
@@ -67,6 +75,8 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
         DataError: the data's token ids or the sequence length are too large for the model.
     """
     import torch
+
+    from hvdtrain.state.placeholder import models_read_later
 
     transformers = import_library("transformers", "the language_model task", "lm")
     if config.config and config.from_:
@@ -83,9 +93,14 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
     kernel = {"attn_implementation": "eager"} if config.attention == "eager" else {}
     try:
         auto = transformers.AutoModelForCausalLM
-        if source is not None:
+        model: nn.Module | None = None
+        later = models_read_later() if may_read_later and source is not None else None
+        if source is not None and later is not None:
+            model = _to_read_later(auto, source, model_config, kernel)
+            later += [model] if model is not None else []
+        if model is None and source is not None:
             model = _with_weights(auto, source, model_config, kernel)
-        else:
+        if model is None:
             model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
     except HvdtrainError:
         raise
@@ -94,6 +109,7 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
             f"transformers cannot create the model of {config.from_ or config.config or config.preset}",
             found=f"{type(error).__name__}: {error}",
         ) from error
+    assert model is not None
     model.train()
     return model
 
@@ -162,6 +178,12 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
             found=str(seq_len),
             next_step=f"use --data.seq_len {positions}",
         )
+
+
+def _to_read_later(auto: Any, source: SavedModel, model_config: Any, kernel: dict[str, str]) -> Any:
+    from hvdtrain.task.stored_weights import model_to_read
+
+    return None if source.is_checkpoint else model_to_read(auto, source.folder, model_config, kernel)
 
 
 def load_model(source: SavedModel) -> nn.Module:

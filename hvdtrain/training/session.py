@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.engine.table import engine_of
+from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -66,7 +66,11 @@ def run_training(
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
-    task, warning = make_task_by_rank(make, rounds.enter(STARTED)) if engine.places_model else (make(), "")
+    if engine.places_model:
+        reads_later = dimensions_of(run.config).cp == 1  # it checks the model on rank 0, which needs values
+        task, warning = make_task_by_rank(make, rounds.enter(STARTED), may_read_later=reads_later)
+    else:
+        task, warning = make(), ""
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
     worker = make_worker_state(run, task, device, info)
     worker.note, worker.binding = note, binding
