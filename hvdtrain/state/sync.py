@@ -28,11 +28,15 @@ def broadcast_state(
     progress: Callable[[], None] = lambda: None,
     root: int = 0,
     source: StateDict | None = None,
+    *,
+    placed: bool = False,
 ) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
     `progress` is called after each tensor. `source`: what `root` has loaded into its state, with whole tensors
     (default: its state, without the pieces that only some ranks hold). Each rank keeps what it holds of a tensor.
+    `placed`: the parameters are equal already, because an engine has placed those of rank 0; only buffers are sent of
+    the model then.
 
     Errors:
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
@@ -46,6 +50,12 @@ def broadcast_state(
             frozen = {name: t for name, t in own_state.tensors["model"].items() if name in state.frozen.names}
             tensors["model"] = {**source.tensors["model"], **frozen}
         own_state = StateDict(tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
+    here: dict[str, Tensor] = {}
+    if placed and source is None:
+        parameters = {name for name, _ in state.model.named_parameters(remove_duplicate=False)}
+        here = {name: tensor for name, tensor in own_state.tensors["model"].items() if name in parameters}
+        others = {name: tensor for name, tensor in own_state.tensors["model"].items() if name not in parameters}
+        own_state = StateDict({**own_state.tensors, "model": others}, own_state.values)
     own_spec = {**_spec(own_state), "model": _whole_model(held)}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
@@ -69,7 +79,7 @@ def broadcast_state(
         finish()
     if not is_root:
         kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
-        received["model"] = {**kept_pieces, **received["model"]}
+        received["model"] = {**kept_pieces, **here, **received["model"]}
         state.load_state_dict(StateDict(received, spec["values"]))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError, LaunchError
+from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics.drift import check_equal
@@ -35,6 +36,20 @@ def test_broadcast_makes_states_equal(job: Comm) -> None:
     for group in ("model", "optimizer"):
         assert found.tensors[group].keys() == expected.tensors[group].keys()
         assert all(torch.equal(found.tensors[group][n], expected.tensors[group][n]) for n in found.tensors[group])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_placed_parameters_are_not_sent_again(job: Comm, loaded: bool) -> None:
+    """All else is, and parameters that were loaded after they had been placed."""
+    state, source = _state(8, seed=job.rank, steps=2), _state(8, seed=0, steps=2).state_dict()
+    state.model.register_buffer("number", torch.tensor([float(job.rank)]))
+    tensors = {**source.tensors, "model": {**source.tensors["model"], "number": torch.zeros(1)}}
+    broadcast_state(state, job, source=StateDict(tensors, source.values) if loaded else None, placed=True)
+    of = _state(8, seed=0 if loaded or job.rank == 0 else job.rank, steps=2).state_dict().tensors["model"]
+    found = state.state_dict().tensors
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in of.items())
+    assert found["model"]["number"].item() == 0
+    assert all(torch.equal(found["optimizer"][name], t) for name, t in source.tensors["optimizer"].items())
 
 
 def test_another_model_is_named_on_every_rank(job: Comm) -> None:

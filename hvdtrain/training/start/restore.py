@@ -14,6 +14,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.engine.periodic import KEY as WORKERS
 from hvdtrain.engine.periodic import PeriodicEngine, without_workers
+from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import damaged_lines, last_step
 from hvdtrain.observe.recorder import Recorder
@@ -49,7 +50,8 @@ def resume_state(current: Round) -> int:
     if newest == NOTHING:
         loaded: list[StateDict] = []
         resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
-        broadcast_state(state, comm, touch, source=loaded[0] if loaded else None)
+        placed = engine_of(current.run.config).places_model
+        broadcast_state(state, comm, touch, source=loaded[0] if loaded else None, placed=placed)
     else:
         if current.engine is not None and current.engine.in_pieces:
             chosen = pool_state(state, worker.commits.held(), comm, touch)
