@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from hvdtrain.fit.step_time import StepTimes
 
 _GIB = 1 << 30
-_HEAD = f"{'ranks':>5} {'shard':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}"
+_HEAD = f"{'ranks':>5} {'divided':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}"
+_MOST = {"ep": 64, "tp": 8, "cp": 8}
+"""Ranks that divide experts, matrices or sequences in the meshes that are tried, in this order."""
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
@@ -29,7 +32,8 @@ GPU and little memory. With --run, predict the time of a step, too."""
 _EPILOG = """\
 All options of hvdtrain train are accepted, too. With --parallel.device cuda,
 attention takes the memory that it takes on GPUs, also if there is none here.
-The rest is activations, gradients and the memory of their exchange.
+The rest is activations, gradients and the memory of their exchange. Sent is
+what a rank sends in a step; experts count as having equally many tokens.
 With --train.micro_batch auto, each line has the largest that fits in --gib.
 
 examples:
@@ -37,6 +41,7 @@ examples:
   hvdtrain fit --model.config big.json --train.micro_batch auto --gib 80
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
   hvdtrain fit --run runs/SHORT --config run.yaml --ranks 8 --bandwidth_gbit 25
+  hvdtrain fit --ranks 64 --gib 80 --config run.yaml --meshes ep8,tp2xep2,cp4
 
 exit code: 0 if a line fits in --gib, 1 if none does or on an error
 """
@@ -52,6 +57,11 @@ def parser() -> Parser:
         "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine divides)"
     )
     add("--shards", metavar="SHARD,...", help=shards)
+    meshes = (
+        "meshes of --parallel.ep, tp and cp, such as ep8,tp2xcp4; auto: powers of two of each, until one fits; none"
+        " (default: auto if nothing else fits in --gib)"
+    )
+    add("--meshes", metavar="MESH,...", help=meshes)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
     run = "predict the time of a step from this run of the same model, of 15 steps or more"
     add("--run", type=Path, metavar="RUN", help=run)
@@ -73,6 +83,23 @@ class _Line:
     step_s: float | None = None
     step_interval_s: tuple[float, float] | None = None
     no_step: str = ""
+    mesh: str = ""
+    proposed: bool = False
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options."""
+
+    shard: str
+    options: tuple[str, ...]
+    mesh: str = ""
+    is_automatic: bool = False
+
+    @property
+    def family(self) -> str:
+        """The dimension of an automatic mesh; empty for others."""
+        return self.mesh.rstrip("0123456789") if self.is_automatic else ""
 
 
 def main(argv: list[str]) -> int:
@@ -85,21 +112,24 @@ def main(argv: list[str]) -> int:
     ranks = _numbers(options.ranks)
     shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
     times = _step_times(options)
-    found = []
-    for line in _predict(training, ranks, shards, modes, options.gib, times):
+    found: list[_Line] = []
+    for line in _predict(training, ranks, shards, modes, options.gib, times, options.meshes):
         found.append(line)
         if not options.json:
             if len(found) == 1:
                 unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
-                step = f"{'step ms':>9}" if times else ""
+                step = f"{'step ms':>9}" if times else f"{'sent':>9}"
                 found_sizes = f"{'samples':>8}" if line.micro_batch else ""
                 print(f"{unit} of a rank's tensors\n{_HEAD}{step}{found_sizes}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
+    found, reasons = _proposals(found, options.gib)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
         return _exit_code(found, options.gib)
     for reason in dict.fromkeys(line.no_step for line in found if line.no_step):
         print(f"no time of a step: {reason}")
+    for reason in reasons:
+        print(reason)
     if options.gib is None:
         print("Add about 1 GiB for CUDA and NCCL, and 5 to 10% for gaps between blocks.")
     return _exit_code(found, options.gib)
@@ -139,10 +169,12 @@ def _predict(
     modes: list[str] | None,
     gib: float | None,
     times: StepTimes | None,
+    meshes: str | None,
 ) -> Iterator[_Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
+    from hvdtrain.engine.table import dimensions_of
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.task.base import load_task_function
     from hvdtrain.training.start.micro_batch import sizes_to_try
@@ -150,30 +182,106 @@ def _predict(
     function: Callable[..., Any] = load_task_function(task_spec(argv))
     config = parse_argv(argv, function).config
     given, modes = config.parallel, modes or [config.memory.checkpointing]
+    has_mesh = bool(dimensions_of(config))
     if shards is None:
         shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
+    if has_mesh and meshes not in (None, "none"):
+        raise ConfigError(
+            "--meshes, but the options have a mesh", next_step=f"leave out {dimensions_of(config).options}"
+        )
+
+    def predict(count: int, way: _Way, mode: str) -> _Line:
+        train, line = config.train, None
+        is_auto = train.micro_batch == AUTO and gib is not None
+        for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
+            changed = [*way.options, f"--memory.checkpointing={mode}", f"--train.micro_batch={size}"]
+            run = parse_argv([*argv, *changed], function)
+            found = size if is_auto and isinstance(size, int) else None
+            try:
+                memory = predict_memory(run, partial(function, **run.task_args), count)
+            except ConfigError as error:
+                return _Line(count, way.shard, mode, None, error.what, found, mesh=way.mesh)
+            if line is not None and not _fits(memory, gib):
+                break
+            line = _Line(count, way.shard, mode, memory, micro_batch=found, mesh=way.mesh)
+            line = _with_step(line, times, run) if times else line
+        assert line is not None
+        return line
+
     with imagined_ranks(max(ranks)):
-        for count, shard, mode in itertools.product(ranks, shards, modes):
-            if count == 1 and shard != "none":
-                continue
-            changed = [f"--parallel.shard={shard}", f"--memory.checkpointing={mode}"]
-            changed += ["--parallel.engine=fsdp"] if shard == "parameters" else []
-            train, line = config.train, None
-            is_auto = train.micro_batch == AUTO and gib is not None
-            for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
-                run = parse_argv([*argv, *changed, f"--train.micro_batch={size}"], function)
-                found = size if is_auto and isinstance(size, int) else None
-                try:
-                    memory = predict_memory(run, partial(function, **run.task_args), count)
-                except ConfigError as error:
-                    line = _Line(count, shard, mode, None, error.what, found)
-                    break
-                if line is not None and not _fits(memory, gib):
-                    break
-                line = _Line(count, shard, mode, memory, micro_batch=found)
-                line = _with_step(line, times, run) if times else line
-            assert line is not None
-            yield line
+        for count in ranks:
+            fits = False
+            done: set[str] = set()
+            ways = [_Way(shard, _shard_options(shard)) for shard in shards if count > 1 or shard == "none"]
+            for way, mode in itertools.product([*ways, *_meshes(meshes, count)], modes):
+                if way.family and ((meshes is None and (fits or gib is None or has_mesh)) or way.family in done):
+                    continue
+                line = predict(count, way, mode)
+                if way.family and line.memory is None:  # the model has no such part, or none that is so large
+                    done.add(way.family)
+                    continue
+                if line.memory is not None and _fits(line.memory, gib):
+                    fits = fits or not way.family
+                    done.add(way.family)
+                yield line
+
+
+def _shard_options(shard: str) -> tuple[str, ...]:
+    return (f"--parallel.shard={shard}", *(["--parallel.engine=fsdp"] if shard == "parameters" else []))
+
+
+def _meshes(text: str | None, count: int) -> Iterator[_Way]:
+    """Yield the meshes to try. Errors: ConfigError: one is not a mesh."""
+    if text in (None, "auto"):
+        for name, most in _MOST.items():
+            width = 2
+            while width <= min(most, count) and count % width == 0:
+                yield _Way("none", (f"--parallel.{name}={width}",), f"{name}{width}", is_automatic=True)
+                width *= 2
+        return
+    for mesh in text.split(",") if text not in (None, "none") else []:
+        parts = [re.fullmatch(r"(ep|tp|cp)(\d+)", part) for part in mesh.split("x")]
+        if not all(parts):
+            raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4", found=mesh)
+        yield _Way("none", tuple(f"--parallel.{part[1]}={part[2]}" for part in parts if part), mesh)
+
+
+def _proposals(lines: list[_Line], gib: float | None) -> tuple[list[_Line], list[str]]:
+    """Mark the best of the lines that fit, for each number of several ranks; return all lines, and why."""
+    reasons = []
+    for count in dict.fromkeys(line.ranks for line in lines if line.ranks > 1) if gib is not None else []:
+        fitting = [line for line in lines if line.ranks == count and line.memory and _fits(line.memory, gib)]
+        if not fitting:
+            continue
+        timed = [line for line in fitting if line.step_s is not None]
+        best = min(timed or fitting, key=_cost)
+        lines = [replace(line, proposed=True) if line is best else line for line in lines]
+        memory = best.memory
+        assert memory is not None
+        least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
+        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else "nothing else fits;"
+        sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
+        reasons += [
+            f"proposal for {count} rank(s): {_options(best)}",
+            f"  {others} a rank sends {sent},",
+            f"  and waits for {waited} of them in forward and backward",
+        ]
+    return lines, reasons
+
+
+def _cost(line: _Line) -> tuple[float, int, int]:
+    assert line.memory is not None
+    return line.step_s or 0.0, line.memory.waited_for, line.memory.sent
+
+
+def _options(line: _Line) -> str:
+    """Return the options of a line."""
+    modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
+    if line.mesh:
+        found = [f"--parallel.{part[:2]} {part[2:]}" for part in line.mesh.split("x")]
+    else:
+        found = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
+    return " ".join([*found, *modes])
 
 
 def _fits(memory: Memory, gib: float | None) -> bool:
@@ -189,7 +297,7 @@ def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
 
 
 def _text(line: _Line, gib: float | None, unit: str) -> str:
-    start = f"{line.ranks:>5} {line.shard:<10} {line.checkpointing:<10}"
+    start = f"{line.ranks:>5} {line.mesh or line.shard:<10} {line.checkpointing:<10}"
     if line.memory is None:
         return f"{start} {line.refused}"
     by = _GIB if unit == "GiB" else 1 << 20
@@ -201,6 +309,8 @@ def _text(line: _Line, gib: float | None, unit: str) -> str:
     )
     if line.step_s is not None or line.no_step:
         numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>9}"
+    else:
+        numbers += f"{memory.sent / by:>9.2f}"
     if line.micro_batch:
         numbers += f"{line.micro_batch:>8}"
     fits = "" if gib is None else f"  {'fits' if _fits(memory, gib) else 'too big'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,32 +24,51 @@ class UnderWay(Finished):
         return False
 
 
-class ImaginedComm(SoloComm):
-    """A job of `size` ranks on one host: all others send what this rank sends."""
+@dataclass
+class Traffic:
+    """The bytes that a rank sends in collectives of many ranks.
 
-    def __init__(self, size: int) -> None:
+    Attributes:
+        sent: of all. An all-reduce sends twice its bytes, an all-gather those that arrive.
+        waited_for: of those of activations, in which forward and backward wait.
+    """
+
+    sent: int = 0
+    waited_for: int = 0
+
+
+class ImaginedComm(SoloComm):
+    """A job of `size` ranks on one host: all others send what this rank sends. `traffic` counts what it sends."""
+
+    def __init__(self, size: int, traffic: Traffic | None = None) -> None:
         super().__init__()
         self.size = self.local_size = size
+        self.traffic = Traffic() if traffic is None else traffic
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
         """Return `tensor`."""
+        self.traffic.sent += 2 * tensor.nbytes
         return UnderWay(tensor)
 
     def allgather(self, tensor: Tensor, *, name: str) -> Finished:
         """Return a copy for each rank."""
+        self.traffic.sent += self.size * tensor.nbytes
         return UnderWay(torch.cat([tensor] * self.size))
 
     def alltoall(self, tensor: Tensor, *, name: str, rows: Sequence[int] | None = None) -> Finished:
         """Return a copy."""
+        self.traffic.sent += tensor.nbytes
+        self.traffic.waited_for += tensor.nbytes
         return UnderWay(tensor.clone())
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Finished:
         """Return this rank's share."""
+        self.traffic.sent += tensor.nbytes
         return UnderWay(tensor.tensor_split(self.size)[0].clone())
 
     def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
         """Return a communicator of as many ranks."""
-        return ImaginedComm(len(ranks))
+        return ImaginedComm(len(ranks), self.traffic)
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Return a process group of torch among those of `imagined_ranks`. Its collectives do nothing."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.plans import plans_of
@@ -69,7 +70,7 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
         if dimensions.tp == 1:
             name = _EXCHANGE
             rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans)
-            EPImplementationInterface.register(name, implementation(rows))
+            EPImplementationInterface.register(name, implementation(rows, equal=isinstance(comm, ImaginedComm)))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())
 

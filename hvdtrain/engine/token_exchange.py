@@ -107,10 +107,12 @@ class TokenExchange:
     Args:
         experts: with the parameters of this rank's experts only.
         rows: exchange among the ranks that divide the experts.
+        equal: whether to take each expert to have equally many tokens, whatever their ids; to count memory.
     """
 
-    def __init__(self, rows: Rows, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+    def __init__(self, rows: Rows, experts: Any, ep_mesh: Any, tp_mesh: Any, *, equal: bool = False) -> None:
         self._run, self._local, self._ranks, self._rows = experts.forward, experts.num_experts, ep_mesh.size(), rows
+        self._loads = self._equal_loads if equal else self._exchanged_loads
 
     def __call__(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token (T, D).
@@ -122,18 +124,27 @@ class TokenExchange:
         """
         ids_P = experts_TK.reshape(-1)  # pairs of a token and an expert
         order_P = ids_P.argsort(stable=True)
-        counts_RE = torch.bincount(ids_P, minlength=self._ranks * self._local).view(self._ranks, self._local)
-        with torch.no_grad():
-            arriving_RE = self._rows(counts_RE, [1] * self._ranks, [1] * self._ranks)
-        given, received = torch.stack([counts_RE.sum(dim=1), arriving_RE.sum(dim=1)]).tolist()
+        given, received, own_Q = self._loads(ids_P)
         sent_PD = tokens_TD[order_P // experts_TK.shape[1]]
         inputs_QD = exchange_rows(sent_PD, given, received, self._rows)
-        own_Q = torch.arange(self._local, device=ids_P.device).repeat(self._ranks)
-        own_Q = own_Q.repeat_interleave(arriving_RE.reshape(-1), output_size=sum(received))
         outputs_QD = self._outputs(inputs_QD, own_Q)
         back_PD = exchange_rows(outputs_QD, received, given, self._rows)
         results_PD = torch.empty_like(back_PD).index_copy(0, order_P, back_PD)
         return (results_PD.view(*weights_TK.shape, tokens_TD.shape[1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
+
+    def _exchanged_loads(self, ids_P: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the numbers of pairs for and from each rank, and which own expert each of the latter has."""
+        counts_RE = torch.bincount(ids_P, minlength=self._ranks * self._local).view(self._ranks, self._local)
+        with torch.no_grad():
+            arriving_RE = self._rows(counts_RE, [1] * self._ranks, [1] * self._ranks)
+        given, received = torch.stack([counts_RE.sum(dim=1), arriving_RE.sum(dim=1)]).tolist()
+        own_Q = torch.arange(self._local, device=ids_P.device).repeat(self._ranks)
+        return given, received, own_Q.repeat_interleave(arriving_RE.reshape(-1), output_size=sum(received))
+
+    def _equal_loads(self, ids_P: Tensor) -> tuple[list[int], list[int], Tensor]:
+        pairs = len(ids_P)
+        shares = [pairs * (rank + 1) // self._ranks - pairs * rank // self._ranks for rank in range(self._ranks)]
+        return shares, shares, torch.arange(pairs, device=ids_P.device) % self._local
 
     def _outputs(self, inputs_QD: Tensor, own_Q: Tensor) -> Tensor:
         """Run each row through its own expert. Without rows a zero runs, so that the experts have gradients."""
@@ -145,6 +156,6 @@ class TokenExchange:
         return outputs
 
 
-def implementation(rows: Rows) -> Callable[..., TokenExchange]:
-    """Return what transformers calls to make the exchange of a layer."""
-    return partial(TokenExchange, rows)
+def implementation(rows: Rows, *, equal: bool = False) -> Callable[..., TokenExchange]:
+    """Return what transformers calls to make the exchange of a layer. `equal`: see `TokenExchange`."""
+    return partial(TokenExchange, rows, equal=equal)

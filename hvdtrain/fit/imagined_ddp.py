@@ -26,8 +26,9 @@ class ImaginedDdp(ImaginedComm):
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
         """Return `tensor`."""
+        done = super().allreduce(tensor, name=name)
         if not tensor.is_floating_point():
-            return super().allreduce(tensor, name=name)
+            return done
         if self._errors is None:
             return _Sent(tensor, tensor if self._dtype is None else tensor.to(self._dtype))
         return _Approximated(tensor, self._errors, name)

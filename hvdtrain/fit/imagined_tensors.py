@@ -12,10 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from hvdtrain.comm.imagined import Traffic
 from hvdtrain.fit.live_bytes import LiveBytes
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of torch's collectives."""
 
 
 class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
@@ -26,10 +29,13 @@ class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
 
     Attributes:
         assumed: what numbers of fake tensors are read as; None to refuse, as the model's steps may depend on them.
+        traffic: counts the bytes in collectives of torch, which do nothing.
+        waits_for_torch: whether these are of activations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None = None, *, waits_for_torch: bool = False) -> None:
         super().__init__()
+        self.traffic, self.waits_for_torch = Traffic() if traffic is None else traffic, waits_for_torch
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def imagine(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -58,6 +64,8 @@ class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if func.namespace in _COLLECTIVES and given:
+            self._count_traffic(func.overloadpacket.__name__, max(tensor.nbytes for tensor in given))
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in given)
         if is_fake and func is _READ and self.assumed is not None:
             return self.assumed
@@ -65,6 +73,14 @@ class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
             return func(*args, **named)
         with self._fake:
             return _grouped(func, args, named) if func is _GROUPED else func(*args, **named)
+
+    def _count_traffic(self, name: str, nbytes: int) -> None:
+        if "wait" in name or "barrier" in name:
+            return
+        sent = 2 * nbytes if "allreduce" in name or "all_reduce" in name else nbytes
+        self.traffic.sent += sent
+        if self.waits_for_torch or "alltoall" in name or "all_to_all" in name:
+            self.traffic.waited_for += sent
 
 
 def _makes_floats(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:

@@ -50,12 +50,16 @@ class Memory:
         optimizer: its state, on the device.
         peak: the largest sum of all in a step, on the device: the rest is activations, gradients and their exchange.
         host: state and parameters of an optimizer in the memory of the host.
+        sent: bytes that a rank sends in a step; see `Traffic`.
+        waited_for: those of activations, in which forward and backward wait.
     """
 
     model: int
     optimizer: int
     peak: int
     host: int = 0
+    sent: int = 0
+    waited_for: int = 0
 
 
 def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memory:
@@ -94,7 +98,8 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        imagined, task = ImaginedTensors(), _make_task(run, build)
+        waits = dimensions_of(run.config).divides_model  # its gradients are exchanged by `comm`
+        imagined, task = ImaginedTensors(comm.traffic, waits_for_torch=waits), _make_task(run, build)
         worker = make_worker_state(run, task, _CPU, RankInfo("fit"))
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
@@ -151,18 +156,32 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
     parameters = [p for p in worker.state.model.parameters() if p.requires_grad]
     averages = [p.detach().clone() for p in parameters] if train.ema is not None else []  # as the callback EMA
-    _step(engine, worker, batches[:1], live)  # makes the optimizer's state
+    with _counted(comm) as one:
+        _step(engine, worker, batches[:1], live)  # makes the optimizer's state
     if isinstance(comm, ImaginedDdp):  # only ours keeps all gradients until the end of the first backward
         live.peak = live.now
-    _step(engine, worker, batches, live)
+    with _counted(comm) as some:
+        _step(engine, worker, batches, live)
+    # What a pass sends is the difference.
+    more = (len(stream.step(0)) - 1) / max(1, passes - 1)
+    sent, waited = (round(a + more * (b - a)) for a, b in zip(one, some, strict=True))
     model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers(), *averages])
     slots = [slot for state in engine.optimizer.state.values() for slot in state.values()]
     optimizer = _bytes([slot for slot in slots if isinstance(slot, Tensor)])
     if run.config.memory.offload == "none":
-        return Memory(model, optimizer, live.peak)
+        return Memory(model, optimizer, live.peak, 0, sent, waited)
     host = optimizer + _bytes([own.parameter for own in (engine.owned() or {}).values() if own.parameter is not None])
     on_host = model if engine.uniform_passes else 0  # the rows of FSDP are the optimizer's
-    return Memory(model - on_host, 0, live.peak - host, host)
+    return Memory(model - on_host, 0, live.peak - host, host, sent, waited)
+
+
+@contextmanager
+def _counted(comm: ImaginedComm) -> Iterator[list[int]]:
+    """Count the bytes that are sent within: the list has both numbers of `Traffic` then."""
+    found: list[int] = []
+    comm.traffic.sent = comm.traffic.waited_for = 0
+    yield found
+    found += [comm.traffic.sent, comm.traffic.waited_for]
 
 
 def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hvdtrain.task.base import load_task_function
 from hvdtrain.training.elastic.worker_state import make_worker_state
 from tests.support import stack
 from tests.support.gallery import LANGUAGE
+from tests.support.launch import run
 from tests.support.stack import STACK
 
 BLOCKS = (*STACK, "--method=adamw")
@@ -195,12 +197,14 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ranks", "1,2", "--shards", "none,optimizer", "--gib", "1", "--checkpointing", "none,full", *BLOCKS]
     assert main(given) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[2:]] == [
+    *table, chosen, why, _ = lines[2:]
+    assert [line.split()[:3] for line in table] == [
         [ranks, shard, mode]
         for ranks, shard in (("1", "none"), ("2", "none"), ("2", "optimizer"))
         for mode in ("none", "full")
     ]
-    assert all(line.endswith("fits") and len(line) <= 80 for line in lines[2:])
+    assert all(line.endswith("fits") and len(line) <= 80 for line in table)
+    assert chosen == "proposal for 2 rank(s): --parallel.shard none" and "of 4 ways that fit" in why
     assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
     assert "too big" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
@@ -212,6 +216,59 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert line["micro_batch"] == 1 and line["memory"]["peak"] > 1e-6 * 2**30
     with pytest.raises(ConfigError, match="invalid --ranks"):
         main(["--ranks", "two"])
+
+
+EXPERTS = (*("--model.preset=tiny", "--data.seq_len=16", "--train.micro_batch=2", "--train.global_batch=16"),)
+
+
+def _lines(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Return the lines of a table by their mesh, or else by what is divided. A process makes one table: torch keeps
+    groups of matrices that are divided by name.
+    """
+    printed = run(["-m", "hvdtrain", "fit", *options, *EXPERTS, "--json"], cwd=folder).stdout
+    return {line["mesh"] or line["shard"]: line for line in json.loads(printed)}
+
+
+@pytest.mark.slow
+def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
+    """Of those that fit, the one for which ranks wait least. Each dimension is divided until it fits."""
+    every = _lines(tmp_path, "--ranks=4", "--meshes=ep2,ep4,tp2,tp4,cp2", "--shards=none")
+    assert "cannot divide the 2 num_attention_heads" in every.pop("tp4")["refused"]
+    peaks = {name: line["memory"]["peak"] for name, line in every.items()}
+    assert peaks["tp2"] < peaks["cp2"] < min(peaks["ep4"], peaks["ep2"], peaks["none"])
+    assert not any(line["proposed"] for line in every.values()), "without --gib"
+    few = ("--ranks=4", f"--gib={peaks['cp2'] / 2**30}", "--shards=none")
+    found = _lines(tmp_path, *few)
+    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2"], "and no larger ones of those that fit"
+    assert found["cp2"]["memory"]["waited_for"] < found["tp2"]["memory"]["waited_for"]
+    assert [name for name, line in found.items() if line["proposed"]] == ["cp2"]
+    assert {*_lines(tmp_path, "--ranks=4", "--gib=1")} == {"none", "optimizer", "gradients", "parameters"}
+    for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
+        with pytest.raises(ConfigError, match=message):
+            main([*few, "--meshes=ep2", wrong, *EXPERTS])
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_what_a_rank_sends_is_counted(passes: int) -> None:
+    """Gradients once a step, or once a pass; tokens four times a pass: to their experts and back, in both passes."""
+
+    def memory(*options: str) -> Any:
+        batch = f"--train.global_batch={4 * 2 * passes}"
+        return predict_memory(*_parsed(*EXPERTS, batch, *options), 4)
+
+    model: Any = _parsed(*EXPERTS)[1]().model
+    held = 4 * sum(p.numel() for p in model.parameters())
+    plain = memory()
+    assert plain.sent == pytest.approx(2 * held, rel=0.01) and plain.waited_for == 0
+    assert memory("--parallel.compression=fp16").sent == pytest.approx(held, rel=0.01)
+    assert memory("--parallel.shard=gradients").sent == pytest.approx((passes + 1) * held, rel=0.1)
+    config, experts = model.config, memory("--parallel.ep=4")
+    layers = config.num_hidden_layers - config.first_k_dense_replace
+    pairs = 2 * 16 * config.num_experts_per_tok
+    assert experts.waited_for == 4 * passes * layers * pairs * config.hidden_size * 4
+    assert experts.sent < plain.sent + experts.waited_for
+    assert memory("--parallel.engine=fsdp").waited_for == 0
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
