@@ -242,7 +242,9 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
     assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2"], "and no larger ones of those that fit"
     assert found["cp2"]["memory"]["waited_for"] < found["tp2"]["memory"]["waited_for"]
     assert [name for name, line in found.items() if line["proposed"]] == ["cp2"]
-    assert {*_lines(tmp_path, "--ranks=4", "--gib=1")} == {"none", "optimizer", "gradients", "parameters"}
+    more = _lines(tmp_path, "--ranks=4", f"--gib={peaks['ep2'] / 2**30}", "--shards=none")
+    assert [*more] == ["none", "ep2", "tp2", "cp2"], "not ep4, as ep2 fits"
+    assert [*_lines(tmp_path, "--ranks=4", "--gib=1", "--shards=none")] == ["none"], "no mesh, as it fits without"
     for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
         with pytest.raises(ConfigError, match=message):
             main([*few, "--meshes=ep2", wrong, *EXPERTS])

@@ -44,7 +44,9 @@ def test_placed_parameters_are_not_sent_again(job: Comm, loaded: bool) -> None:
     state, source = _state(8, seed=job.rank, steps=2), _state(8, seed=0, steps=2).state_dict()
     state.model.register_buffer("number", torch.tensor([float(job.rank)]))
     tensors = {**source.tensors, "model": {**source.tensors["model"], "number": torch.zeros(1)}}
-    broadcast_state(state, job, source=StateDict(tensors, source.values) if loaded else None, placed=True)
+    broadcast_state(
+        state, job, source=StateDict(tensors, source.values) if loaded and job.rank == 0 else None, placed=True
+    )
     of = _state(8, seed=0 if loaded or job.rank == 0 else job.rank, steps=2).state_dict().tensors["model"]
     found = state.state_dict().tensors
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in of.items())

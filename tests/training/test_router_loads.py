@@ -53,6 +53,23 @@ def _step(loads: RouterLoads, model: Model, experts: list[int], step: int = 1, *
     loads.finish(step, applied=applied)
 
 
+def test_each_layer_counts_its_own_tokens() -> None:
+    """Of equally and of unequally many tokens, and of a layer that runs twice in a pass."""
+    model, events = nn.ModuleDict({"a": Model(), "b": Model(), "c": Model()}), list[Any]()
+    loads = make_router_loads(model, SoloComm(), 0.1, events.append, counts=True)
+    assert loads is not None
+    loads.begin()
+    for _ in range(2):
+        with loads.counting():
+            for name, experts in (("a", [0, 0, 1, 3]), ("b", [2, 2, 2, 2]), ("c", [1, 3]), ("c", [3])):
+                model[name](torch.tensor(experts))
+    assert {name: load.tolist() for name, load in loads._loads.items()} == {
+        "a.gate": [4, 2, 0, 2],
+        "b.gate": [0, 0, 8, 0],
+        "c.gate": [0, 2, 0, 4],
+    }
+
+
 def test_experts_with_few_tokens_become_more_likely() -> None:
     model, events = Model(), list[Any]()
     loads = _loads(model, SoloComm(), events)

@@ -58,9 +58,9 @@ def test_no_gain_is_larger_than_the_cost(tmp_path: Path) -> None:
 def test_steps_before_another_compression_was_chosen_say_nothing(tmp_path: Path, changed: bool) -> None:
     path = run_folder(tmp_path / "run", size=2, steps=40, wait_ms=200.0, link=SLOW)
     journal = path / "journal.jsonl"
-    chosen = '{"event": "compression_chosen", "at_step": 20, "compression": "none"}\n'
+    chosen = '{"event": "compression_chosen", "at_step": 30, "compression": "none"}\n'
     journal.write_text(
-        journal.read_text().replace('"exposed_comm_s": 0.2', '"exposed_comm_s": 9.0', 20 if changed else 0) + chosen
+        journal.read_text().replace('"exposed_comm_s": 0.2', '"exposed_comm_s": 9.0', 30 if changed else 0) + chosen
     )
     evidence = load(path).evidence()
     assert evidence is not None and evidence.parts_s["wait"] == pytest.approx(0.2)
