@@ -30,6 +30,7 @@ SCRIPTS = (
     "spans",
     "experts",
     "mesh",
+    "load_peak",
     "optimizers",
     "timeline",
     "timeline_cost",
