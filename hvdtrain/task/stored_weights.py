@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.errors import TaskError
 from hvdtrain.files import read_regular
 from hvdtrain.state.placeholder import Placeholder, parameters_without_memory
 
@@ -64,7 +65,18 @@ class StoredWeights:
         return name in self._first
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor, into memory of its own. Errors: OSError; ValueError: it has another shape than the model's."""
+        """Read a tensor, into memory of its own. Errors: TaskError: it is damaged, or of another model."""
+        try:
+            return self._read(name)
+        except Exception as error:  # of files, of safetensors, and of transformers' conversions
+            path = self._files[self._sources[self._first[name]][0][0]]
+            raise TaskError(
+                f"{name} cannot be read from {path}",
+                found=f"{type(error).__name__}: {error}",
+                next_step="copy the folder of the model again, or name another one: --model.from",
+            ) from error
+
+    def _read(self, name: str) -> Tensor:
         first, (shape, dtype) = self._first[name], self._own[name]
         found = self._sources[first]
         with _opened({key: self._files[key] for key, _ in found}) as tensors:
