@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.cli.parser import Parser
 from hvdtrain.config.schema import AUTO
 from hvdtrain.errors import ConfigError
+from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options
 
 if TYPE_CHECKING:
     from hvdtrain.config.parse import RunConfig
-    from hvdtrain.fit.memory import Memory
     from hvdtrain.fit.step_time import StepTimes
 
-_GIB = 1 << 30
 _HEAD = f"{'ranks':>5} {'divided':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}"
-_MOST = {"ep": 64, "tp": 8, "cp": 8}
-"""Ranks that divide experts, matrices or sequences in the meshes that are tried, in this order."""
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
@@ -72,36 +68,6 @@ def parser() -> Parser:
     return made
 
 
-@dataclass(frozen=True)
-class _Line:
-    ranks: int
-    shard: str
-    checkpointing: str
-    memory: Memory | None
-    refused: str = ""
-    micro_batch: int | None = None
-    step_s: float | None = None
-    step_interval_s: tuple[float, float] | None = None
-    no_step: str = ""
-    mesh: str = ""
-    proposed: bool = False
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options."""
-
-    shard: str
-    options: tuple[str, ...]
-    mesh: str = ""
-    is_automatic: bool = False
-
-    @property
-    def family(self) -> str:
-        """The dimension of an automatic mesh; empty for others."""
-        return self.mesh.rstrip("0123456789") if self.is_automatic else ""
-
-
 def main(argv: list[str]) -> int:
     """Predict and print. Return 0; 1 if no line fits in the given memory.
 
@@ -112,17 +78,17 @@ def main(argv: list[str]) -> int:
     ranks = _numbers(options.ranks)
     shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
     times = _step_times(options)
-    found: list[_Line] = []
+    found: list[Line] = []
     for line in _predict(training, ranks, shards, modes, options.gib, times, options.meshes):
         found.append(line)
         if not options.json:
             if len(found) == 1:
-                unit = "GiB" if line.memory is None or line.memory.peak >= _GIB else "MiB"
+                unit = "GiB" if line.memory is None or line.memory.peak >= GIB else "MiB"
                 step = f"{'step ms':>9}" if times else f"{'sent':>9}"
                 found_sizes = f"{'samples':>8}" if line.micro_batch else ""
                 print(f"{unit} of a rank's tensors\n{_HEAD}{step}{found_sizes}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
-    found, reasons = _proposals(found, options.gib)
+    found, reasons = propose(found, options.gib)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
         return _exit_code(found, options.gib)
@@ -135,8 +101,8 @@ def main(argv: list[str]) -> int:
     return _exit_code(found, options.gib)
 
 
-def _exit_code(found: list[_Line], gib: float | None) -> int:
-    return 0 if any(line.memory and _fits(line.memory, gib) for line in found) else 1
+def _exit_code(found: list[Line], gib: float | None) -> int:
+    return 0 if any(line.memory and fits_in(line.memory, gib) for line in found) else 1
 
 
 def _step_times(options: argparse.Namespace) -> StepTimes | None:
@@ -170,7 +136,7 @@ def _predict(
     gib: float | None,
     times: StepTimes | None,
     meshes: str | None,
-) -> Iterator[_Line]:
+) -> Iterator[Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
@@ -190,7 +156,7 @@ def _predict(
             "--meshes, but the options have a mesh", next_step=f"leave out {dimensions_of(config).options}"
         )
 
-    def predict(count: int, way: _Way, mode: str) -> _Line:
+    def predict(count: int, way: Way, mode: str) -> Line:
         train, line = config.train, None
         is_auto = train.micro_batch == AUTO and gib is not None
         for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
@@ -200,10 +166,10 @@ def _predict(
             try:
                 memory = predict_memory(run, partial(function, **run.task_args), count)
             except ConfigError as error:
-                return _Line(count, way.shard, mode, None, error.what, found, mesh=way.mesh)
-            if line is not None and not _fits(memory, gib):
+                return Line(count, way.shard, mode, None, error.what, found, mesh=way.mesh)
+            if line is not None and not fits_in(memory, gib):
                 break
-            line = _Line(count, way.shard, mode, memory, micro_batch=found, mesh=way.mesh)
+            line = Line(count, way.shard, mode, memory, micro_batch=found, mesh=way.mesh)
             line = _with_step(line, times, run) if times else line
         assert line is not None
         return line
@@ -212,83 +178,21 @@ def _predict(
         for count in ranks:
             fits = False
             done: set[str] = set()
-            ways = [_Way(shard, _shard_options(shard)) for shard in shards if count > 1 or shard == "none"]
-            for way, mode in itertools.product([*ways, *_meshes(meshes, count)], modes):
+            ways = [Way(shard, shard_options(shard)) for shard in shards if count > 1 or shard == "none"]
+            for way, mode in itertools.product([*ways, *meshes_to_try(meshes, count)], modes):
                 if way.family and ((meshes is None and (fits or gib is None or has_mesh)) or way.family in done):
                     continue
                 line = predict(count, way, mode)
                 if way.family and line.memory is None:  # the model has no such part, or none that is so large
                     done.add(way.family)
                     continue
-                if line.memory is not None and _fits(line.memory, gib):
+                if line.memory is not None and fits_in(line.memory, gib):
                     fits = fits or not way.family
                     done.add(way.family)
                 yield line
 
 
-def _shard_options(shard: str) -> tuple[str, ...]:
-    return (f"--parallel.shard={shard}", *(["--parallel.engine=fsdp"] if shard == "parameters" else []))
-
-
-def _meshes(text: str | None, count: int) -> Iterator[_Way]:
-    """Yield the meshes to try. Errors: ConfigError: one is not a mesh."""
-    if text in (None, "auto"):
-        for name, most in _MOST.items():
-            width = 2
-            while width <= min(most, count) and count % width == 0:
-                yield _Way("none", (f"--parallel.{name}={width}",), f"{name}{width}", is_automatic=True)
-                width *= 2
-        return
-    for mesh in text.split(",") if text not in (None, "none") else []:
-        parts = [re.fullmatch(r"(ep|tp|cp)(\d+)", part) for part in mesh.split("x")]
-        if not all(parts):
-            raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4", found=mesh)
-        yield _Way("none", tuple(f"--parallel.{part[1]}={part[2]}" for part in parts if part), mesh)
-
-
-def _proposals(lines: list[_Line], gib: float | None) -> tuple[list[_Line], list[str]]:
-    """Mark the best of the lines that fit, for each number of several ranks; return all lines, and why."""
-    reasons = []
-    for count in dict.fromkeys(line.ranks for line in lines if line.ranks > 1) if gib is not None else []:
-        fitting = [line for line in lines if line.ranks == count and line.memory and _fits(line.memory, gib)]
-        if not fitting:
-            continue
-        timed = [line for line in fitting if line.step_s is not None]
-        best = min(timed or fitting, key=_cost)
-        lines = [replace(line, proposed=True) if line is best else line for line in lines]
-        memory = best.memory
-        assert memory is not None
-        least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
-        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else "nothing else fits;"
-        sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
-        reasons += [
-            f"proposal for {count} rank(s): {_options(best)}",
-            f"  {others} a rank sends {sent},",
-            f"  and waits for {waited} of them in forward and backward",
-        ]
-    return lines, reasons
-
-
-def _cost(line: _Line) -> tuple[float, int, int]:
-    assert line.memory is not None
-    return line.step_s or 0.0, line.memory.waited_for, line.memory.sent
-
-
-def _options(line: _Line) -> str:
-    """Return the options of a line."""
-    modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
-    if line.mesh:
-        found = [f"--parallel.{part[:2]} {part[2:]}" for part in line.mesh.split("x")]
-    else:
-        found = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
-    return " ".join([*found, *modes])
-
-
-def _fits(memory: Memory, gib: float | None) -> bool:
-    return gib is None or memory.peak <= gib * _GIB
-
-
-def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
+def _with_step(line: Line, times: StepTimes, run: RunConfig) -> Line:
     try:
         found = times.predict(run, line.ranks)
     except ConfigError as error:
@@ -296,11 +200,11 @@ def _with_step(line: _Line, times: StepTimes, run: RunConfig) -> _Line:
     return replace(line, step_s=found.then.step_s, step_interval_s=(found.low_s, found.high_s))
 
 
-def _text(line: _Line, gib: float | None, unit: str) -> str:
+def _text(line: Line, gib: float | None, unit: str) -> str:
     start = f"{line.ranks:>5} {line.mesh or line.shard:<10} {line.checkpointing:<10}"
     if line.memory is None:
         return f"{start} {line.refused}"
-    by = _GIB if unit == "GiB" else 1 << 20
+    by = GIB if unit == "GiB" else 1 << 20
     memory = line.memory
     rest = memory.peak - memory.model - memory.optimizer
     numbers = "".join(
@@ -313,5 +217,5 @@ def _text(line: _Line, gib: float | None, unit: str) -> str:
         numbers += f"{memory.sent / by:>9.2f}"
     if line.micro_batch:
         numbers += f"{line.micro_batch:>8}"
-    fits = "" if gib is None else f"  {'fits' if _fits(memory, gib) else 'too big'}"
+    fits = "" if gib is None else f"  {'fits' if fits_in(memory, gib) else 'too big'}"
     return start + numbers + fits + (f"  host {memory.host / by:.2f}" if memory.host else "")

@@ -7,21 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hvdtrain.compression.table import auto_candidates
-from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import (
-    ACTIVATIONS,
-    ASIDE,
-    EXCHANGE,
-    IDLE,
-    LATE,
-    OTHER_EXCHANGE,
-    PARAMETERS,
-    sample_of,
-)
+from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_activations import activation_findings
+from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, exchange_findings
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
@@ -29,18 +19,13 @@ from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 from hvdtrain.timeline.whatif.evidence import Change
-from hvdtrain.timeline.whatif.predict import choose_compression, nothing_measured
 
 _SHARE = 0.02
 """Share of a step: smaller costs are not reported."""
 _ASIDE_SHARE, _FINE = 0.1, 0.02
 """Of the time: evaluations and checkpoints that are reported, and that are not too many."""
-_SLOW_BUS = 0.5
-_LITTLE_BYTES = 1 << 20
 _MUCH = 0.2
 """Share of the wall time of a Timeline alone."""
-_MOST = 0.5
-"""Share of a step: a costlier exchange should be rarer."""
 _START_SHARE, _START_MS = 0.1, 1000.0
 """Per step, of a usual step, and in all, ms: a smaller start-up is not reported."""
 _NEAR = 0.05
@@ -71,7 +56,7 @@ def find(facts: Facts) -> list[Finding]:
     found = [*rank_findings(facts), *activation_findings(facts), *_stalls(facts), *_compilations(facts)]
     found += [*_start_up(facts), *_changes(facts)]
     if facts.run.steps is not None and facts.budget is not None:
-        for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
+        for rule in (exchange_findings, _input, _collections, _aside, _cores):
             found += rule(facts)
     elif facts.budget is not None:
         found += _of_timelines(facts)
@@ -121,72 +106,6 @@ def _changes(facts: Facts) -> Iterator[Finding]:
         )
         advice = "look at the machine metrics of that time in TensorBoard: clocks, temperatures, other load"
         yield Finding("change", text, (change.step_ms - change.usual_ms) * change.share, advice)
-
-
-def _exposed(facts: Facts) -> Iterator[Finding]:
-    """Report exposed communication, without the waits for stragglers and for activations."""
-    assert facts.budget is not None
-    pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name not in (LATE, ACTIVATIONS)]
-    cost = sum(piece.ms.value for piece in pieces)
-    if cost < _SHARE * facts.step_ms:
-        return
-    largest = max(pieces, key=lambda piece: piece.ms.value)
-    mostly = f", mostly {largest.name}" if len(pieces) > 1 else ""
-    text = f"exposed communication takes {facts.per_step(cost)}{mostly}"
-    yield Finding("exposed", text, cost, _faster_exchange(facts, largest.name, cost))
-
-
-def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
-    if facts.cores_explain(cost_ms) and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
-        return f"the exchange waits for CPU cores: {facts.for_cores()}"
-    sent = facts.communication.bytes_per_step if facts.communication else None
-    if sent is not None and sent < _LITTLE_BYTES:
-        return f"latency dominates because little is sent: {_more_samples(facts) or 'fewer ranks'}"
-    if largest in (NEGOTIATION, QUEUE) and (larger := _buckets(facts, 4, "fewer, larger buckets", cost_ms)):
-        return larger
-    if largest in (NEGOTIATION, QUEUE) and (more := _more_samples(facts)):
-        return f"exchange less often: {more}"
-    if largest == COPIES and (larger := _buckets(facts, 4, "larger buckets need no fusion", cost_ms)):
-        return larger
-    tries = [_less(facts, cost_ms)] if largest in (TRANSFER, EXCHANGE, PARAMETERS) else []
-    tries.append(_buckets(facts, 0.25, "smaller buckets start earlier", cost_ms))
-    if not tries[0] and cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`")
-    found = [each for each in tries if each]
-    if found and tries[0]:
-        return "; ".join(found)
-    return (
-        "; ".join([*found, "or a faster link"])
-        if found
-        else "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))
-    )
-
-
-def _less(facts: Facts, cost_ms: float) -> str:
-    """Return advice to compress; empty if the run does, or if that does not pay."""
-    if facts.option("parallel", "compression") not in (None, "none"):
-        return ""
-    if facts.has_other_engine():
-        return facts.confirmed("send less: --parallel.compression bf16", Change(compression="bf16"), cost_ms)
-    advice, evidence = "send less: --parallel.compression auto finds what pays off", facts.evidence
-    if evidence is None:
-        return advice
-    best, _ = choose_compression(evidence, auto_candidates(), nothing_measured)
-    return facts.confirmed(advice, Change(compression=best), cost_ms) if best != "none" else ""
-
-
-def _buckets(facts: Facts, factor: float, why: str, cost_ms: float) -> str:
-    """Return advice for buckets `factor` times as large; empty if that changes nothing."""
-    mib = facts.bucket_mib(factor)
-    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms) if mib else ""
-
-
-def _more_samples(facts: Facts) -> str:
-    batch = facts.option("train", "global_batch")
-    twice = Change(global_batch=2 * batch) if isinstance(batch, int) else Change()
-    return facts.confirmed(
-        f"more samples per step, --train.global_batch{f' {2 * batch}' if facts.evidence else ''}", twice
-    )
 
 
 def _input(facts: Facts) -> Iterator[Finding]:
@@ -272,23 +191,6 @@ def _cores(facts: Facts) -> Iterator[Finding]:
         yield Finding("cpu", text, waited, facts.for_cores())
 
 
-def _bandwidth(facts: Facts) -> Iterator[Finding]:
-    found = facts.communication
-    if found is None or found.bus_gb_per_s is None or found.link_gb_per_s is None:
-        return
-    transfer = facts.part(TRANSFER)
-    if found.bytes_per_step is None or found.bytes_per_step < _LITTLE_BYTES:
-        return
-    if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
-        alone = wording.speed(found.link_gb_per_s)
-        text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
-        gain = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
-        advice = (
-            _buckets(facts, 4, "use larger buckets, or free CPU cores", gain) or "backward needs the same CPU cores"
-        )
-        yield Finding("bandwidth", text, gain, advice)
-
-
 def _stalls(facts: Facts) -> Iterator[Finding]:
     lines = [line for line in facts.run.warnings if line.startswith(STALLED)]
     if lines:
@@ -322,7 +224,7 @@ def _of_timelines(facts: Facts) -> Iterator[Finding]:
         text = f"transfers take {shares[TRANSFER]:.0%} of the time{at}; this file does not show how much backward hides"
         sent = communication.bytes_per_step if communication else None
         advice = "send less: compression=hvd.Compression.fp16 in DistributedOptimizer"
-        if sent is not None and sent < _LITTLE_BYTES:
+        if sent is not None and sent < LITTLE_BYTES:
             advice = f"only {wording.nbytes(sent)} per step: latency dominates; look for ranks that wait for CPU cores"
         yield Finding("transfer", text, None, advice)
     yield from _small_tensors(facts.run)
@@ -352,7 +254,7 @@ def _small_tensors(run: RunTrace) -> Iterator[Finding]:
     sizes = [trace.nbytes[whole_collectives(trace) & (trace.nbytes >= 0)] for trace in run.horovod]
     count = sum(map(len, sizes))
     mean = float(np.mean(np.concatenate(sizes))) if count else 0.0
-    if steps and count / steps >= _MANY and mean < _LITTLE_BYTES:
+    if steps and count / steps >= _MANY and mean < LITTLE_BYTES:
         text = f"{count / steps:.0f} tensors per step are exchanged, of {mean / 1e3:.0f} kB on average"
         advice = "use fewer, larger collectives: HOROVOD_CYCLE_TIME=5 collects longer; or import hvdtrain.torch as hvd"
         yield Finding("small_tensors", text, None, advice)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.schema import Config
-from hvdtrain.timeline.analysis import findings, findings_ranks
+from hvdtrain.timeline.analysis import findings, findings_exchange, findings_ranks
 from hvdtrain.timeline.analysis import inputs as facts
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
@@ -563,7 +563,7 @@ def _options(cls: Any, prefix: str = "--") -> set[str]:
 
 
 def test_every_flag_that_is_advised_exists() -> None:
-    text = "".join(Path(module.__file__).read_text() for module in (facts, findings, findings_ranks))
+    text = "".join(Path(module.__file__).read_text() for module in (facts, findings, findings_exchange, findings_ranks))
     advised = set(re.findall(r"--[a-z_]+\.[a-z_]+", text))
     assert {"--loader.workers", "--parallel.compression"} <= advised <= _options(Config)
 

@@ -1,0 +1,123 @@
+"""Ways to divide a model among ranks, and which of those that fit to propose. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdtrain.fit.memory import Memory
+
+GIB = 1 << 30
+_MOST = {"ep": 64, "tp": 8, "cp": 8}
+"""Ranks that divide experts, matrices or sequences in the meshes that are tried, in this order."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A way to divide the state, and what was predicted of it.
+
+    Attributes:
+        memory: None if it is refused.
+        refused: why; else empty.
+        micro_batch: samples, if the largest that fits was looked for.
+        step_s, step_interval_s: of a step; None if not predicted.
+        no_step: why the step was not predicted; else empty.
+        mesh: such as tp2xep4; empty for a value of `--parallel.shard`.
+        proposed: whether it is the best one that fits.
+    """
+
+    ranks: int
+    shard: str
+    checkpointing: str
+    memory: Memory | None
+    refused: str = ""
+    micro_batch: int | None = None
+    step_s: float | None = None
+    step_interval_s: tuple[float, float] | None = None
+    no_step: str = ""
+    mesh: str = ""
+    proposed: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options."""
+
+    shard: str
+    options: tuple[str, ...]
+    mesh: str = ""
+    is_automatic: bool = False
+
+    @property
+    def family(self) -> str:
+        """The dimension of an automatic mesh; empty for others."""
+        return self.mesh.rstrip("0123456789") if self.is_automatic else ""
+
+
+def fits_in(memory: Memory, gib: float | None) -> bool:
+    """Return whether the tensors fit in the memory of a device; in None, all do."""
+    return gib is None or memory.peak <= gib * GIB
+
+
+def shard_options(shard: str) -> tuple[str, ...]:
+    """Return the options for a value of `--parallel.shard`."""
+    return (f"--parallel.shard={shard}", *(["--parallel.engine=fsdp"] if shard == "parameters" else []))
+
+
+def meshes_to_try(text: str | None, count: int) -> Iterator[Way]:
+    """Yield the meshes to try. Errors: ConfigError: one is not a mesh."""
+    if text in (None, "auto"):
+        for name, most in _MOST.items():
+            width = 2
+            while width <= min(most, count) and count % width == 0:
+                yield Way("none", (f"--parallel.{name}={width}",), f"{name}{width}", is_automatic=True)
+                width *= 2
+        return
+    for mesh in text.split(",") if text not in (None, "none") else []:
+        parts = [re.fullmatch(r"(ep|tp|cp)(\d+)", part) for part in mesh.split("x")]
+        if not all(parts):
+            raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4", found=mesh)
+        yield Way("none", tuple(f"--parallel.{part[1]}={part[2]}" for part in parts if part), mesh)
+
+
+def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]]:
+    """Mark the best of the lines that fit, for each number of several ranks; return all lines, and why."""
+    reasons = []
+    for count in dict.fromkeys(line.ranks for line in lines if line.ranks > 1) if gib is not None else []:
+        fitting = [line for line in lines if line.ranks == count and line.memory and fits_in(line.memory, gib)]
+        if not fitting:
+            continue
+        timed = [line for line in fitting if line.step_s is not None]
+        best = min(timed or fitting, key=_cost)
+        lines = [replace(line, proposed=True) if line is best else line for line in lines]
+        memory = best.memory
+        assert memory is not None
+        least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
+        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else "nothing else fits;"
+        sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
+        reasons += [
+            f"proposal for {count} rank(s): {_options(best)}",
+            f"  {others} a rank sends {sent},",
+            f"  and waits for {waited} of them in forward and backward",
+        ]
+    return lines, reasons
+
+
+def _cost(line: Line) -> tuple[float, int, int]:
+    assert line.memory is not None
+    return line.step_s or 0.0, line.memory.waited_for, line.memory.sent
+
+
+def _options(line: Line) -> str:
+    """Return the options of a line."""
+    modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
+    if line.mesh:
+        found = [f"--parallel.{part[:2]} {part[2:]}" for part in line.mesh.split("x")]
+    else:
+        found = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
+    return " ".join([*found, *modes])
