@@ -1,4 +1,4 @@
-"""How much memory takes a rank while it reads a pretrained model, of which it keeps a part?
+"""How much memory does a rank need to read a pretrained model if it keeps only a part of it?
 
 2 ranks, the folder of a DeepSeek-V3 with 36 layers of 16 experts (475 MB). `load_peak`: the most that a rank holds
 until the first step, over its own parameters then, both less those of a model of two layers; of the rank with the

@@ -54,18 +54,15 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
         return f"exchange less often: {more}"
     if largest == COPIES and (larger := _buckets(facts, 4, "larger buckets need no fusion", cost_ms)):
         return larger
-    tries = [_less(facts, cost_ms)] if largest in (TRANSFER, EXCHANGE, PARAMETERS) else []
-    tries.append(_buckets(facts, 0.25, "smaller buckets start earlier", cost_ms))
-    if not tries[0] and cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
+    less = _less(facts, cost_ms) if largest in (TRANSFER, EXCHANGE, PARAMETERS) else ""
+    tries = [each for each in (less, _buckets(facts, 0.25, "smaller buckets start earlier", cost_ms)) if each]
+    if less:
+        return "; ".join(tries)
+    if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
         tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`")
-    found = [each for each in tries if each]
-    if found and tries[0]:
-        return "; ".join(found)
-    return (
-        "; ".join([*found, "or a faster link"])
-        if found
-        else "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))
-    )
+    if tries:
+        return "; ".join([*tries, "or a faster link"])
+    return "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))
 
 
 def _less(facts: Facts, cost_ms: float) -> str:
