@@ -157,6 +157,37 @@ def test_graph_breaks_and_late_compilations_are_counted(
     assert f"1 graph break(s), 1 compilation(s) after step 1; {found['break_reasons'][0]}; " in shown
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+@pytest.mark.parametrize(("held_out", "remainder"), [(6, 0), (8, 0), (2, 0), (6, 2)])
+def test_a_smaller_batch_of_an_evaluation_does_not_make_code_for_any_size(
+    held_out: int, remainder: int, graphs: list[torch.fx.GraphModule], tmp_path: Path
+) -> None:
+    seen: set[tuple[bool, int]] = set()
+
+    def build(rank: int) -> Task:
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})
+        block: Any = model["layers"][0]  # type: ignore[index]
+
+        def loss(_: nn.Module, batch: Any) -> tuple[Tensor, int]:
+            seen.add((block.training, len(batch[0])))
+            return block(batch[0]).sum(), len(batch[0])
+
+        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = torch.utils.data.TensorDataset(torch.ones(held_out, 4))
+        return Task(model, loss, data, held, optimizer=optimizer)
+
+    batch = f"--train.global_batch={3 + remainder}"
+    options = ("--train.compile=true", "--train.steps=2", batch, "--train.micro_batch=3")
+    train_on_threads(*options, f"--run_dir={tmp_path / 'run'}", size=1, build=build)
+    assert {size for training, size in seen if not training} == {min(3, held_out), held_out % 3 or 3}
+    inputs = [node.meta["example_value"] for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    shapes = [tuple(each.shape) for each in inputs if isinstance(each, Tensor)]
+    # A smaller micro-batch of training still does.
+    assert all(type(length) is int for shape in shapes for length in shape) is not bool(remainder)
+    assert shapes
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Drift:
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
         found = [0] * (2 + 2 * sum(self._groups))
-        if not self.every or self.state.progress.step % self.every:
+        if self.comm.size == 1 or not self.every or self.state.progress.step % self.every:
             return found
         if self.state.exchange is not None:
             self.state.exchange.complete()
@@ -146,6 +146,8 @@ def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str, group:
     With a `group`, ranks of the same remainder are compared: rank 5 of groups of 4 with rank 1. Equal on all ranks.
     Collective: yes.
     """
+    if comm.size == 1:
+        return {}
     everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
     unequal = everyone != everyone[torch.arange(comm.size) % group]
     return {

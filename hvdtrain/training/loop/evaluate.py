@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class HeldOut:
         mine, first = (micro_batches([(0, self.count)], config.train.pass_samples, each, places) for each in (place, 0))
         self._own = len(mine) if dimensions.loss_counts(comm.rank) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
+        self._compiled_for = config.train.pass_samples if config.train.compile else 0
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
@@ -72,6 +74,14 @@ class HeldOut:
         """Yield micro-batches, and whether they count."""
         for number, (place, drawn) in enumerate(zip(self._mine, self._batches, strict=True)):
             yield place, drawn.batch, number < self._own
+
+    def code(self, place: MicroBatch) -> AbstractContextManager[object]:
+        """Return the context of a forward pass: a batch of another size than training's runs without compiled code.
+
+        Once torch has seen two sizes, it compiles code for any size, which is slower, and training would run it.
+        """
+        other = self._compiled_for not in (0, place.stop - place.start)
+        return torch.compiler.set_stance("force_eager") if other else nullcontext()
 
 
 def evaluate(
@@ -101,8 +111,9 @@ def evaluate(
         for place, batch, counts in held_out:
             seed_forward(0, place.start)
             batch = to_device(batch, device)
-            values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
-            pairs, inputs = checked_metrics(task, model, batch)
+            with held_out.code(place):
+                values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
+                pairs, inputs = checked_metrics(task, model, batch)
             values |= {f"metric/{name}": pair for name, pair in pairs.items()}
             if counts:
                 objects.update(inputs)
