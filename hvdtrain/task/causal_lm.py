@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import import_library
+from hvdtrain.task.multi_token import OPTION, is_further, set_count, stored_count, with_further_layers
 from hvdtrain.task.presets import preset_config
 from hvdtrain.task.saved_model import SavedModel, find_model
 
@@ -37,6 +39,9 @@ class ModelConfig:
         lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
             rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
             the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
+        mtp_layers: also train this many layers for multi-token prediction, each of which predicts the token one place
+            further ahead, as in DeepSeek-V3. The loss that is shown is that of the next token
+        mtp_weight: weight of the mean of their losses in training
     """
 
     preset: Literal["tiny", "small", "125m", "1b", "16b", "671b"] = "small"
@@ -45,6 +50,8 @@ class ModelConfig:
     dropout: float | None = None
     attention: Literal["auto", "flash", "sdpa", "eager"] = "auto"
     lora: str | None = None
+    mtp_layers: int = 0
+    mtp_weight: float = 0.3
 
 
 _LARGEST_PRESET_VOCABULARY = 1 << 20
@@ -78,7 +85,7 @@ def causal_lm(
 
     from hvdtrain.state.placeholder import models_read_later
 
-    transformers = import_library("transformers", "the language_model task", "lm")
+    import_library("transformers", "the language_model task", "lm")
     if config.config and config.from_:
         raise ConfigError(
             "model.config and model.from conflict",
@@ -88,18 +95,20 @@ def causal_lm(
         source = find_model(config.from_)
     model_config = architecture(config, source, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
+    _check_further(config)
+    set_count(model_config, config.mtp_layers)
     _check_fit(model_config, vocabulary, seq_len)
     # Others are chosen when the device is known.
     kernel = {"attn_implementation": "eager"} if config.attention == "eager" else {}
     try:
-        auto = transformers.AutoModelForCausalLM
+        auto = _kind(model_config)
         model: nn.Module | None = None
         later = models_read_later() if may_read_later and source is not None else None
         if source is not None and later is not None:
             model = _to_read_later(auto, source, model_config, kernel)
             later += [model] if model is not None else []
         if model is None and source is not None:
-            model = _with_weights(auto, source, model_config, kernel)
+            model = _with_weights(auto, source, read_weights(source), model_config, kernel)
         if model is None:
             model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
     except HvdtrainError:
@@ -160,6 +169,28 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
     setattr(model_config, name, dropout)
 
 
+def _check_further(config: ModelConfig) -> None:
+    for name, value, wrong in (
+        (OPTION, config.mtp_layers, config.mtp_layers < 0),
+        ("--model.mtp_weight", config.mtp_weight, not 0 <= config.mtp_weight < math.inf),
+    ):
+        if wrong:
+            raise ConfigError(f"{name} is {value}, which is out of range", expected="0 or more")
+    if config.mtp_layers and config.lora is not None:
+        raise ConfigError(
+            f"{OPTION} and --model.lora conflict",
+            expected="one of them: adapters leave the model frozen, and new layers are trained whole",
+        )
+
+
+def _kind(model_config: Any) -> Any:
+    """Return the class that makes models of this configuration."""
+    transformers = import_library("transformers", "the language_model task", "lm")
+    if not getattr(model_config.get_text_config(), "num_mtp_layers", 0):
+        return transformers.AutoModelForCausalLM
+    return with_further_layers(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])
+
+
 def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
     text_config = model_config.get_text_config()
     ids = getattr(text_config, "vocab_size", None)
@@ -188,14 +219,20 @@ def _to_read_later(auto: Any, source: SavedModel, model_config: Any, kernel: dic
 
 def load_model(source: SavedModel) -> nn.Module:
     """Create a saved model as it is, in float32 on the CPU. Errors: see `causal_lm`."""
-    transformers = import_library("transformers", "the language_model task", "lm")
-    return _with_weights(transformers.AutoModelForCausalLM, source, read_config(source.config(), "RUN"), {})
+    from hvdtrain.task.stored_weights import files_of
+
+    import_library("transformers", "the language_model task", "lm")
+    config = read_config(source.config(), "RUN")
+    weights = read_weights(source)
+    set_count(config, stored_count(weights or files_of(source.folder), config))
+    return _with_weights(_kind(config), source, weights, config, {})
 
 
-def _with_weights(auto: Any, source: SavedModel, model_config: Any, kernel: dict[str, str]) -> nn.Module:
+def _with_weights(
+    auto: Any, source: SavedModel, weights: dict[str, Tensor] | None, model_config: Any, kernel: dict[str, str]
+) -> nn.Module:
     import torch
 
-    weights = read_weights(source)
     kind, place = auto, str(source.folder)
     if weights is not None:  # only a model's own class takes weights from memory
         with torch.device("meta"):
@@ -214,7 +251,10 @@ def _with_weights(auto: Any, source: SavedModel, model_config: Any, kernel: dict
         **({} if weights is None else {"state_dict": weights}),
         **kernel,
     )
-    missing, unknown = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing = sorted(report["missing_keys"])
+    if missing and all(is_further(name, model_config) for name in missing):
+        missing = []  # new layers
+    unknown = sorted(name for name in report["unexpected_keys"] if not is_further(name, model_config))
     if missing or (unknown and weights is not None):
         found, what = (missing, "no weights of") if missing else (unknown, "weights of unknown parameters")
         raise TaskError(

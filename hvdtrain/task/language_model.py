@@ -15,7 +15,16 @@ from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
 from hvdtrain.task.sequence import divide_attention
-from hvdtrain.task.token_loss import chat_loss, check_separation, next_token_loss, separate_loss
+from hvdtrain.task.token_loss import (
+    Further,
+    Targets,
+    chat,
+    check_separation,
+    further_metrics,
+    joined,
+    separate,
+    token_loss,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +51,12 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len, may_read_later=later)
     if lora is not None:
         add_adapters(made, lora)
+    targets = _targets(corpus, made.config, apart=data.separate)
+    further = Further(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
     return Task(
         model=made,
-        loss=_choose_loss(corpus, made.config, separate=data.separate),
+        loss=partial(token_loss, targets=targets, further=further),
+        metrics=partial(further_metrics, targets=targets, count=further.count) if further else None,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=corpus.nominal_weight,
@@ -52,19 +64,19 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        by_part=partial(_by_part, made, corpus, data),
+        by_part=partial(_by_part, made, targets, data),
         prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
     )
 
 
-def _choose_loss(corpus: Corpus, config: Any, *, separate: bool) -> Callable[..., Any]:
+def _targets(corpus: Corpus, config: Any, *, apart: bool) -> Callable[[Any], Targets]:
     if corpus.is_chat:
-        return partial(chat_loss, separate=separate, config=config)
-    return next_token_loss if corpus.end is None else partial(separate_loss, end=corpus.end, config=config)
+        return partial(chat, apart=apart, config=config)
+    return joined if corpus.end is None else partial(separate, end=corpus.end, config=config)
 
 
 def _by_part(
-    model: nn.Module, corpus: Corpus, data: TextConfig, part: SequencePart
+    model: nn.Module, targets: Callable[[Any], Targets], data: TextConfig, part: SequencePart
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model or the documents cannot be divided."""
     if data.separate:
@@ -75,7 +87,7 @@ def _by_part(
             everywhere=True,
         )
     divide_attention(model, part, data.seq_len)
-    return partial(_choose_loss(corpus, model.config, separate=False), part=part)
+    return partial(token_loss, targets=targets, part=part)
 
 
 def _make_prepare(

@@ -110,7 +110,7 @@ def _opened(files: Mapping[str, Path]) -> Iterator[_Tensors]:
         yield _Tensors({key: opened[path] for key, path in files.items()})
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
     """Return the files of a folder by the names of their tensors; {} if it has none. Errors: OSError, ValueError."""
     if (folder / _INDEX).is_file():
         return {key: folder / name for key, name in json.loads(read_regular(folder / _INDEX))["weight_map"].items()}
@@ -136,7 +136,7 @@ def model_to_read(auto: Any, folder: Path, config: Any, kernel: Mapping[str, str
     """
     import torch
 
-    if getattr(config, "quantization_config", None) is not None or not (files := _files_of(folder)):
+    if getattr(config, "quantization_config", None) is not None or not (files := files_of(folder)):
         return None
     with parameters_without_memory(draw=False):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **kernel)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import TaskError
 
@@ -18,83 +20,149 @@ COUNTED, FIRST, MARKS = 1, 2, 2
 """Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
 
 
-def next_token_loss(model: nn.Module, tokens_BT: Any, part: SequencePart | None = None) -> tuple[Tensor, float]:
-    """Return the summed cross entropy of each token, given the tokens before it.
+@dataclass(frozen=True)
+class Further:
+    """Layers that predict tokens after the next one, see `multi_token`, and the weight of the mean of their losses."""
 
-    Args:
-        model: takes `input_ids`, returns an object with `logits`.
-        tokens_BT: ids (B, T + 1), int64.
-        part: of the T tokens; the model attends to those of other parts. None for all.
+    count: int
+    weight: float
 
-    Returns:
-        The sum over B * T predicted tokens in nats, in float32 for any dtype of logits; and B * T.
+
+class Targets(NamedTuple):
+    """Tokens of a batch, with what a model has to predict.
+
+    Attributes:
+        inputs_BT: ids, int64.
+        targets_BT: the id after each, or `IGNORED`.
+        places_BT: position of each token in its document, from which transformers makes masks of attention; None if
+            documents see each other.
+        counted: number of targets that are not ignored; None if it has to be counted.
     """
+
+    inputs_BT: Any
+    targets_BT: Any
+    places_BT: Any = None
+    counted: float | None = None
+
+    def weight(self) -> Tensor | float:
+        """Return the number of targets that are not ignored."""
+        return (self.targets_BT != IGNORED).sum() if self.counted is None else self.counted
+
+
+def joined(tokens_BT: Any) -> Targets:
+    """Return the targets of ids (B, T + 1), int64: each token but the first, given all tokens before it."""
     # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
-    inputs_BT, targets_BT, places_BT = _own(part, tokens_BT[:, :-1], tokens_BT[:, 1:])
-    return _summed(model, inputs_BT, targets_BT, places_BT), float(targets_BT.numel())
+    inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    return Targets(inputs_BT, targets_BT, counted=float(targets_BT.numel()))
 
 
-def separate_loss(model: nn.Module, tokens_BT: Any, *, end: int, config: Any) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of each token, given the tokens before it in its document.
-
-    The first token of a document has no loss. Positions restart with each document, from which transformers makes masks
-    of attention.
+def separate(tokens_BT: Any, *, end: int, config: Any) -> Targets:
+    """Return the targets of ids (B, T + 1), int64: each token but the first one of its document, given those before it.
 
     Args:
-        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
-        tokens_BT: ids (B, T + 1), int64.
+        tokens_BT: ids.
         end: id of the last token of each document.
         config: of the model, with the kernel of attention.
-
-    Returns:
-        The sum, and the number of tokens in it.
     """
     inputs_BT = tokens_BT[:, :-1]
     ends_BT = inputs_BT == end
     starts_BT = ends_BT.roll(1, dims=1)
     targets_BT = tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)
-    return masked_loss(model, inputs_BT, targets_BT, positions(starts_BT), config=config)
+    return _for_kernel(Targets(inputs_BT, targets_BT, positions(starts_BT)), config)
 
 
-def chat_loss(
-    model: nn.Module, marked_BT: Any, *, separate: bool, config: Any, part: SequencePart | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of the tokens that are marked as counted, given the tokens before them.
+def chat(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
+    """Return the targets of ids with marks (B, T + 1), int64: the tokens that are marked as counted.
 
     Args:
-        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
-        marked_BT: ids with marks (B, T + 1), int64.
-        separate: whether conversations do not see each other.
+        marked_BT: ids with marks.
+        apart: whether conversations do not see each other.
         config: of the model, with the kernel of attention.
-        part: as of `next_token_loss`; only of conversations that are not separate.
-
-    Returns:
-        The sum, and the number of tokens in it.
     """
     ids_BT, counted_BT, starts_BT = marked_BT >> MARKS, (marked_BT & COUNTED).bool(), (marked_BT & FIRST).bool()
-    targets_BT = ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
-    if separate:
-        return masked_loss(model, ids_BT[:, :-1], targets_BT, positions(starts_BT[:, :-1]), config=config)
-    inputs_BT, targets_BT, places_BT = _own(part, ids_BT[:, :-1], targets_BT)
-    return _summed(model, inputs_BT, targets_BT, places_BT), (targets_BT != IGNORED).sum()
+    inputs_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
+    if not apart:
+        return Targets(inputs_BT, targets_BT)
+    return _for_kernel(Targets(inputs_BT, targets_BT, positions(starts_BT[:, :-1])), config)
 
 
-def masked_loss(
-    model: nn.Module, inputs_BT: Any, targets_BT: Any, positions_BT: Any, *, config: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of the targets that are not `IGNORED`, and their number.
+def _for_kernel(found: Targets, config: Any) -> Targets:
+    """Make one row of all: transformers tells documents apart for flash attention in batches of one row only."""
+    if not config._attn_implementation.startswith("flash"):
+        return found
+    return Targets(*(each.reshape(1, -1) for each in found[:3]))
+
+
+def next_token_loss(
+    model: nn.Module, tokens_BT: Any, part: SequencePart | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """Return the summed cross entropy of each token, given the tokens before it, and the number of tokens.
 
     Args:
-        model: takes `input_ids` and `position_ids`, returns an object with `logits`.
-        inputs_BT: ids, int64.
-        targets_BT: the id after each, or `IGNORED`.
-        positions_BT: position of each token in its document.
-        config: of the model, with the kernel of attention.
+        model: takes `input_ids`, returns an object with `logits`.
+        tokens_BT: ids (B, T + 1), int64.
+        part: of the T tokens; the model attends to those of other parts. None for all.
     """
-    if config._attn_implementation.startswith("flash"):
-        # transformers tells documents apart for flash attention in batches of one row only.
-        inputs_BT, targets_BT, positions_BT = (x.reshape(1, -1) for x in (inputs_BT, targets_BT, positions_BT))
-    return _summed(model, inputs_BT, targets_BT, positions_BT), (targets_BT != IGNORED).sum()
+    return token_loss(model, tokens_BT, targets=joined, part=part)
+
+
+def token_loss(
+    model: nn.Module,
+    batch: Any,
+    *,
+    targets: Callable[[Any], Targets],
+    part: SequencePart | None = None,
+    further: Further | None = None,
+) -> tuple[Tensor, Tensor | float]:
+    """Return the summed cross entropy of a batch's targets, and their number.
+
+    Args:
+        model: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`.
+        batch: on the model's device.
+        targets: of a batch.
+        part: as of `next_token_loss`; only of documents that are not separate.
+        further: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
+
+    Returns:
+        The sum in nats, in float32 for any dtype of logits; and the number.
+    """
+    found = _own(part, targets(batch))
+    if further is None or not model.training:
+        logits_BTV = model(input_ids=found.inputs_BT, use_cache=False, **_places(found)).logits
+        return _summed(logits_BTV, found.targets_BT), found.weight()
+    logits_BTV, losses, _ = _with_further(model, found, further.count)
+    added = further.weight / further.count * sum(losses[1:], losses[0])
+    return _summed(logits_BTV, found.targets_BT) + (added - added.detach()), found.weight()
+
+
+def further_metrics(
+    model: nn.Module, batch: Any, *, targets: Callable[[Any], Targets], count: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
+    _, losses, counted = _with_further(model, targets(batch), count)
+    return {"mtp_loss": (sum(losses[1:], losses[0]), sum(counted[1:], counted[0]))}
+
+
+def _with_further(model: nn.Module, found: Targets, count: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the logits of the next token; for each layer after it, the summed loss, and the number of its targets."""
+    ahead = [_shifted(found, number) for number in range(1, count + 1)]
+    logits_BTV, further = model(
+        input_ids=found.inputs_BT, use_cache=False, further_ids=[ids for ids, _ in ahead], **_places(found)
+    )
+    losses = [_summed(each_BTV, targets_BT) for each_BTV, (_, targets_BT) in zip(further, ahead, strict=True)]
+    return logits_BTV, losses, [(targets_BT != IGNORED).sum() for _, targets_BT in ahead]
+
+
+def _shifted(found: Targets, by: int) -> tuple[Tensor, Tensor]:
+    """Return the ids that layer number `by` gets, from 1, and its targets, which are as many places ahead."""
+    from torch.nn.functional import pad
+
+    ids_BT = pad(found.inputs_BT[:, by:], (0, by))
+    targets_BT = pad(found.targets_BT[:, by:], (0, by), value=IGNORED)
+    if (places_BT := found.places_BT) is not None:
+        same_BT = pad(places_BT[:, by:], (0, by), value=-1) == places_BT + by
+        targets_BT = targets_BT.where(same_BT, IGNORED)
+    return ids_BT, targets_BT
 
 
 def positions(starts_BT: Any) -> Tensor:
@@ -105,21 +173,24 @@ def positions(starts_BT: Any) -> Tensor:
     return places_T - torch.where(starts_BT, places_T, 0).cummax(dim=1).values
 
 
-def _own(part: SequencePart | None, inputs_BT: Any, targets_BT: Any) -> tuple[Any, Any, Any]:
-    """Return the inputs and targets of a part, and their positions; None for those of all tokens."""
+def _own(part: SequencePart | None, found: Targets) -> Targets:
+    """Return the targets of a part, with their positions in the whole sequence."""
     import torch
 
     if part is None:
-        return inputs_BT, targets_BT, None
-    places_1T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
-    return part.of(inputs_BT), part.of(targets_BT), part.of(places_1T)
+        return found
+    places_1T = torch.arange(found.inputs_BT.shape[1], device=found.inputs_BT.device)[None]
+    counted = None if found.counted is None else found.counted / part.count
+    return Targets(part.of(found.inputs_BT), part.of(found.targets_BT), part.of(places_1T), counted)
 
 
-def _summed(model: nn.Module, inputs_BT: Any, targets_BT: Any, positions_BT: Any = None) -> Tensor:
+def _places(found: Targets) -> dict[str, Any]:
+    return {} if found.places_BT is None else {"position_ids": found.places_BT}
+
+
+def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     from torch.nn.functional import cross_entropy
 
-    given = {} if positions_BT is None else {"position_ids": positions_BT}
-    logits_BTV = model(input_ids=inputs_BT, use_cache=False, **given).logits
     return cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
