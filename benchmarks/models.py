@@ -12,7 +12,8 @@ from torch.utils.data import default_collate
 from hvdtrain import Task
 from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.image import ImageConfig, ResNetConfig, image
-from hvdtrain.task.language_model import language_model, next_token_loss
+from hvdtrain.task.language_model import language_model
+from hvdtrain.task.token_loss import next_token_loss
 
 
 def default() -> Task:

@@ -35,7 +35,7 @@ def divide_sequences(
     if task.by_part is None or task.metrics is not None:
         raise ConfigError(
             f"{dimensions.options}, but the task " + ("has metrics" if task.by_part else "cannot divide sequences"),
-            expected="--task language_model, or a Task with by_part and without metrics",
+            expected="--task language_model with --model.mtp_layers 0, or a Task with by_part and without metrics",
             next_step="leave out --parallel.cp",
             everywhere=True,
         )

@@ -30,7 +30,7 @@ def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
     if task.metrics is not None:
         raise ConfigError(
             f"{dimensions.options}, but the task has metrics",
-            expected="a task without metrics: no rank has the whole model",
+            expected="a task without metrics, or --model.mtp_layers 0: no rank has the whole model",
             next_step="leave out --parallel.pp",
             everywhere=True,
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import ConfigError
 from hvdtrain.task.attention import choose_attention
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
@@ -78,15 +77,8 @@ def _targets(corpus: Corpus, config: Any, *, apart: bool) -> Callable[[Any], Tar
 def _by_part(
     model: nn.Module, targets: Callable[[Any], Targets], data: TextConfig, part: SequencePart
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
-    """Return the loss of a part of each sequence. Errors: ConfigError: the model or the documents cannot be divided."""
-    if data.separate:
-        raise ConfigError(
-            "--parallel.cp does not support --data.documents separate",
-            expected="joined documents",
-            next_step="--data.documents joined, or leave out --parallel.cp",
-            everywhere=True,
-        )
-    divide_attention(model, part, data.seq_len)
+    """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
+    divide_attention(model, part, data.seq_len, apart=data.separate)
     return partial(token_loss, targets=targets, part=part)
 
 

@@ -7,6 +7,7 @@ al., "DeepSpeed Ulysses", arXiv 2309.14509, 2023. Kernels and masks of attention
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 _OPTION, _TOKENS = "--parallel.cp", 8
 
 
-def divide_attention(model: Any, part: SequencePart, seq_len: int) -> None:
+def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: bool = False) -> None:
     """Let a model of transformers that gets a part of each sequence attend to all of it, in place.
 
     Args:
         model: its `position_ids` are those in the whole sequence.
         part: of this rank.
         seq_len: number of tokens of a whole sequence.
+        apart: whether documents do not see each other; then `position_ids` are those in the document.
 
     Errors:
         ConfigError: the tokens, the heads or the attention cannot be divided.
@@ -47,11 +49,17 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int) -> None:
         raise _refused(model, found, "--model.attention sdpa, " if used == "eager" else "")
     if dropout := getattr(text, "attention_dropout", 0.0):
         raise _refused(model, f"a dropout of attention weights of {dropout:g}", "--model.dropout 0, ")
+    places = _Places(part) if apart else None
+    if places is not None:
+        _check_full_attention(model, used)
     _check_mixing(model)
+    if places is not None:
+        model.register_forward_pre_hook(places.note, with_kwargs=True)
     own = f"hvdtrain_{used}_{part.index}"
     attend = partial(_attend, part=part, inner=ALL_ATTENTION_FUNCTIONS[used], name=used)
     AttentionInterface.register(own, attend)
-    AttentionMaskInterface.register(own, partial(_mask, count=part.count, inner=ALL_MASK_ATTENTION_FUNCTIONS[used]))
+    mask = partial(_mask, count=part.count, places=places, inner=ALL_MASK_ATTENTION_FUNCTIONS[used])
+    AttentionMaskInterface.register(own, mask)
     model.set_attn_implementation(own)
 
 
@@ -97,8 +105,39 @@ def _attend(
     return part.exchange(found_BTHD, 1, 2), None
 
 
-def _mask(q_length: int, kv_length: int, *, count: int, inner: Any, **options: Any) -> Any:
+class _Places:
+    """The positions of all tokens in their documents, of the current pass: (B, T)."""
+
+    def __init__(self, part: SequencePart) -> None:
+        self._part = part
+        self.whole_BT: Any = None
+
+    def note(self, model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
+        """Collect those of a pass, a part of which the model gets. Collective: yes."""
+        own_BT = options["position_ids"]
+        self.whole_BT = self._part.exchange(own_BT.repeat(self._part.count, 1), 0, 1)
+
+
+def _check_full_attention(model: Any, used: str) -> None:
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", 0) else [])
+    found = next((f"{kind} and separate documents" for kind in kinds if kind != "full_attention"), "")
+    if used != "sdpa":
+        found = f"attention by {used} and separate documents"
+    if found:
+        raise _refused(model, found, "--model.attention sdpa, --data.documents joined, ")
+
+
+def _mask(q_length: int, kv_length: int, *, count: int, places: _Places | None, inner: Any, **options: Any) -> Any:
     """Make a mask for all tokens."""
+    from transformers import masking_utils as masks
+
+    if places is not None and places.whole_BT is not None:
+        # Instead of the one for this part, which the model has made of its positions.
+        found = masks.find_packed_sequence_indices(places.whole_BT)
+        documents = [] if found is None else [masks.packed_sequence_mask_function(found)]
+        options["mask_function"] = masks.and_masks(masks.causal_mask_function, *documents)
+        options["allow_is_causal_skip"] = not documents
     if options.get("attention_mask") is not None:
         raise TaskError("--parallel.cp does not support an attention mask of the task", expected="a causal model")
     return inner(q_length=count * q_length, kv_length=count * kv_length, **options)

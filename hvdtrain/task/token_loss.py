@@ -120,7 +120,7 @@ def token_loss(
         model: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`.
         batch: on the model's device.
         targets: of a batch.
-        part: as of `next_token_loss`; only of documents that are not separate.
+        part: as of `next_token_loss`.
         further: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
 
     Returns:
@@ -174,14 +174,16 @@ def positions(starts_BT: Any) -> Tensor:
 
 
 def _own(part: SequencePart | None, found: Targets) -> Targets:
-    """Return the targets of a part, with their positions in the whole sequence."""
+    """Return the targets of a part, with their positions in the document or the whole sequence."""
     import torch
 
     if part is None:
         return found
-    places_1T = torch.arange(found.inputs_BT.shape[1], device=found.inputs_BT.device)[None]
+    places_BT = found.places_BT
+    if places_BT is None:
+        places_BT = torch.arange(found.inputs_BT.shape[1], device=found.inputs_BT.device)[None]
     counted = None if found.counted is None else found.counted / part.count
-    return Targets(part.of(found.inputs_BT), part.of(found.targets_BT), part.of(places_1T), counted)
+    return Targets(part.of(found.inputs_BT), part.of(found.targets_BT), part.of(places_BT), counted)
 
 
 def _places(found: Targets) -> dict[str, Any]:

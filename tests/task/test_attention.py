@@ -12,7 +12,8 @@ from torch import Tensor
 from hvdtrain.errors import ConfigError
 from hvdtrain.task import attention
 from hvdtrain.task.attention import choose_attention, head_sizes
-from hvdtrain.task.language_model import ModelConfig, causal_lm, next_token_loss
+from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.token_loss import next_token_loss
 from tests.support.gallery import LANGUAGE
 from tests.support.thread_job import train_on_threads
 

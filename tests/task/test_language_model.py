@@ -15,7 +15,8 @@ from torch import nn
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
 from hvdtrain.task.base import load_task_function
 from hvdtrain.task.corpus import TextConfig
-from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model, next_token_loss
+from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.token_loss import next_token_loss
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.task.corpus import TextConfig
-from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model, next_token_loss
+from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
 from hvdtrain.task.lora import LoraOptions, add_adapters, parse_lora
+from hvdtrain.task.token_loss import next_token_loss
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.thread_job import train_on_threads
 

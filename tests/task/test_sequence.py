@@ -20,10 +20,8 @@ from hvdtrain.engine.token_exchange import rows_by_comm
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import TextConfig
-from hvdtrain.task.language_model import language_model
 from hvdtrain.task.sequence import _attend, divide_attention
-from hvdtrain.task.token_loss import IGNORED, MARKS, chat_loss, next_token_loss
+from hvdtrain.task.token_loss import IGNORED, MARKS, chat, next_token_loss, separate, token_loss
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.task.test_documents import a_model
 
@@ -73,7 +71,8 @@ def test_targets_of_a_conversation_are_counted_by_part() -> None:
             return type("Found", (), {"logits": nn.functional.one_hot(input_ids, 257).float()})
 
     parts = [SequencePart(index, 3, lambda *_: pytest.fail("nothing to exchange")) for index in range(3)]
-    losses = [chat_loss(Logits(), marked, separate=False, config=None, part=part) for part in (None, *parts)]
+    targets = partial(chat, apart=False, config=None)
+    losses = [token_loss(Logits(), marked, targets=targets, part=part) for part in (None, *parts)]
     assert sum(loss for loss, _ in losses[1:]).item() == pytest.approx(losses[0][0].item())
     counts = [int(count) for _, count in losses]
     assert sum(counts[1:]) == counts[0] == int((marked[:, 1:] & 1).sum()) and min(counts) > 0 > IGNORED
@@ -192,8 +191,37 @@ def test_dropout_is_refused() -> None:
             divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
 
 
-def test_separate_documents_are_refused() -> None:
-    task = language_model(ModelConfig(preset="tiny"), TextConfig(documents="separate", seq_len=16))
-    assert task.by_part is not None
-    with pytest.raises(ConfigError, match="documents separate"):
-        task.by_part(SequencePart(0, 2, lambda *_: None))
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama", "gpt2"])
+@pytest.mark.parametrize("ends", [(), (3, 11, 12, 20)])
+def test_separate_documents_do_not_see_each_other_across_parts(
+    tmp_path: Path, name: str, ends: tuple[int, ...]
+) -> None:
+    """The second row has other documents; one of the first is in both parts."""
+    rows = ROWS.clone().clamp(min=2)
+    rows[0, list(ends)] = rows[1, 17] = 1
+    whole = a_model(tmp_path, name)
+    targets = partial(separate, end=1, config=whole.config)
+    loss, weight = token_loss(whole, rows, targets=targets)
+    loss.backward()
+
+    def body(comm: ThreadComm) -> tuple[float, float, Any]:
+        model = a_model(tmp_path, name)
+        divide_attention(model, _part(comm), TOKENS, apart=True)
+        for given in (rows.flip(0), rows):  # the second pass has documents of its own
+            model.zero_grad()
+            loss, weight = token_loss(model, given, targets=targets, part=_part(comm))
+            loss.backward()
+        return loss.item(), float(weight), model
+
+    found = on_ranks(2, body)
+    assert sum(loss for loss, _, _ in found) == pytest.approx(loss.item(), rel=1e-6)
+    assert sum(weight for _, weight, _ in found) == float(weight)
+    for key, parameter in whole.named_parameters():
+        grads = [grad for _, _, model in found if (grad := dict(model.named_parameters())[key].grad) is not None]
+        if parameter.grad is not None:
+            torch.testing.assert_close(sum(grads), parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_separate_documents_in_sliding_windows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sliding_attention and separate documents"):
+        divide_attention(a_model(tmp_path, "mistral"), PART, TOKENS, apart=True)
