@@ -39,8 +39,8 @@ class ModelConfig:
         lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
             rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
             the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
-        mtp_layers: also train this many layers for multi-token prediction, each of which predicts the token one place
-            further ahead, as in DeepSeek-V3. The loss that is shown is that of the next token
+        mtp_layers: also train this many layers for multi-token prediction, as in DeepSeek-V3: the first predicts the
+            token after the next one, and so on. The loss that is shown is that of the next token
         mtp_weight: weight of the mean of their losses in training
     """
 

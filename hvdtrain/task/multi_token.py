@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers after those of a model, each of which predicts the token one place further ahead.
+"""Multi-token prediction: layers after those of a model. Each predicts the token one place further ahead.
 
 A layer gets the hidden states of the one before, and the embeddings of the tokens that one predicts: DeepSeek-AI,
 DeepSeek-V3 Technical Report, arXiv 2412.19437, section 2.2. Embeddings and LM head are those of the model. Weights have

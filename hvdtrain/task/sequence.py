@@ -113,7 +113,7 @@ class _Places:
         self.whole_BT: Any = None
 
     def note(self, model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
-        """Collect those of a pass, a part of which the model gets. Collective: yes."""
+        """Collect those of a pass; the model gets a part of them. Collective: yes."""
         own_BT = options["position_ids"]
         self.whole_BT = self._part.exchange(own_BT.repeat(self._part.count, 1), 0, 1)
 

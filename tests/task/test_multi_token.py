@@ -174,7 +174,10 @@ def test_weights_of_a_folder_are_read_one_by_one(tmp_path: Path) -> None:
 
 def test_new_layers_join_existing_weights(tmp_path: Path) -> None:
     plain = _model(0)
+    plain.config.num_mtp_layers = 1  # as in configurations of models that are published without these weights
     plain.save_pretrained(tmp_path)
+    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False))
+    assert len(loaded.model.layers) == 2
     more: Any = causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=1), vocabulary=257, seq_len=TOKENS)
     assert all(torch.equal(value, more.state_dict()[name]) for name, value in plain.state_dict().items())
     assert more.model.layers[2].eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
