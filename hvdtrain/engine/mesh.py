@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.mesh import gather_hosts, subset
-from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
@@ -27,10 +28,12 @@ from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
+from hvdtrain.exchange.divided_copies import DividedCopies
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import StageParameter, divided_dim, group_size, is_divided, local
 from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.pieces import Place
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -41,7 +44,8 @@ class MeshEngine(DividedEngine):
 
     Plans of transformers place DTensors in the model, and exchange activations in each pass. The optimizer has this
     rank's parts as plain tensors. In the last backward pass of a step, the gradients of each part are summed over its
-    copies, in buckets.
+    copies, in buckets. With `--parallel.shard optimizer`, each copy updates some rows of the part, and sends them to
+    the others.
 
     Args:
         parts: the model's parameters become those of rank 0.
@@ -57,12 +61,15 @@ class MeshEngine(DividedEngine):
         hosts = gather_hosts(parts.comm)
         place(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
-        self._owned = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
+        self._held = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
+        self._owned = dict(self._held)
         use_owned(parts.optimizer, names, self._owned)
         self._trained = self._which_are_trained()
         self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
         self._copies = self._make_exchanges(parts, hosts)
         self._copies_of = {name: each for names, each in self._copies for name in names}
+        if parts.shard == "optimizer":
+            self._divide_optimizer(parts)
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
         waits = parts.dimensions.tp > 1 or parts.dimensions.pp > 1
@@ -75,7 +82,7 @@ class MeshEngine(DividedEngine):
             if parameter.requires_grad
         ]
 
-    def _make_exchanges(self, parts: EngineParts, hosts: list[Any]) -> list[tuple[list[str], BetweenCopies | None]]:
+    def _make_exchanges(self, parts: EngineParts, hosts: list[Any]) -> list[tuple[list[str], _Copies | None]]:
         """Return the names of the parameters that have the same copies, with their exchange; None without copies.
 
         Collective: yes.
@@ -83,25 +90,71 @@ class MeshEngine(DividedEngine):
         dimensions, comm = parts.dimensions, parts.comm
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
-        found: list[tuple[list[str], BetweenCopies | None]] = []
+        found: list[tuple[list[str], _Copies | None]] = []
         for width in dict.fromkeys((dimensions.tp, dimensions.experts, dimensions.pp)):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
                 for name, parameter in reversed(self._parameters.items())
                 if parameter.requires_grad
-                and (rows := self._owned[name].parameter) is not None
+                and (rows := self._held[name].parameter) is not None
                 and max(_width(parameter), dimensions.tp) == width
             ]
             ranks = dimensions.copies(comm.rank, comm.size, width)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
-            exchange = None
+            exchange: _Copies | None = None
             if len(ranks) > 1 and held:
                 among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
                 prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
-                exchange = BetweenCopies(held, among, compression, limit, parts.spans or Spans(), prefix)
+                spans = parts.spans or Spans()
+                if parts.shard == "optimizer":
+                    whole = whole_parameters(parts.optimizer, [parameter for _, parameter in held])
+                    exchange = DividedCopies(held, whole, among, limit, spans, prefix)
+                else:
+                    exchange = BetweenCopies(held, among, compression, limit, spans, prefix)
             found.append(([name for name, _ in held], exchange))
         return found
+
+    def _divide_optimizer(self, parts: EngineParts) -> None:
+        """Let the optimizer have this rank's rows of what several ranks hold. Collective: yes.
+
+        Errors:
+            ConfigError: no rank has a copy of what another one holds; on every rank.
+        """
+        dimensions, comm = parts.dimensions, parts.comm
+        divided: dict[nn.Parameter, str] = {}
+        for exchange in {each for _, each in self._copies if isinstance(each, DividedCopies)}:
+            for name, share in exchange.owned().items():
+                held, parameter = self._held[name], self._parameters[name]
+                assert held.parameter is not None
+                divided[held.parameter] = name
+                place = None
+                if share.place is not None:
+                    outer = held.place or Place(tuple(parameter.shape), (0,) * parameter.dim(), ())
+                    offset = tuple(a + b for a, b in zip(outer.offset, share.place.offset, strict=True))
+                    alike = dimensions.block(comm.rank, dimensions.tp) if _width(parameter) == 1 else [comm.rank]
+                    place = Place(outer.shape, offset, tuple(alike))
+                self._owned[name] = Owned(share.parameter, place)
+        everyone = allgather_json(comm, {n: self._owned[n].parameter is not None for n in divided.values()}, name="own")
+        if not any(everyone):
+            raise ConfigError(
+                f"--parallel.shard optimizer with {dimensions.options} divides the optimizer among copies of each part",
+                expected="more ranks, so that parts have copies",
+                found=f"{comm.size} ranks, which hold one of each",
+                next_step="leave out --parallel.shard, or start more ranks",
+                everywhere=True,
+            )
+        for name in {name for names in everyone for name in names}:
+            owners = tuple(rank for rank, names in enumerate(everyone) if names.get(name))
+            self._owned[name] = replace(self._owned[name], owners=owners)
+        use_owned(parts.optimizer, divided, self._owned)
+
+    def step(self) -> None:
+        """Update what this rank's optimizer has; other copies get it. Collective: yes, with a divided optimizer."""
+        super().step()
+        for _, exchange in self._copies:
+            if isinstance(exchange, DividedCopies):
+                exchange.spread()
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
@@ -146,7 +199,7 @@ class MeshEngine(DividedEngine):
         On one copy, add what an earlier exchange with a compression has not delivered.
         """
         self._missing.discard(name)
-        rows = self._owned[name].parameter
+        rows = self._held[name].parameter
         assert rows is not None
         if rows is not parameter and parameter.grad is not None:
             gradient: Tensor = parameter.grad
@@ -157,7 +210,7 @@ class MeshEngine(DividedEngine):
             rows.grad, parameter.grad = local(gradient), None
         if (residual := self._residuals.get(name)) is not None and self._leads[name]:
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            rows.grad += self._owned[name].cut(residual).to(rows)
+            rows.grad += self._held[name].cut(residual).to(rows)
         if (exchange := self._copies_of[name]) is not None:
             exchange.add_gradient(name)
 
@@ -173,7 +226,7 @@ class MeshEngine(DividedEngine):
                 gradients += exchange.finish()
                 continue
             for name in names:
-                rows = self._owned[name].parameter
+                rows = self._held[name].parameter
                 assert rows is not None
                 rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
                 gradients.append(rows.grad)
@@ -188,9 +241,11 @@ class MeshEngine(DividedEngine):
         for name, parameter in self._parameters.items():
             rows = self._owned[name].parameter
             if rows is not None and rows.grad is not None:
-                by_holders.setdefault(self._comm.size // _width(parameter), []).append(rows.grad)
-        shares = [squared_norm(held) / holders for holders, held in by_holders.items()]
-        squared = torch.stack(shares).sum().reshape(1)
+                exchange = self._copies_of.get(name)
+                shares = exchange.ranks if isinstance(exchange, DividedCopies) else 1
+                by_holders.setdefault(self._comm.size // (_width(parameter) * shares), []).append(rows.grad)
+        parts = [squared_norm(held) / holders for holders, held in by_holders.items()]
+        squared = torch.stack(parts).sum().reshape(1)
         return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
 
     def _which_are_trained(self) -> list[bool]:
@@ -212,6 +267,10 @@ class MeshEngine(DividedEngine):
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+_Copies = BetweenCopies | DividedCopies
+"""What exchanges the gradients of a part between its copies."""
 
 
 def _width(parameter: nn.Parameter) -> int:

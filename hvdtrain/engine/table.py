@@ -141,6 +141,15 @@ TABLE = (
         places_model=True,
     ),
     EngineKind(
+        "horovod",
+        "hvdtrain.engine.mesh:make_mesh_engine",
+        ("none",),
+        ("optimizer",),
+        dimensions=True,
+        horovod=True,
+        places_model=True,
+    ),
+    EngineKind(
         "ddp",
         "hvdtrain.engine.ddp:make_ddp",
         ("none", "fp16", "bf16", "powersgd"),
@@ -216,7 +225,7 @@ def find_engine(
     if dimensions.divides_model and (kind is None or dp_shard is not None):
         raise ConfigError(
             f"{options} does not support {dimensions.options}",
-            expected="--parallel.engine horovod --parallel.shard none, without --parallel.dp_shard",
+            expected="--parallel.engine horovod, --parallel.shard none or optimizer, without --parallel.dp_shard",
         )
     options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:

@@ -28,6 +28,7 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
+ZERO = "--parallel.shard=optimizer"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -80,13 +81,17 @@ FOUR = {
     "cp2tp2/latent": (CP + "2", TP + "2"),
     "cp2ep4/latent": (CP + "2", EP + "4"),
     "pp2/many": (PP + "2", *VARIANTS["many"]),
+    "tp2zero/adamw": (TP + "2", ZERO, *VARIANTS["adamw"]),
+    "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
+    "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
+    "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
 }
 """Of four ranks."""
 STAGES = {
     "experts": ((EP + "2",), (TP + "2", EP + "4"), ()),
     "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
     "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", *VARIANTS["many"]), VARIANTS["many"]),
-    "matrices": ((TP + "2", "--method=adamw"), (EP + "4", "--method=adamw"), ("--method=adamw",)),
+    "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
 }
 """Options of a run on two, four and one rank, one after the other."""
 
