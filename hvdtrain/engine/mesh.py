@@ -62,7 +62,7 @@ class MeshEngine(DividedEngine):
         place(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._held = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
-        self._owned = dict(self._held)
+        self._owned = self._held
         use_owned(parts.optimizer, names, self._owned)
         self._trained = self._which_are_trained()
         self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
@@ -123,6 +123,7 @@ class MeshEngine(DividedEngine):
         """
         dimensions, comm = parts.dimensions, parts.comm
         divided: dict[nn.Parameter, str] = {}
+        owned = dict(self._held)
         for exchange in {each for _, each in self._copies if isinstance(each, DividedCopies)}:
             for name, share in exchange.owned().items():
                 held, parameter = self._held[name], self._parameters[name]
@@ -134,8 +135,9 @@ class MeshEngine(DividedEngine):
                     offset = tuple(a + b for a, b in zip(outer.offset, share.place.offset, strict=True))
                     alike = dimensions.block(comm.rank, dimensions.tp) if _width(parameter) == 1 else [comm.rank]
                     place = Place(outer.shape, offset, tuple(alike))
-                self._owned[name] = Owned(share.parameter, place)
-        everyone = allgather_json(comm, {n: self._owned[n].parameter is not None for n in divided.values()}, name="own")
+                owned[name] = Owned(share.parameter, place)
+        own = {name: owned[name].parameter is not None for name in divided.values()}
+        everyone = allgather_json(comm, own, name="owners")
         if not any(everyone):
             raise ConfigError(
                 f"--parallel.shard optimizer with {dimensions.options} divides the optimizer among copies of each part",
@@ -146,8 +148,9 @@ class MeshEngine(DividedEngine):
             )
         for name in {name for names in everyone for name in names}:
             owners = tuple(rank for rank, names in enumerate(everyone) if names.get(name))
-            self._owned[name] = replace(self._owned[name], owners=owners)
-        use_owned(parts.optimizer, divided, self._owned)
+            owned[name] = replace(owned[name], owners=owners)
+        self._owned = owned
+        use_owned(parts.optimizer, divided, owned)
 
     def step(self) -> None:
         """Update what this rank's optimizer has; other copies get it. Collective: yes, with a divided optimizer."""
