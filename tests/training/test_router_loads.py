@@ -20,19 +20,19 @@ from tests.support.thread_job import train_on_threads
 class Router(nn.Module):
     """Chooses the expert that a token names."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 4) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 2))
-        self.e_score_correction_bias = nn.Buffer(torch.zeros(4))
+        self.weight = nn.Parameter(torch.zeros(experts, 2))
+        self.e_score_correction_bias = nn.Buffer(torch.zeros(experts))
 
     def forward(self, experts_T: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros(len(experts_T), 4), experts_T
+        return torch.zeros(len(experts_T), len(self.weight)), experts_T
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 4) -> None:
         super().__init__()
-        self.gate = Router()
+        self.gate = Router(experts)
 
     def forward(self, experts_T: Tensor) -> Any:
         return self.gate(experts_T)
@@ -54,20 +54,27 @@ def _step(loads: RouterLoads, model: Model, experts: list[int], step: int = 1, *
 
 
 def test_each_layer_counts_its_own_tokens() -> None:
-    """Of equally and of unequally many tokens, and of a layer that runs twice in a pass."""
-    model, events = nn.ModuleDict({"a": Model(), "b": Model(), "c": Model()}), list[Any]()
+    """Of equally and of unequally many tokens and experts, and of a layer that runs twice in a pass."""
+    model, events = nn.ModuleDict({"a": Model(), "b": Model(), "c": Model(), "d": Model(2)}), list[Any]()
     loads = make_router_loads(model, SoloComm(), 0.1, events.append, counts=True)
     assert loads is not None
     loads.begin()
     for _ in range(2):
         with loads.counting():
-            for name, experts in (("a", [0, 0, 1, 3]), ("b", [2, 2, 2, 2]), ("c", [1, 3]), ("c", [3])):
+            passes = (("a", [0, 0, 1, 3]), ("b", [2, 2, 2, 2]), ("c", [1, 3]), ("c", [3]), ("d", [0, 0, 1]))
+            for name, experts in passes:
                 model[name](torch.tensor(experts))
     assert {name: load.tolist() for name, load in loads._loads.items()} == {
         "a.gate": [4, 2, 0, 2],
         "b.gate": [0, 0, 8, 0],
         "c.gate": [0, 2, 0, 4],
+        "d.gate": [4, 2],
     }
+    loads.start()
+    loads.finish(1, applied=True)
+    signs = {"a": [-1, 0, 1, 0], "b": [1, 1, -1, 1], "c": [1, -1, 1, -1], "d": [-1, 1]}
+    for name, expected in signs.items():
+        assert model[name].gate.e_score_correction_bias.tolist() == pytest.approx([0.1 * sign for sign in expected])
 
 
 def test_experts_with_few_tokens_become_more_likely() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,12 +105,20 @@ class RouterLoads:
         self._show()
         sizes = {name: _experts(router) for name, router in self._routers.items()}
         if applied and self._rate:
-            for router, loads in zip(self._routers.values(), torch.split(sums, [*sizes.values()]), strict=True):
-                bias = router._buffers.get(BIAS)
-                if bias is not None:
-                    bias += self._rate * torch.sign(loads.mean() - loads).to(bias)
+            self._change_biases(torch.split(sums, [*sizes.values()]))
         if step % EVERY == 0 and self._comm.rank == 0:
             self._shown = step, sizes, HostCopy(sums.clone())
+
+    def _change_biases(self, loads: Sequence[Tensor]) -> None:
+        """Change the biases of all routers with as many experts in few operations: a GPU waits for their start."""
+        alike: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for router, load in zip(self._routers.values(), loads, strict=True):
+            if (bias := router._buffers.get(BIAS)) is not None:
+                alike[len(load)].append((bias, load))
+        for found in alike.values():
+            biases, loads_LE = [bias for bias, _ in found], torch.stack([load for _, load in found])
+            signs_LE = torch.sign(loads_LE.mean(dim=1, keepdim=True) - loads_LE)
+            torch._foreach_add_(biases, [*signs_LE.to(biases[0])], alpha=self._rate)
 
     def _show(self) -> None:
         """Record the loads of an earlier step: by now they are on the host."""
