@@ -26,7 +26,7 @@ from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.division import distribute
 from hvdtrain.engine.mesh import MeshEngine
-from hvdtrain.engine.stages import EndOfStage, refuse_what_has_no_stages, stages_of
+from hvdtrain.engine.stages import EndOfStage, first_blocks, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
@@ -94,7 +94,7 @@ class Stage:
         ranks = dimensions.block(comm.rank, count)
         self._number = ranks.index(comm.rank)
         self.to_end = count - self._number
-        firsts = [len(blocks) * stage // count for stage in range(count + 1)]
+        firsts = first_blocks(model, blocks, count)
         self._stage_of = stages_of(model, blocks, firsts, self._option)
         self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -42,6 +44,49 @@ def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
             return torch.zeros((), device=next(model.parameters()).device), 0.0
 
     return replace(task, loss=loss)
+
+
+def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> list[int]:
+    """Return the first block of each of `count` stages, and the end: stages that multiply about as much.
+
+    A token is multiplied by all matrices of a block, but only by those of the experts that it chooses. The last stage
+    also has what comes after the blocks, such as the LM head. Attention scores are left out: each block has them.
+    """
+    config: Any = getattr(model, "config", None)
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) if config is not None else None
+
+    def work(parameters: Iterable[nn.Parameter]) -> float:
+        sizes = ((p.numel(), p.shape[0], p.dim()) for p in parameters)
+        return sum(
+            size * min(1.0, (chosen or first) / first) if dims == 3 else size for size, first, dims in sizes if dims > 1
+        )
+
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    inside = {parameter for block in blocks for parameter in block.parameters()} | tables
+    works = [work(block.parameters()) for block in blocks]
+    works[-1] += work(p for p in model.parameters() if p not in inside)
+    return _divide_evenly(works, count)
+
+
+def _divide_evenly(works: Sequence[float], count: int) -> list[int]:
+    """Divide consecutive works into `count` parts, none of them empty: the largest one as small as possible.
+
+    Of several such divisions, the one with the smallest sum of squares. Returns the starts of the parts, and the end.
+    """
+    before = [0.0, *accumulate(works)]
+    nothing: tuple[float, float, list[int]] = (math.inf, math.inf, [])
+    best = [(0.0, 0.0, [0]), *[nothing] * len(works)]  # of the works up to each end
+    for part in range(1, count + 1):
+        found = [nothing] * part
+        for end in range(part, len(works) + 1):
+            options = []
+            for start in range(part - 1, end):
+                largest, squares, starts = best[start]
+                own = before[end] - before[start]
+                options.append((max(largest, own), squares + own * own, [*starts, end]))
+            found.append(min(options))
+        best = found
+    return best[-1][2]
 
 
 def stages_of(model: nn.Module, blocks: list[nn.Module], firsts: list[int], option: str) -> dict[nn.Parameter, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.pipeline import PipelineEngine, Stage
-from hvdtrain.engine.stages import end_with_stage
+from hvdtrain.engine.stages import _divide_evenly, end_with_stage, first_blocks
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import StageParameter, copy_of, is_divided, local, place_of, ranks_with_rows, take_rows
+from hvdtrain.task.presets import preset_config
 
 PP2, CPU = Dimensions(pp=2), torch.device("cpu")
 
@@ -222,3 +226,47 @@ def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
         assert len(local(taken)) == len(local(copied)) == length and is_divided(taken) and is_divided(copied)
         assert type(local(parameter)) is Tensor and not local(parameter).requires_grad
     assert torch.equal(local(copy_of(here)), local(here)) and local(copy_of(here)).data_ptr() != here.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("works", "count", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [0, 2, 4]),
+        ([1] * 10, 4, [0, 2, 4, 7, 10]),
+        ([1, 1, 1, 1, 5], 2, [0, 4, 5]),
+        ([9, 1, 1, 1], 3, [0, 1, 2, 4]),
+        ([2, 2], 2, [0, 1, 2]),
+        ([3], 1, [0, 1]),
+    ],
+)
+def test_stages_have_about_as_much_work(works: list[float], count: int, expected: list[int]) -> None:
+    assert _divide_evenly(works, count) == expected
+
+
+def test_no_division_has_a_smaller_largest_stage() -> None:
+    generator = random.Random(3)
+    for _ in range(30):
+        works = [generator.choice([0.0, 1.0, 2.0, 7.0]) for _ in range(8)]
+        count = generator.randint(1, 8)
+        found = _divide_evenly(works, count)
+        assert found[0] == 0 and found[-1] == 8 and len(found) == count + 1 and sorted(set(found)) == found
+        every = (each for each in combinations(range(1, 8), count - 1))
+        largest = [max(sum(works[a:b]) for a, b in pairwise([0, *cuts, 8])) for cuts in every]
+        assert max(sum(works[a:b]) for a, b in pairwise(found)) == min(largest)
+
+
+@pytest.mark.parametrize(("vocabulary", "expected"), [(64, [0, 2, 4]), (8192, [0, 3, 4])])
+def test_experts_that_a_token_does_not_choose_are_no_work(vocabulary: int, expected: list[int]) -> None:
+    """The last stage has the LM head: with many ids it is as much work as two blocks. All experts would be more."""
+    transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            preset_config("small", vocabulary=vocabulary, positions=64)
+        )
+    assert first_blocks(model, blocks(model), 2) == expected
+
+
+def test_blocks_of_no_library_are_divided_by_their_matrices() -> None:
+    wide, narrow = nn.Linear(40, 40), [nn.Linear(4, 40), nn.Linear(40, 4)]
+    model = nn.Sequential(nn.Embedding(1000, 40), nn.ModuleList([wide, *narrow, *narrow]))
+    assert first_blocks(model, [wide, *narrow, *narrow], 2) == [0, 1, 5]
