@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,8 @@ def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
         ([1, 1, 1, 1, 5], 2, [0, 4, 5]),
         ([9, 1, 1, 1], 3, [0, 1, 2, 4]),
         ([2, 2], 2, [0, 1, 2]),
+        ([5, 2, 1, 6, 2], 3, [0, 1, 3, 5]),  # the smallest sum of squares has a larger stage
+        ([5, 2, 2, 3], 3, [0, 1, 3, 4]),  # 5, 2, 5 would be as good but for the others
         ([3], 1, [0, 1]),
     ],
 )
@@ -256,8 +259,7 @@ def test_no_division_has_a_smaller_largest_stage() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "expected"), [(64, [0, 2, 4]), (8192, [0, 3, 4])])
-def test_experts_that_a_token_does_not_choose_are_no_work(vocabulary: int, expected: list[int]) -> None:
-    """The last stage has the LM head: with many ids it is as much work as two blocks. All experts would be more."""
+def test_the_head_is_work_of_the_last_stage(vocabulary: int, expected: list[int]) -> None:
     transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -270,3 +272,24 @@ def test_blocks_of_no_library_are_divided_by_their_matrices() -> None:
     wide, narrow = nn.Linear(40, 40), [nn.Linear(4, 40), nn.Linear(40, 4)]
     model = nn.Sequential(nn.Embedding(1000, 40), nn.ModuleList([wide, *narrow, *narrow]))
     assert first_blocks(model, [wide, *narrow, *narrow], 2) == [0, 1, 5]
+
+
+def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
+    """Two of 64 are as much as a matrix of half the size; vectors are no work."""
+    experts = nn.ParameterDict(
+        {"all": nn.Parameter(torch.zeros(64, 10, 10)), "scales": nn.Parameter(torch.zeros(9000))}
+    )
+    parts = [nn.Linear(20, 20), experts, nn.Linear(20, 30), nn.Linear(1, 1)]
+    model = nn.ModuleList(parts)
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts_per_tok=2))  # type: ignore[assignment]
+    assert first_blocks(model, parts, 2) == [0, 2, 4]
+    model.config = None  # type: ignore[assignment]
+    assert first_blocks(model, parts, 2) == [0, 1, 4]
+
+
+@pytest.mark.parametrize(("width", "blocks_of_0"), [(5, 2), (500, 3)])
+def test_a_rank_has_the_blocks_of_its_stage(width: int, blocks_of_0: int) -> None:
+    model = Model(blocks=4)
+    model.head = nn.Linear(3, width)
+    stages = _stage(model)._stage_of
+    assert [stages[block.linear.weight] for block in model.blocks] == [0] * blocks_of_0 + [1] * (4 - blocks_of_0)  # type: ignore[union-attr,index]
