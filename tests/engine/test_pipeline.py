@@ -237,7 +237,7 @@ def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
         ([1, 1, 1, 1, 5], 2, [0, 4, 5]),
         ([9, 1, 1, 1], 3, [0, 1, 2, 4]),
         ([2, 2], 2, [0, 1, 2]),
-        ([5, 2, 1, 6, 2], 3, [0, 1, 3, 5]),  # the smallest sum of squares has a larger stage
+        ([5, 2, 1, 6, 2], 3, [0, 2, 4, 5]),  # the smallest sum of squares has a larger stage
         ([5, 2, 2, 3], 3, [0, 1, 3, 4]),  # 5, 2, 5 would be as good but for the others
         ([3], 1, [0, 1]),
     ],
@@ -276,10 +276,8 @@ def test_blocks_of_no_library_are_divided_by_their_matrices() -> None:
 
 def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
     """Two of 64 are as much as a matrix of half the size; vectors are no work."""
-    experts = nn.ParameterDict(
-        {"all": nn.Parameter(torch.zeros(64, 10, 10)), "scales": nn.Parameter(torch.zeros(9000))}
-    )
-    parts = [nn.Linear(20, 20), experts, nn.Linear(20, 30), nn.Linear(1, 1)]
+    experts = {"all": nn.Parameter(torch.zeros(64, 10, 10)), "scales": nn.Parameter(torch.zeros(9000))}
+    parts: list[nn.Module] = [nn.ParameterDict(experts), *(nn.Linear(20, 20) for _ in range(3))]
     model = nn.ModuleList(parts)
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts_per_tok=2))  # type: ignore[assignment]
     assert first_blocks(model, parts, 2) == [0, 2, 4]
@@ -287,7 +285,7 @@ def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
     assert first_blocks(model, parts, 2) == [0, 1, 4]
 
 
-@pytest.mark.parametrize(("width", "blocks_of_0"), [(5, 2), (500, 3)])
+@pytest.mark.parametrize(("width", "blocks_of_0"), [(1, 2), (500, 3)])
 def test_a_rank_has_the_blocks_of_its_stage(width: int, blocks_of_0: int) -> None:
     model = Model(blocks=4)
     model.head = nn.Linear(3, width)

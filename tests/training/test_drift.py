@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
+from hvdtrain.training.diagnostics import drift
 from hvdtrain.training.diagnostics.drift import _BITS, Drift, digests, replicated, tensors_hash
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step_sums import CombinedSums
@@ -74,6 +76,17 @@ def test_every_rank_finds_it_at_the_same_step_and_names_parameter_and_ranks(size
 @pytest.mark.parametrize(("every", "at"), [(4, 99), (0, 6)], ids=["equal", "not asked for"])
 def test_nothing_is_found(every: int, at: int) -> None:
     assert on_ranks(3, lambda comm: _steps(comm, 1, every, at)) == [(0, "")] * 3
+
+
+def test_one_rank_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest takes some operations on each parameter."""
+    monkeypatch.setattr(drift, "digests", lambda tensors: pytest.fail("digested"))
+    model = nn.Linear(2, 2)
+    state = TrainState(model, torch.optim.SGD(model.parameters()), torch.amp.GradScaler(enabled=False), Progress())
+    watch = Drift(state, SoloComm(), 1, lambda found: None, pytest.fail)
+    assert watch.values() == [0, 0]
+    watch.on_sums(0, [0, 0])
+    assert drift.check_equal(model, SoloComm(), name="drift") == {}
 
 
 def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:
