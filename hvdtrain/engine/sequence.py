@@ -32,19 +32,27 @@ def divide_sequences(
     """
     if dimensions.cp == 1:
         return task
-    if task.by_part is None or task.metrics is not None:
-        raise ConfigError(
-            f"{dimensions.options}, but the task " + ("has metrics" if task.by_part else "cannot divide sequences"),
-            expected="--task language_model with --model.mtp_layers 0, or a Task with by_part and without metrics",
-            next_step="leave out --parallel.cp",
-            everywhere=True,
-        )
+    if task.by_part is None:
+        raise _refused(dimensions, "cannot divide sequences")
     refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
     rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans)
     part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))
-    return replace(task, loss=task.by_part(part))
+    found = task.by_part(part)
+    loss, metrics = found if isinstance(found, tuple) else (found, None)
+    if task.metrics is not None and metrics is None:
+        raise _refused(dimensions, "has metrics of whole sequences")
+    return replace(task, loss=loss, metrics=metrics)
+
+
+def _refused(dimensions: Dimensions, why: str) -> ConfigError:
+    return ConfigError(
+        f"{dimensions.options}, but the task {why}",
+        expected="--task language_model, or a Task with by_part, which also returns its metrics",
+        next_step="leave out --parallel.cp",
+        everywhere=True,
+    )
 
 
 def _exchange(tensor: Tensor, split: int, joined: int, *, rows: Rows, count: int) -> Tensor:

@@ -26,6 +26,8 @@ NAMED = {
 """Short names of `--task`."""
 
 TaskFunction = Callable[..., "Task"]
+Loss = Callable[["nn.Module", Any], "tuple[Tensor, Tensor | float]"]
+Metrics = Callable[["nn.Module", Any], Mapping[str, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,19 @@ class Task:
         plan: how ranks divide the model (--parallel.tp, --parallel.ep): styles of transformers by the name of a module
             or parameter, with ``*`` for the number of a layer (default: the model's own `tp_plan` and `ep_plan`).
         by_part: takes a `SequencePart`, lets the model exchange what the parts need of each other, and returns a
-            function as `loss` over this part of the sequences of a whole batch (--parallel.cp).
+            function as `loss` over this part of the sequences of a whole batch, or it and one as `metrics`
+            (--parallel.cp).
         prepare: called once before training, with the device and the dtype of forward, to choose kernels. Returns a
             line to show.
     """
 
     model: nn.Module
-    loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor | float]]
+    loss: Loss
     train_data: Dataset[Any]
     heldout_data: Dataset[Any] | None = None
     optimizer: Optimizer | None = None
     schedule: Callable[[int], float] | Callable[[int, int], float] | None = None
-    metrics: Callable[[nn.Module, Any], Mapping[str, tuple[Any, ...]]] | None = None
+    metrics: Metrics | None = None
     metric_objects: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     nominal_weight: float = 1.0
@@ -102,7 +105,7 @@ class Task:
     remakes_frozen: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     plan: Mapping[str, str] = field(default_factory=dict)
-    by_part: Callable[[SequencePart], Callable[[nn.Module, Any], tuple[Tensor, Tensor | float]]] | None = None
+    by_part: Callable[[SequencePart], Loss | tuple[Loss, Metrics]] | None = None
     prepare: Callable[[torch.device, torch.dtype], str] | None = None
 
 

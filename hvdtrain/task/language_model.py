@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.task.attention import choose_attention
-from hvdtrain.task.base import SequencePart, Task
+from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
@@ -27,7 +27,7 @@ from hvdtrain.task.token_loss import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
 
 def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextConfig()) -> Task:  # noqa: B008
@@ -63,7 +63,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        by_part=partial(_by_part, made, targets, data),
+        by_part=partial(_by_part, made, targets, further, data),
         prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
     )
 
@@ -75,11 +75,14 @@ def _targets(corpus: Corpus, config: Any, *, apart: bool) -> Callable[[Any], Tar
 
 
 def _by_part(
-    model: nn.Module, targets: Callable[[Any], Targets], data: TextConfig, part: SequencePart
-) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
+    model: nn.Module, targets: Callable[[Any], Targets], further: Further | None, data: TextConfig, part: SequencePart
+) -> Loss | tuple[Loss, Metrics]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
     divide_attention(model, part, data.seq_len, apart=data.separate)
-    return partial(token_loss, targets=targets, part=part)
+    loss = partial(token_loss, targets=targets, part=part, further=further)
+    if further is None:
+        return loss
+    return loss, partial(further_metrics, targets=targets, count=further.count, part=part)
 
 
 def _make_prepare(

@@ -126,43 +126,53 @@ def token_loss(
     Returns:
         The sum in nats, in float32 for any dtype of logits; and the number.
     """
-    found = _own(part, targets(batch))
+    whole = targets(batch)
+    found = _own(part, whole)
     if further is None or not model.training:
         logits_BTV = model(input_ids=found.inputs_BT, use_cache=False, **_places(found)).logits
         return _summed(logits_BTV, found.targets_BT), found.weight()
-    logits_BTV, losses, _ = _with_further(model, found, further.count)
+    logits_BTV, losses, _ = _with_further(model, whole, further.count, part)
     added = further.weight / further.count * sum(losses[1:], losses[0])
     return _summed(logits_BTV, found.targets_BT) + (added - added.detach()), found.weight()
 
 
 def further_metrics(
-    model: nn.Module, batch: Any, *, targets: Callable[[Any], Targets], count: int
+    model: nn.Module,
+    batch: Any,
+    *,
+    targets: Callable[[Any], Targets],
+    count: int,
+    part: SequencePart | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
-    _, losses, counted = _with_further(model, targets(batch), count)
+    _, losses, counted = _with_further(model, targets(batch), count, part)
     return {"mtp_loss": (sum(losses[1:], losses[0]), sum(counted[1:], counted[0]))}
 
 
-def _with_further(model: nn.Module, found: Targets, count: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def _with_further(
+    model: nn.Module, whole: Targets, count: int, part: SequencePart | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the logits of the next token; for each layer after it, the summed loss, and the number of its targets."""
-    ahead = [_shifted(found, number) for number in range(1, count + 1)]
+    found, *ahead = (_own(part, _shifted(whole, number)) for number in range(count + 1))
     logits_BTV, further = model(
-        input_ids=found.inputs_BT, use_cache=False, further_ids=[ids for ids, _ in ahead], **_places(found)
+        input_ids=found.inputs_BT, use_cache=False, further_ids=[each.inputs_BT for each in ahead], **_places(found)
     )
-    losses = [_summed(each_BTV, targets_BT) for each_BTV, (_, targets_BT) in zip(further, ahead, strict=True)]
-    return logits_BTV, losses, [(targets_BT != IGNORED).sum() for _, targets_BT in ahead]
+    losses = [_summed(each_BTV, each.targets_BT) for each_BTV, each in zip(further, ahead, strict=True)]
+    return logits_BTV, losses, [(each.targets_BT != IGNORED).sum() for each in ahead]
 
 
-def _shifted(found: Targets, by: int) -> tuple[Tensor, Tensor]:
+def _shifted(found: Targets, by: int) -> Targets:
     """Return the ids that layer number `by` gets, from 1, and its targets, which are as many places ahead."""
     from torch.nn.functional import pad
 
+    if not by:
+        return found
     ids_BT = pad(found.inputs_BT[:, by:], (0, by))
     targets_BT = pad(found.targets_BT[:, by:], (0, by), value=IGNORED)
     if (places_BT := found.places_BT) is not None:
         same_BT = pad(places_BT[:, by:], (0, by), value=-1) == places_BT + by
         targets_BT = targets_BT.where(same_BT, IGNORED)
-    return ids_BT, targets_BT
+    return Targets(ids_BT, targets_BT, places_BT)
 
 
 def positions(starts_BT: Any) -> Tensor:

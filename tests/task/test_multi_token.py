@@ -19,9 +19,12 @@ from hvdtrain.task.causal_lm import ModelConfig, causal_lm, load_model
 from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import SavedModel
+from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import MARKS, Further, chat, further_metrics, joined, separate, token_loss
 from tests.support.gallery import Recorded
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
+from tests.task.test_sequence import sequence_part
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,3 +212,33 @@ def test_models_without_such_layers_are_refused(tmp_path: Path, text: str) -> No
     options = ModelConfig(config=str(tmp_path / "config.json"), mtp_layers=1)
     with pytest.raises(ConfigError, match="mtp_layers 1 does not support a model of type"):
         causal_lm(options, vocabulary=257, seq_len=TOKENS)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_with_parts_of_a_sequence_have_the_same_losses(apart: bool) -> None:
+    rows = ROWS.clone()
+    rows[0, 4] = rows[1, 5] = rows[1, 6] = rows[2, 0] = END
+    whole = _model()
+    targets = partial(separate, end=END, config=whole.config) if apart else joined
+    loss, weight = token_loss(whole, rows, targets=targets, further=FURTHER)
+    loss.backward()
+    total, number = further_metrics(whole, rows, targets=targets, count=2)["mtp_loss"]
+
+    def body(comm: ThreadComm) -> tuple[float, float, list[float], Any]:
+        model = _model()
+        divide_attention(model, sequence_part(comm), TOKENS, apart=apart)
+        options: dict[str, Any] = {"targets": targets, "part": sequence_part(comm)}
+        loss, weight = token_loss(model, rows, further=FURTHER, **options)
+        loss.backward()
+        sums = [each.item() for each in further_metrics(model, rows, count=2, **options)["mtp_loss"]]
+        return loss.item(), float(weight), sums, model
+
+    found = on_ranks(2, body)
+    assert sum(each[0] for each in found) == pytest.approx(loss.item(), rel=1e-6)
+    assert sum(each[1] for each in found) == float(weight)
+    assert [sum(each[2][index] for each in found) for index in (0, 1)] == pytest.approx([total.item(), number.item()])
+    parts = [dict(model.named_parameters()) for *_, model in found]
+    for name, parameter in whole.named_parameters():
+        grads = [part[name].grad for part in parts]
+        assert parameter.grad is not None and all(grad is not None for grad in grads)
+        torch.testing.assert_close(torch.stack(grads).sum(dim=0), parameter.grad, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]

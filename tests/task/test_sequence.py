@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.sequence import _exchange, divide_sequences
 from hvdtrain.engine.token_exchange import rows_by_comm
@@ -35,7 +36,7 @@ MODELS = ["deepseek_v3", "llama", "mistral", "qwen3_moe", "gpt2", "gpt_neox", "p
 """Latent attention, two heads for keys and values, a sliding window of 8 tokens, experts, learned positions."""
 
 
-def _part(comm: Any) -> SequencePart:
+def sequence_part(comm: Any) -> SequencePart:
     return SequencePart(comm.rank, comm.size, partial(_exchange, rows=rows_by_comm(comm, "sequences"), count=comm.size))
 
 
@@ -47,8 +48,8 @@ def test_losses_and_gradients_are_those_of_the_whole(tmp_path: Path, name: str) 
 
     def body(comm: ThreadComm) -> tuple[float, float, Any]:
         model = a_model(tmp_path, name)
-        divide_attention(model, _part(comm), TOKENS)
-        loss, weight = next_token_loss(model, ROWS, _part(comm))
+        divide_attention(model, sequence_part(comm), TOKENS)
+        loss, weight = next_token_loss(model, ROWS, sequence_part(comm))
         loss.backward()
         return loss.item(), weight, model
 
@@ -81,7 +82,7 @@ def test_targets_of_a_conversation_are_counted_by_part() -> None:
 def test_shares_of_a_dimension_are_exchanged_and_gradients_go_back() -> None:
     def body(comm: ThreadComm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         sent = (100 * comm.rank + torch.arange(12.0).reshape(1, 6, 2)).requires_grad_()
-        found = _part(comm).exchange(sent, 1, 2)
+        found = sequence_part(comm).exchange(sent, 1, 2)
         (found * (1 + comm.rank)).sum().backward()
         return sent.detach(), found.detach(), sent.grad
 
@@ -179,8 +180,21 @@ def _task(model: nn.Module, **more: Any) -> Task:
     [({}, "cannot divide sequences"), ({"by_part": lambda part: 0, "metrics": lambda m, b: {}}, "has metrics")],
 )
 def test_a_task_that_cannot_divide_sequences_is_refused(more: dict[str, Any], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
-        divide_sequences(_task(nn.Linear(1, 1), **more), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=found), imagined_ranks(2):
+        divide_sequences(_task(nn.Linear(1, 1), **more), ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
+
+
+def test_metrics_are_those_of_the_parts() -> None:
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        return torch.zeros(()), 1.0
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
+        return {}
+
+    task = _task(nn.Linear(1, 1), by_part=lambda part: (loss, metrics), metrics=lambda model, batch: {})
+    with imagined_ranks(2):
+        found = divide_sequences(task, ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
+    assert (found.loss, found.metrics) == (loss, metrics)
 
 
 def test_dropout_is_refused() -> None:
@@ -206,10 +220,10 @@ def test_separate_documents_do_not_see_each_other_across_parts(
 
     def body(comm: ThreadComm) -> tuple[float, float, Any]:
         model = a_model(tmp_path, name)
-        divide_attention(model, _part(comm), TOKENS, apart=True)
+        divide_attention(model, sequence_part(comm), TOKENS, apart=True)
         for given in (rows.flip(0), rows):  # the second pass has documents of its own
             model.zero_grad()
-            loss, weight = token_loss(model, given, targets=targets, part=_part(comm))
+            loss, weight = token_loss(model, given, targets=targets, part=sequence_part(comm))
             loss.backward()
         return loss.item(), float(weight), model
 
