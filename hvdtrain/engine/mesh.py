@@ -248,7 +248,8 @@ class MeshEngine(DividedEngine):
                 shares = exchange.ranks if isinstance(exchange, DividedCopies) else 1
                 by_holders.setdefault(self._comm.size // (_width(parameter) * shares), []).append(rows.grad)
         parts = [squared_norm(held) / holders for holders, held in by_holders.items()]
-        squared = torch.stack(parts).sum().reshape(1)
+        none = torch.zeros((), dtype=torch.float64, device=local(next(self._model.parameters())).device)
+        squared = torch.stack([none, *parts]).sum().reshape(1)  # a rank may own nothing
         return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
 
     def _which_are_trained(self) -> list[bool]:
