@@ -102,17 +102,21 @@ class MeshEngine(DividedEngine):
             ]
             ranks = dimensions.copies(comm.rank, comm.size, width)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
-            exchange: _Copies | None = None
+            among = None
             if len(ranks) > 1 and held:
                 among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
-                prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
-                spans = parts.spans or Spans()
-                if parts.shard == "optimizer":
-                    whole = whole_parameters(parts.optimizer, [parameter for _, parameter in held])
-                    exchange = DividedCopies(held, whole, among, limit, spans, prefix)
-                else:
-                    exchange = BetweenCopies(held, among, compression, limit, spans, prefix)
-            found.append(([name for name, _ in held], exchange))
+            prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
+            spans = parts.spans or Spans()
+            if among is None or parts.shard == "none":
+                exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, prefix)
+                found.append(([name for name, _ in held], exchange))
+                continue
+            # What neighbours have whole is in buckets of its own, so that they own the same rows of it.
+            alike = [each for each in held if _width(self._parameters[each[0]]) < width]
+            apart = [each for each in held if _width(self._parameters[each[0]]) == width]
+            for named, name in ((apart, prefix), (alike, f"{prefix}/alike")):
+                whole = whole_parameters(parts.optimizer, [parameter for _, parameter in named])
+                found.append(([each for each, _ in named], DividedCopies(named, whole, among, limit, spans, name)))
         return found
 
     def _divide_optimizer(self, parts: EngineParts) -> None:
@@ -122,21 +126,11 @@ class MeshEngine(DividedEngine):
             ConfigError: no rank has a copy of what another one holds; on every rank.
         """
         dimensions, comm = parts.dimensions, parts.comm
-        divided: dict[nn.Parameter, str] = {}
-        owned = dict(self._held)
-        for exchange in {each for _, each in self._copies if isinstance(each, DividedCopies)}:
-            for name, share in exchange.owned().items():
-                held, parameter = self._held[name], self._parameters[name]
-                assert held.parameter is not None
-                divided[held.parameter] = name
-                place = None
-                if share.place is not None:
-                    outer = held.place or Place(tuple(parameter.shape), (0,) * parameter.dim(), ())
-                    offset = tuple(a + b for a, b in zip(outer.offset, share.place.offset, strict=True))
-                    alike = dimensions.block(comm.rank, dimensions.tp) if _width(parameter) == 1 else [comm.rank]
-                    place = Place(outer.shape, offset, tuple(alike))
-                owned[name] = Owned(share.parameter, place)
-        own = {name: owned[name].parameter is not None for name in divided.values()}
+        shares: dict[str, Owned] = {}
+        for _, exchange in self._copies:
+            if isinstance(exchange, DividedCopies):
+                shares |= exchange.owned()
+        own = {name: share.parameter is not None for name, share in shares.items()}
         everyone = allgather_json(comm, own, name="owners")
         if not any(everyone):
             raise ConfigError(
@@ -146,15 +140,29 @@ class MeshEngine(DividedEngine):
                 next_step="leave out --parallel.shard, or start more ranks",
                 everywhere=True,
             )
-        for name in {name for names in everyone for name in names}:
-            owners = tuple(rank for rank, names in enumerate(everyone) if names.get(name))
+        names: dict[nn.Parameter, str] = {}
+        owned = dict(self._held)
+        for name, share in shares.items():
+            held, parameter, place = self._held[name], self._parameters[name], None
+            assert held.parameter is not None
+            names[held.parameter] = name
+            if share.place is not None:
+                whole = held.place or Place(tuple(parameter.shape), (0,) * parameter.dim(), ())
+                offset = tuple(a + b for a, b in zip(whole.offset, share.place.offset, strict=True))
+                ranks = dimensions.block(comm.rank, dimensions.tp) if _width(parameter) == 1 else [comm.rank]
+                place = Place(whole.shape, offset, tuple(ranks))
+            owned[name] = Owned(share.parameter, place)
+        for name in {name for each in everyone for name in each}:
+            owners = tuple(rank for rank, each in enumerate(everyone) if each.get(name))
             owned[name] = replace(owned[name], owners=owners)
         self._owned = owned
-        use_owned(parts.optimizer, divided, owned)
+        use_owned(parts.optimizer, names, shares)  # by their places in what this rank holds, as its state is
 
     def step(self) -> None:
         """Update what this rank's optimizer has; other copies get it. Collective: yes, with a divided optimizer."""
         super().step()
+        if self._owned is not self._held:
+            self.optimizer.zero_grad()  # what is sent takes their memory
         for _, exchange in self._copies:
             if isinstance(exchange, DividedCopies):
                 exchange.spread()

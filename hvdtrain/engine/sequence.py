@@ -33,7 +33,7 @@ def divide_sequences(
     if dimensions.cp == 1:
         return task
     if task.by_part is None:
-        raise _refused(dimensions, "cannot divide sequences")
+        raise _refused(dimensions, "cannot divide sequences", "--task language_model, or a Task with by_part")
     refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
@@ -42,14 +42,14 @@ def divide_sequences(
     found = task.by_part(part)
     loss, metrics = found if isinstance(found, tuple) else (found, None)
     if task.metrics is not None and metrics is None:
-        raise _refused(dimensions, "has metrics of whole sequences")
+        raise _refused(dimensions, "has metrics of whole sequences", "a by_part that returns the loss and the metrics")
     return replace(task, loss=loss, metrics=metrics)
 
 
-def _refused(dimensions: Dimensions, why: str) -> ConfigError:
+def _refused(dimensions: Dimensions, why: str, expected: str) -> ConfigError:
     return ConfigError(
         f"{dimensions.options}, but the task {why}",
-        expected="--task language_model, or a Task with by_part, which also returns its metrics",
+        expected=expected,
         next_step="leave out --parallel.cp",
         everywhere=True,
     )

@@ -31,9 +31,9 @@ def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
         return task
     if task.metrics is not None:
         raise ConfigError(
-            f"{dimensions.options}, but the task has metrics",
-            expected="a task without metrics, or --model.mtp_layers 0: no rank has the whole model",
-            next_step="leave out --parallel.pp",
+            f"{dimensions.options}, but the task has metrics, and no rank has the whole model",
+            expected="a task without metrics",
+            next_step="leave out --parallel.pp, or --model.mtp_layers, which has a metric",
             everywhere=True,
         )
 
@@ -53,7 +53,8 @@ def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> list[
     also has what comes after the blocks, such as the LM head. Attention scores are left out: each block has them.
     """
     config: Any = getattr(model, "config", None)
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) if config is not None else None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chosen = getattr(text, "num_experts_per_tok", None)
 
     def work(parameters: Iterable[nn.Parameter]) -> float:
         sizes = ((p.numel(), p.shape[0], p.dim()) for p in parameters)

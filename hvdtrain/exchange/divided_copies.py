@@ -11,6 +11,9 @@ from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
 
+_AT_ONCE = 2
+"""Further buckets that are sent at the same time: each has the updated rows of all copies."""
+
 
 class DividedCopies:
     """Sums gradients at the owners of their rows, and sends updated rows to the other copies.
@@ -63,8 +66,11 @@ class DividedCopies:
         """Send what this rank has updated to the other copies. Collective: yes."""
         for bucket in self._buckets:
             bucket.clear()
+        for number, bucket in enumerate(self._buckets):
             bucket.start_gather()
-        for bucket in self._buckets:
+            if number >= _AT_ONCE:
+                self._buckets[number - _AT_ONCE].finish_gather()
+        for bucket in self._buckets[-_AT_ONCE:]:
             bucket.finish_gather()
 
     def parameter_names(self) -> dict[str, list[str]]:

@@ -34,9 +34,9 @@ def to_transformers(source: SavedModel, out: Path) -> None:
         CheckpointError: the checkpoint is damaged, or is not of a language model.
         TaskError: transformers reads other weights from `out` than were written.
     """
-    model: Any = load_model(source)
+    model: Any = load_model(source, mtp=True)
     model.save_pretrained(out)
-    read = load_model(SavedModel(out, is_checkpoint=False)).state_dict()
+    read = load_model(SavedModel(out, is_checkpoint=False), mtp=True).state_dict()
     for name, tensor in model.state_dict().items():
         if name not in read or not torch.equal(read[name], tensor):
             raise TaskError(f"transformers reads other values of {name} than were written", found=f"in {out}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import import_library
-from hvdtrain.task.multi_token import OPTION, is_further, set_count, stored_count, with_further_layers
+from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.presets import preset_config
 from hvdtrain.task.saved_model import SavedModel, find_model
 
@@ -95,7 +95,7 @@ def causal_lm(
         source = find_model(config.from_)
     model_config = architecture(config, source, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
-    _check_further(config)
+    _check_mtp(config)
     set_count(model_config, config.mtp_layers)
     _check_fit(model_config, vocabulary, seq_len)
     # Others are chosen when the device is known.
@@ -169,7 +169,7 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
     setattr(model_config, name, dropout)
 
 
-def _check_further(config: ModelConfig) -> None:
+def _check_mtp(config: ModelConfig) -> None:
     for name, value, wrong in (
         (OPTION, config.mtp_layers, config.mtp_layers < 0),
         ("--model.mtp_weight", config.mtp_weight, not 0 <= config.mtp_weight < math.inf),
@@ -188,7 +188,7 @@ def _kind(model_config: Any) -> Any:
     transformers = import_library("transformers", "the language_model task", "lm")
     if not getattr(model_config.get_text_config(), "num_mtp_layers", 0):
         return transformers.AutoModelForCausalLM
-    return with_further_layers(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])
+    return with_mtp_layers(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])
 
 
 def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
@@ -217,14 +217,18 @@ def _to_read_later(auto: Any, source: SavedModel, model_config: Any, kernel: dic
     return None if source.is_checkpoint else model_to_read(auto, source.folder, model_config, kernel)
 
 
-def load_model(source: SavedModel) -> nn.Module:
-    """Create a saved model as it is, in float32 on the CPU. Errors: see `causal_lm`."""
+def load_model(source: SavedModel, *, mtp: bool = False) -> nn.Module:
+    """Create a saved model as it is, in float32 on the CPU. Errors: see `causal_lm`.
+
+    `mtp`: with its layers for multi-token prediction, if it has some.
+    """
     from hvdtrain.task.stored_weights import files_of
 
     import_library("transformers", "the language_model task", "lm")
     config = read_config(source.config(), "RUN")
     weights = read_weights(source)
-    set_count(config, stored_count(weights or files_of(source.folder), config))
+    names = (weights or files_of(source.folder)) if mtp and is_supported(config) else ()
+    set_count(config, stored_count(names, config))
     return _with_weights(_kind(config), source, weights, config, {})
 
 
@@ -252,9 +256,9 @@ def _with_weights(
         **kernel,
     )
     missing = sorted(report["missing_keys"])
-    if missing and all(is_further(name, model_config) for name in missing):
-        missing = []  # new layers
-    unknown = sorted(name for name in report["unexpected_keys"] if not is_further(name, model_config))
+    if stored_count(missing, model_config) == getattr(model_config.get_text_config(), "num_mtp_layers", 0):
+        missing = [name for name in missing if not is_mtp_weight(name, model_config)]  # all of these layers are new
+    unknown = sorted(name for name in report["unexpected_keys"] if not is_mtp_weight(name, model_config))
     if missing or (unknown and weights is not None):
         found, what = (missing, "no weights of") if missing else (unknown, "weights of unknown parameters")
         raise TaskError(

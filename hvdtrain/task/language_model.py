@@ -15,13 +15,13 @@ from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
 from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import (
-    Further,
+    MtpLoss,
     Targets,
-    chat,
+    chat_targets,
     check_separation,
-    further_metrics,
-    joined,
-    separate,
+    joined_targets,
+    mtp_metrics,
+    separate_targets,
     token_loss,
 )
 
@@ -51,11 +51,11 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     if lora is not None:
         add_adapters(made, lora)
     targets = _targets(corpus, made.config, apart=data.separate)
-    further = Further(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
+    mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
     return Task(
         model=made,
-        loss=partial(token_loss, targets=targets, further=further),
-        metrics=partial(further_metrics, targets=targets, count=further.count) if further else None,
+        loss=partial(token_loss, targets=targets, mtp=mtp),
+        metrics=partial(mtp_metrics, targets=targets, count=mtp.count) if mtp else None,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=corpus.nominal_weight,
@@ -63,26 +63,26 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        by_part=partial(_by_part, made, targets, further, data),
+        by_part=partial(_by_part, made, targets, mtp, data),
         prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
     )
 
 
 def _targets(corpus: Corpus, config: Any, *, apart: bool) -> Callable[[Any], Targets]:
     if corpus.is_chat:
-        return partial(chat, apart=apart, config=config)
-    return joined if corpus.end is None else partial(separate, end=corpus.end, config=config)
+        return partial(chat_targets, apart=apart, config=config)
+    return joined_targets if corpus.end is None else partial(separate_targets, end=corpus.end, config=config)
 
 
 def _by_part(
-    model: nn.Module, targets: Callable[[Any], Targets], further: Further | None, data: TextConfig, part: SequencePart
+    model: nn.Module, targets: Callable[[Any], Targets], mtp: MtpLoss | None, data: TextConfig, part: SequencePart
 ) -> Loss | tuple[Loss, Metrics]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
     divide_attention(model, part, data.seq_len, apart=data.separate)
-    loss = partial(token_loss, targets=targets, part=part, further=further)
-    if further is None:
+    loss = partial(token_loss, targets=targets, part=part, mtp=mtp)
+    if mtp is None:
         return loss
-    return loss, partial(further_metrics, targets=targets, count=further.count, part=part)
+    return loss, partial(mtp_metrics, targets=targets, count=mtp.count, part=part)
 
 
 def _make_prepare(

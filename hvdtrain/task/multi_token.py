@@ -26,6 +26,12 @@ _COUNT = "num_mtp_layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+def is_supported(config: Any) -> bool:
+    """Return whether a model of this configuration can have layers for multi-token prediction, like its last layer."""
+    text = config.get_text_config()
+    return hasattr(text, _COUNT) and getattr(text, "layer_types", None) is None
+
+
 def set_count(config: Any, count: int) -> None:
     """Set the number of layers for multi-token prediction in the configuration of a model.
 
@@ -35,7 +41,7 @@ def set_count(config: Any, count: int) -> None:
     text = config.get_text_config()
     if hasattr(text, _COUNT):
         setattr(text, _COUNT, count)
-    if count and (not hasattr(text, _COUNT) or getattr(text, "layer_types", None) is not None):
+    if count and not is_supported(config):
         raise ConfigError(
             f"{OPTION} {count} does not support a model of type {config.model_type}",
             expected="a model with layers for multi-token prediction that are like its last layer, such as DeepSeek-V3",
@@ -43,7 +49,7 @@ def set_count(config: Any, count: int) -> None:
         )
 
 
-def is_further(name: str, config: Any) -> bool:
+def is_mtp_weight(name: str, config: Any) -> bool:
     """Return whether a weight of this name belongs to a layer for multi-token prediction."""
     match = _LAYER.match(name)
     return match is not None and int(match[1]) >= config.get_text_config().num_hidden_layers
@@ -51,13 +57,13 @@ def is_further(name: str, config: Any) -> bool:
 
 def stored_count(names: Iterable[str], config: Any) -> int:
     """Return how many layers for multi-token prediction are among the names of weights."""
-    return sum(name.endswith(".eh_proj.weight") and is_further(name, config) for name in names)
+    return sum(name.endswith(".eh_proj.weight") and is_mtp_weight(name, config) for name in names)
 
 
-def with_further_layers(kind: Any) -> Any:
+def with_mtp_layers(kind: Any) -> Any:
     """Return a class of models like `kind`, a causal language model of transformers, with its configuration's layers.
 
-    Its `forward` also takes `further_ids`, for each layer the ids (B, T) of the tokens which the layer before predicts.
+    Its `forward` also takes `mtp_ids`, for each layer the ids (B, T) of the tokens which the layer before predicts.
     It then returns the logits of the next token, and a list of those of each layer, (B, T, V).
     """
     import torch
@@ -74,15 +80,15 @@ def with_further_layers(kind: Any) -> Any:
             super().__init__(config, *arguments, **keywords)
             decoder, text = self.get_decoder(), config.get_text_config()
             layer, norm, first = _layer(type(decoder.layers[-1])), type(decoder.norm), len(decoder.layers)
-            further = [layer(text, first + number, norm) for number in range(text.num_mtp_layers)]
+            mtp_layers = [layer(text, first + number, norm) for number in range(text.num_mtp_layers)]
             with torch.no_grad():
-                for each in further:
+                for each in mtp_layers:
                     each.apply(self._init_weights)
-            decoder.layers.extend(further)
+            decoder.layers.extend(mtp_layers)
 
         @wraps(kind.forward)
-        def forward(self, *arguments: Any, further_ids: Sequence[Tensor] | None = None, **keywords: Any) -> Any:
-            if further_ids is None:
+        def forward(self, *arguments: Any, mtp_ids: Sequence[Tensor] | None = None, **keywords: Any) -> Any:
+            if mtp_ids is None:
                 return super().forward(*arguments, **keywords)
             hidden: list[Tensor] = []
             hook = self.get_decoder().register_forward_hook(lambda _, inputs, out: hidden.append(out[0]))
@@ -90,9 +96,9 @@ def with_further_layers(kind: Any) -> Any:
                 logits = super().forward(*arguments, **keywords).logits
             finally:
                 hook.remove()
-            return logits, self._further_logits(hidden[0], further_ids, keywords.get("position_ids"))
+            return logits, self._mtp_logits(hidden[0], mtp_ids, keywords.get("position_ids"))
 
-        def _further_logits(self, hidden_BTD: Tensor, ids: Sequence[Tensor], places_BT: Tensor | None) -> list[Tensor]:
+        def _mtp_logits(self, hidden_BTD: Tensor, ids: Sequence[Tensor], places_BT: Tensor | None) -> list[Tensor]:
             decoder, embed, head = self.get_decoder(), self.get_input_embeddings(), self.get_output_embeddings()
             if places_BT is None:
                 places_BT = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device)[None]
@@ -129,8 +135,12 @@ def _layer(kind: Any) -> Any:
             self.shared_head = nn.ModuleDict({"norm": norm(width, eps=eps)})
 
         def forward(self, hidden_BTD: Tensor, embeds_BTD: Tensor | None = None, **options: Any) -> Tensor:
-            if embeds_BTD is None:  # the model takes it for one of its own layers
-                raise TaskError(f"{OPTION} does not support this model", expected="a model that runs its own layers")
+            if embeds_BTD is None:
+                raise TaskError(
+                    f"the model runs all of its layers, with those for multi-token prediction ({OPTION})",
+                    expected="a model that runs the first num_hidden_layers of them",
+                    next_step=f"use another model, or {OPTION} 0",
+                )
             both = torch.cat([self.enorm(embeds_BTD), self.hnorm(hidden_BTD)], dim=-1)
             found: Tensor = self.shared_head["norm"](super().forward(self.eh_proj(both), **options))
             return found

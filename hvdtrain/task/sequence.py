@@ -54,7 +54,7 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
         _check_full_attention(model, used)
     _check_mixing(model)
     if places is not None:
-        model.register_forward_pre_hook(places.note, with_kwargs=True)
+        model.register_forward_pre_hook(places.collect, with_kwargs=True)
     own = f"hvdtrain_{used}_{part.index}"
     attend = partial(_attend, part=part, inner=ALL_ATTENTION_FUNCTIONS[used], name=used)
     AttentionInterface.register(own, attend)
@@ -112,7 +112,7 @@ class _Places:
         self._part = part
         self.whole_BT: Any = None
 
-    def note(self, model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
+    def collect(self, model: Any, inputs: Any, options: Mapping[str, Any]) -> None:
         """Collect those of a pass; the model gets a part of them. Collective: yes."""
         own_BT = options["position_ids"]
         self.whole_BT = self._part.exchange(own_BT.repeat(self._part.count, 1), 0, 1)
@@ -121,11 +121,15 @@ class _Places:
 def _check_full_attention(model: Any, used: str) -> None:
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", 0) else [])
-    found = next((f"{kind} and separate documents" for kind in kinds if kind != "full_attention"), "")
-    if used != "sdpa":
-        found = f"attention by {used} and separate documents"
+    found = next((kind for kind in kinds if kind != "full_attention"), used if used != "sdpa" else "")
     if found:
-        raise _refused(model, found, "--model.attention sdpa, --data.documents joined, ")
+        raise ConfigError(
+            f"--parallel.cp with separate documents does not support {found} of {type(model).__name__}",
+            expected="full attention by sdpa",
+            next_step=("" if kinds and found in kinds else "--model.attention sdpa, ")
+            + "--data.documents joined, or leave out --parallel.cp",
+            everywhere=True,
+        )
 
 
 def _mask(q_length: int, kv_length: int, *, count: int, places: _Places | None, inner: Any, **options: Any) -> Any:

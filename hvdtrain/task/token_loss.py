@@ -21,7 +21,7 @@ COUNTED, FIRST, MARKS = 1, 2, 2
 
 
 @dataclass(frozen=True)
-class Further:
+class MtpLoss:
     """Layers that predict tokens after the next one, see `multi_token`, and the weight of the mean of their losses."""
 
     count: int
@@ -49,14 +49,14 @@ class Targets(NamedTuple):
         return (self.targets_BT != IGNORED).sum() if self.counted is None else self.counted
 
 
-def joined(tokens_BT: Any) -> Targets:
+def joined_targets(tokens_BT: Any) -> Targets:
     """Return the targets of ids (B, T + 1), int64: each token but the first, given all tokens before it."""
     # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     return Targets(inputs_BT, targets_BT, counted=float(targets_BT.numel()))
 
 
-def separate(tokens_BT: Any, *, end: int, config: Any) -> Targets:
+def separate_targets(tokens_BT: Any, *, end: int, config: Any) -> Targets:
     """Return the targets of ids (B, T + 1), int64: each token but the first one of its document, given those before it.
 
     Args:
@@ -71,7 +71,7 @@ def separate(tokens_BT: Any, *, end: int, config: Any) -> Targets:
     return _for_kernel(Targets(inputs_BT, targets_BT, positions(starts_BT)), config)
 
 
-def chat(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
+def chat_targets(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
     """Return the targets of ids with marks (B, T + 1), int64: the tokens that are marked as counted.
 
     Args:
@@ -103,7 +103,7 @@ def next_token_loss(
         tokens_BT: ids (B, T + 1), int64.
         part: of the T tokens; the model attends to those of other parts. None for all.
     """
-    return token_loss(model, tokens_BT, targets=joined, part=part)
+    return token_loss(model, tokens_BT, targets=joined_targets, part=part)
 
 
 def token_loss(
@@ -112,7 +112,7 @@ def token_loss(
     *,
     targets: Callable[[Any], Targets],
     part: SequencePart | None = None,
-    further: Further | None = None,
+    mtp: MtpLoss | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of a batch's targets, and their number.
 
@@ -121,22 +121,24 @@ def token_loss(
         batch: on the model's device.
         targets: of a batch.
         part: as of `next_token_loss`.
-        further: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
+        mtp: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
 
     Returns:
         The sum in nats, in float32 for any dtype of logits; and the number.
     """
+    import torch
+
     whole = targets(batch)
     found = _own(part, whole)
-    if further is None or not model.training:
+    if mtp is None or not model.training:
         logits_BTV = model(input_ids=found.inputs_BT, use_cache=False, **_places(found)).logits
         return _summed(logits_BTV, found.targets_BT), found.weight()
-    logits_BTV, losses, _ = _with_further(model, whole, further.count, part)
-    added = further.weight / further.count * sum(losses[1:], losses[0])
+    logits_BTV, losses, _ = _run_with_mtp(model, whole, mtp.count, part)
+    added = mtp.weight / mtp.count * torch.stack(losses).sum()
     return _summed(logits_BTV, found.targets_BT) + (added - added.detach()), found.weight()
 
 
-def further_metrics(
+def mtp_metrics(
     model: nn.Module,
     batch: Any,
     *,
@@ -145,19 +147,21 @@ def further_metrics(
     part: SequencePart | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
-    _, losses, counted = _with_further(model, targets(batch), count, part)
-    return {"mtp_loss": (sum(losses[1:], losses[0]), sum(counted[1:], counted[0]))}
+    import torch
+
+    _, losses, counted = _run_with_mtp(model, targets(batch), count, part)
+    return {"mtp_loss": (torch.stack(losses).sum(), torch.stack(counted).sum())}
 
 
-def _with_further(
+def _run_with_mtp(
     model: nn.Module, whole: Targets, count: int, part: SequencePart | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the logits of the next token; for each layer after it, the summed loss, and the number of its targets."""
     found, *ahead = (_own(part, _shifted(whole, number)) for number in range(count + 1))
-    logits_BTV, further = model(
-        input_ids=found.inputs_BT, use_cache=False, further_ids=[each.inputs_BT for each in ahead], **_places(found)
+    logits_BTV, later = model(
+        input_ids=found.inputs_BT, use_cache=False, mtp_ids=[each.inputs_BT for each in ahead], **_places(found)
     )
-    losses = [_summed(each_BTV, each.targets_BT) for each_BTV, each in zip(further, ahead, strict=True)]
+    losses = [_summed(each_BTV, each.targets_BT) for each_BTV, each in zip(later, ahead, strict=True)]
     return logits_BTV, losses, [(each.targets_BT != IGNORED).sum() for each in ahead]
 
 

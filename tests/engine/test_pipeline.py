@@ -281,8 +281,9 @@ def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
     model = nn.ModuleList(parts)
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts_per_tok=2))  # type: ignore[assignment]
     assert first_blocks(model, parts, 2) == [0, 2, 4]
-    model.config = None  # type: ignore[assignment]
-    assert first_blocks(model, parts, 2) == [0, 1, 4]
+    for other in (None, SimpleNamespace(width=10)):  # of a model of no library
+        model.config = other  # type: ignore[assignment]
+        assert first_blocks(model, parts, 2) == [0, 1, 4]
 
 
 @pytest.mark.parametrize(("width", "blocks_of_0"), [(1, 2), (500, 3)])

@@ -15,7 +15,7 @@ import torch
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
-from hvdtrain.task.token_loss import check_separation, next_token_loss, positions, separate, token_loss
+from hvdtrain.task.token_loss import check_separation, next_token_loss, positions, separate_targets, token_loss
 from tests.task.test_architectures import MODELS, SHAPE
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
@@ -70,7 +70,7 @@ def test_the_loss_is_that_of_each_document_alone(tmp_path: Any, name: str, flash
     parts = documents(*LENGTHS[:5], 30, 1, 16)  # two rows of 47, the second with the end of a document first
     rows = torch.cat(parts)[:94].view(2, 47)
     alone = [next_token_loss(model, part[None]) for row in rows for part in _cut(row) if len(part) > 1]
-    loss, weight = token_loss(model, rows, targets=partial(separate, end=END, config=config))
+    loss, weight = token_loss(model, rows, targets=partial(separate_targets, end=END, config=config))
     assert float(weight) == sum(count for _, count in alone) < 92
     expected = sum(value for value, _ in alone)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

@@ -20,7 +20,15 @@ from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import SavedModel
 from hvdtrain.task.sequence import divide_attention
-from hvdtrain.task.token_loss import MARKS, Further, chat, further_metrics, joined, separate, token_loss
+from hvdtrain.task.token_loss import (
+    MARKS,
+    MtpLoss,
+    chat_targets,
+    joined_targets,
+    mtp_metrics,
+    separate_targets,
+    token_loss,
+)
 from tests.support.gallery import Recorded
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
@@ -29,7 +37,7 @@ from tests.task.test_sequence import sequence_part
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS, END, FURTHER = 12, 1, Further(2, 0.3)
+TOKENS, END, MTP = 12, 1, MtpLoss(2, 0.3)
 ROWS = torch.randint(2, 257, (3, TOKENS + 1), generator=torch.Generator().manual_seed(5))
 
 
@@ -53,7 +61,7 @@ def test_the_model_itself_is_as_without_them() -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(value, made.state_dict()[name])
     assert torch.equal(plain(input_ids=ROWS).logits, made(input_ids=ROWS).logits)
-    assert torch.equal(plain(input_ids=ROWS).logits, made(input_ids=ROWS, further_ids=[ROWS, ROWS])[0])
+    assert torch.equal(plain(input_ids=ROWS).logits, made(input_ids=ROWS, mtp_ids=[ROWS, ROWS])[0])
 
 
 def test_the_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +74,7 @@ def test_the_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\."])  # as of its own sizes
     theirs = MtpModel.from_pretrained(kind.from_pretrained(tmp_path).eval()).eval()
     hidden = made.model(input_ids=ROWS, use_cache=False).last_hidden_state
-    _, logits = made(input_ids=ROWS, use_cache=False, further_ids=[ROWS, ROWS.flip(1)])
+    _, logits = made(input_ids=ROWS, use_cache=False, mtp_ids=[ROWS, ROWS.flip(1)])
     places = torch.arange(TOKENS + 1)[None]
     for layer, (ids, own) in enumerate(zip((ROWS, ROWS.flip(1)), logits, strict=True)):
         hidden = theirs.forward_layer(layer, hidden, places, None, input_ids=ids)
@@ -81,7 +89,7 @@ def _by_hand(model: Any, row: Tensor, counted: Any = lambda index: True) -> tupl
     length = len(row) - 1
     further = [row[number : number + length] for number in (1, 2)]
     padded = [torch.cat([ids, ids.new_zeros(length - len(ids))])[None] for ids in further]
-    logits, more = model(input_ids=row[None, :-1], use_cache=False, further_ids=padded)
+    logits, more = model(input_ids=row[None, :-1], use_cache=False, mtp_ids=padded)
     first, rest, count = torch.zeros(()), torch.zeros(()), 0
     for index in range(length):
         for ahead, each in enumerate([logits, *more]):
@@ -96,26 +104,26 @@ def _by_hand(model: Any, row: Tensor, counted: Any = lambda index: True) -> tupl
 def test_losses_and_gradients_by_hand(kind: str) -> None:
     model, rows = _model(), ROWS.clone()
     cuts: list[list[Tensor]] = [[row] for row in rows]
-    counted, batch, targets = (lambda index: True), rows, joined
+    counted, batch, targets = (lambda index: True), rows, joined_targets
     if kind == "separate":
         rows[0, 4] = rows[1, 0] = rows[1, 7] = rows[1, 8] = rows[2, TOKENS] = END
         ends = ([5], [1, 8, 9], [])
         cuts = [list(row.tensor_split(cut)) for row, cut in zip(rows, ends, strict=True)]
-        targets = partial(separate, end=END, config=model.config)
+        targets = partial(separate_targets, end=END, config=model.config)
     if kind == "chat":
         counted = lambda index: index % 3 != 0  # noqa: E731
         marks = torch.tensor([counted(index) for index in range(TOKENS + 1)]).long()
-        batch, targets = rows << MARKS | marks, partial(chat, apart=False, config=model.config)
+        batch, targets = rows << MARKS | marks, partial(chat_targets, apart=False, config=model.config)
     parts = [_by_hand(model, part, counted) for row in cuts for part in row if len(part) > 1]
     first, rest = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    loss, weight = token_loss(model, batch, targets=targets, further=FURTHER)
+    loss, weight = token_loss(model, batch, targets=targets, mtp=MTP)
     alone, alone_weight = token_loss(model, batch, targets=targets)
     assert loss.item() == pytest.approx(first.item(), rel=1e-5) == alone.item()
     assert float(weight) == float(alone_weight)
     own, wanted = (torch.autograd.grad(value, list(model.parameters())) for value in (loss, first + 0.3 / 2 * rest))
     for found, reference in zip(own, wanted, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
-    total, number = further_metrics(model.eval(), batch, targets=targets, count=2)["mtp_loss"]
+    total, number = mtp_metrics(model.eval(), batch, targets=targets, count=2)["mtp_loss"]
     assert number == sum(part[2] for part in parts)
     assert total.item() == pytest.approx(rest.item(), rel=1e-5)
 
@@ -124,15 +132,15 @@ def test_an_evaluation_has_the_loss_of_the_next_token() -> None:
     model = _model().eval()
     monitored: list[int] = []
     model.model.layers[2].register_forward_hook(lambda *_: monitored.append(1))
-    assert torch.equal(*(token_loss(model, ROWS, targets=joined, further=each)[0] for each in (None, FURTHER)))
+    assert torch.equal(*(token_loss(model, ROWS, targets=joined_targets, mtp=each)[0] for each in (None, MTP)))
     assert not monitored
 
 
 def test_a_model_that_runs_all_its_layers_is_refused() -> None:
     model = _model()
     model.config.num_hidden_layers += 1  # it takes the first of them for its own
-    with pytest.raises(TaskError, match="does not support this model"):
-        token_loss(model, ROWS, targets=joined, further=FURTHER)
+    with pytest.raises(TaskError, match="the model runs all of its layers"):
+        token_loss(model, ROWS, targets=joined_targets, mtp=MTP)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -150,7 +158,9 @@ def test_a_run_does_not_depend_on_ranks_and_its_checkpoint_has_the_layers(tmp_pa
     evaluated = Recorded(tmp_path / "a", 0, "", "").events("evaluation")[-1]
     assert evaluated["at_step"] == 3 and evaluated["metrics"]["mtp_loss"] > 5
     checkpoint = SavedModel(next((tmp_path / "a" / "run" / "checkpoints").glob("step-*")), is_checkpoint=True)
-    loaded: Any = load_model(checkpoint)
+    plain: Any = load_model(checkpoint)
+    assert plain.config.num_mtp_layers == 0 and len(plain.model.layers) == 2
+    loaded: Any = load_model(checkpoint, mtp=True)
     assert loaded.config.num_mtp_layers == 2 and len(loaded.model.layers) == 4
     for layers in (0, 1, 2):
         again: Any = causal_lm(
@@ -171,7 +181,7 @@ def test_weights_of_a_folder_are_read_one_by_one(tmp_path: Path) -> None:
     for name, parameter in later.named_parameters():
         assert isinstance(parameter, Placeholder) and parameter.read is not None
         assert torch.equal(parameter.read(), dict(made.named_parameters())[name])
-    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False))
+    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False), mtp=True)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in made.state_dict().items())
 
 
@@ -179,11 +189,29 @@ def test_new_layers_join_existing_weights(tmp_path: Path) -> None:
     plain = _model(0)
     plain.config.num_mtp_layers = 1  # as in configurations of models that are published without these weights
     plain.save_pretrained(tmp_path)
-    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False))
+    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False), mtp=True)
     assert len(loaded.model.layers) == 2
     more: Any = causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=1), vocabulary=257, seq_len=TOKENS)
     assert all(torch.equal(value, more.state_dict()[name]) for name, value in plain.state_dict().items())
     assert more.model.layers[2].eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_layer_that_lacks_a_weight_is_an_error(tmp_path: Path) -> None:
+    made = _model()
+    kept = {name: value for name, value in made.state_dict().items() if name != "model.layers.2.enorm.weight"}
+    made.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(TaskError, match="are not those of the model") as caught:
+        causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=2), vocabulary=257, seq_len=TOKENS)
+    assert "model.layers.2.enorm.weight" in str(caught.value.found)
+
+
+def test_such_layers_of_other_models_are_left_out(tmp_path: Path) -> None:
+    config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **config))
+    more = {**model.state_dict(), "model.layers.2.eh_proj.weight": torch.zeros(16, 32)}
+    model.save_pretrained(tmp_path, state_dict=more)
+    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False), mtp=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -219,18 +247,18 @@ def test_ranks_with_parts_of_a_sequence_have_the_same_losses(apart: bool) -> Non
     rows = ROWS.clone()
     rows[0, 4] = rows[1, 5] = rows[1, 6] = rows[2, 0] = END
     whole = _model()
-    targets = partial(separate, end=END, config=whole.config) if apart else joined
-    loss, weight = token_loss(whole, rows, targets=targets, further=FURTHER)
+    targets = partial(separate_targets, end=END, config=whole.config) if apart else joined_targets
+    loss, weight = token_loss(whole, rows, targets=targets, mtp=MTP)
     loss.backward()
-    total, number = further_metrics(whole, rows, targets=targets, count=2)["mtp_loss"]
+    total, number = mtp_metrics(whole, rows, targets=targets, count=2)["mtp_loss"]
 
     def body(comm: ThreadComm) -> tuple[float, float, list[float], Any]:
         model = _model()
         divide_attention(model, sequence_part(comm), TOKENS, apart=apart)
         options: dict[str, Any] = {"targets": targets, "part": sequence_part(comm)}
-        loss, weight = token_loss(model, rows, further=FURTHER, **options)
+        loss, weight = token_loss(model, rows, mtp=MTP, **options)
         loss.backward()
-        sums = [each.item() for each in further_metrics(model, rows, count=2, **options)["mtp_loss"]]
+        sums = [each.item() for each in mtp_metrics(model, rows, count=2, **options)["mtp_loss"]]
         return loss.item(), float(weight), sums, model
 
     found = on_ranks(2, body)

@@ -22,7 +22,7 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.sequence import _attend, divide_attention
-from hvdtrain.task.token_loss import IGNORED, MARKS, chat, next_token_loss, separate, token_loss
+from hvdtrain.task.token_loss import IGNORED, MARKS, chat_targets, next_token_loss, separate_targets, token_loss
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.task.test_documents import a_model
 
@@ -72,7 +72,7 @@ def test_targets_of_a_conversation_are_counted_by_part() -> None:
             return type("Found", (), {"logits": nn.functional.one_hot(input_ids, 257).float()})
 
     parts = [SequencePart(index, 3, lambda *_: pytest.fail("nothing to exchange")) for index in range(3)]
-    targets = partial(chat, apart=False, config=None)
+    targets = partial(chat_targets, apart=False, config=None)
     losses = [token_loss(Logits(), marked, targets=targets, part=part) for part in (None, *parts)]
     assert sum(loss for loss, _ in losses[1:]).item() == pytest.approx(losses[0][0].item())
     counts = [int(count) for _, count in losses]
@@ -214,7 +214,7 @@ def test_separate_documents_do_not_see_each_other_across_parts(
     rows = ROWS.clone().clamp(min=2)
     rows[0, list(ends)] = rows[1, 17] = 1
     whole = a_model(tmp_path, name)
-    targets = partial(separate, end=1, config=whole.config)
+    targets = partial(separate_targets, end=1, config=whole.config)
     loss, weight = token_loss(whole, rows, targets=targets)
     loss.backward()
 
@@ -237,5 +237,5 @@ def test_separate_documents_do_not_see_each_other_across_parts(
 
 
 def test_separate_documents_in_sliding_windows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sliding_attention and separate documents"):
+    with pytest.raises(ConfigError, match="separate documents does not support sliding_attention of Mistral"):
         divide_attention(a_model(tmp_path, "mistral"), PART, TOKENS, apart=True)
