@@ -36,13 +36,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tied": ("--kind=llama", "--tied=true"),
     "momentum": ("--method=momentum",),
     "adamw": ("--method=adamw",),
+    "adagrad": ("--method=adagrad",),
     "averaged": ("--train.ema=0.9",),
     "recomputed": ("--memory.checkpointing=full",),
     "frozen": ("--frozen=true",),
     "own": ("--kind=own",),
     "many": ("--method=adamw", "--train.global_batch=10"),
 }
-"""Options of trainings. Two pipelines of two ranks need the many micro-batches."""
+"""Options of trainings. Two pipelines of two ranks need the many micro-batches. Adagrad has state before a step."""
 ROUNDED = {name: (f"--precision={name}",) for name in ("fp16", "bf16", "bf16-weights")}
 """Options of trainings in which sums of other parts are rounded."""
 ENGINES = {
@@ -52,7 +53,7 @@ ENGINES = {
 }
 """Options of engines that any ranks may have that divide sequences."""
 TWO = {
-    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items() if name != "many"},
+    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items() if name not in ("many", "adagrad")},
     **{
         f"ep2/{name}": (EP + "2", *VARIANTS[name])
         for name in ("latent", "adamw", "averaged", "recomputed", "frozen", "own")
@@ -81,7 +82,7 @@ FOUR = {
     "cp2tp2/latent": (CP + "2", TP + "2"),
     "cp2ep4/latent": (CP + "2", EP + "4"),
     "pp2/many": (PP + "2", *VARIANTS["many"]),
-    "tp2zero/adamw": (TP + "2", ZERO, *VARIANTS["adamw"]),
+    "tp2zero/adagrad": (TP + "2", ZERO, *VARIANTS["adagrad"]),
     "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
     "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
     "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
@@ -196,6 +197,7 @@ def divided(
         "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-5, fused=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-5),
     }
     optimizer = optimizers[method](model.parameters())
     return Task(
