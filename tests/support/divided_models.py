@@ -36,14 +36,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tied": ("--kind=llama", "--tied=true"),
     "momentum": ("--method=momentum",),
     "adamw": ("--method=adamw",),
-    "adagrad": ("--method=adagrad",),
+    "wide": ("--kind=wide", "--method=adagrad"),
     "averaged": ("--train.ema=0.9",),
     "recomputed": ("--memory.checkpointing=full",),
     "frozen": ("--frozen=true",),
     "own": ("--kind=own",),
     "many": ("--method=adamw", "--train.global_batch=10"),
 }
-"""Options of trainings. Two pipelines of two ranks need the many micro-batches. Adagrad has state before a step."""
+"""Options of trainings. Two pipelines of two ranks need the many micro-batches. Rows of wide matrices are divided, and
+Adagrad has state before a step."""
 ROUNDED = {name: (f"--precision={name}",) for name in ("fp16", "bf16", "bf16-weights")}
 """Options of trainings in which sums of other parts are rounded."""
 ENGINES = {
@@ -53,7 +54,7 @@ ENGINES = {
 }
 """Options of engines that any ranks may have that divide sequences."""
 TWO = {
-    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items() if name not in ("many", "adagrad")},
+    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items() if name not in ("many", "wide")},
     **{
         f"ep2/{name}": (EP + "2", *VARIANTS[name])
         for name in ("latent", "adamw", "averaged", "recomputed", "frozen", "own")
@@ -82,7 +83,7 @@ FOUR = {
     "cp2tp2/latent": (CP + "2", TP + "2"),
     "cp2ep4/latent": (CP + "2", EP + "4"),
     "pp2/many": (PP + "2", *VARIANTS["many"]),
-    "tp2zero/adagrad": (TP + "2", ZERO, *VARIANTS["adagrad"]),
+    "tp2zero/wide": (TP + "2", ZERO, "--parallel.bucket_mib=0.25", *VARIANTS["wide"]),
     "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
     "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
     "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
@@ -184,11 +185,12 @@ def divided(
             **_SIZES, **_TOKENS, num_key_value_heads=4, intermediate_size=72, tie_word_embeddings=tied
         )
     else:
+        sizes = {"hidden_size": 512, "intermediate_size": 512, "kv_lora_rank": 136} if kind == "wide" else {}
         config = DeepseekV3Config(
-            **_SIZES, **_TOKENS, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=1,
-            num_experts_per_tok=3, first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=queries,
-            kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_group=2, topk_group=1,
-            num_mtp_layers=0,
+            **{**_SIZES, **_TOKENS, "intermediate_size": 48, "kv_lora_rank": 16, **sizes}, moe_intermediate_size=16,
+            n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1,
+            num_key_value_heads=4, q_lora_rank=queries, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_group=2,
+            topk_group=1, num_mtp_layers=0,
         )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if frozen:
@@ -197,7 +199,7 @@ def divided(
         "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-5, fused=True),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-5),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     }
     optimizer = optimizers[method](model.parameters())
     return Task(
