@@ -1,9 +1,8 @@
 """How much memory does a rank need to read a pretrained model if it keeps only a part of it?
 
 2 ranks, the folder of a DeepSeek-V3 with 72 layers of 16 experts (950 MB): what a process holds besides differs by 30
-MB from start to start. `load_peak`: the most that a rank holds
-until the first step, over its own parameters then, both less those of a model of two layers; of the rank with the
-highest ratio.
+MB from start to start. `load_peak`: the most that a rank holds until the first step, over its own parameters then, both
+less those of a model of two layers; of the rank with the highest ratio.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class MeshEngine(DividedEngine):
         self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
         self._copies = self._make_exchanges(parts, hosts)
         self._copies_of = {name: each for names, each in self._copies for name in names}
+        self._divided = [each for _, each in self._copies if isinstance(each, DividedCopies)]
         if parts.shard == "optimizer":
             self._divide_optimizer(parts)
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
@@ -126,10 +127,7 @@ class MeshEngine(DividedEngine):
             ConfigError: no rank has a copy of what another one holds; on every rank.
         """
         dimensions, comm = parts.dimensions, parts.comm
-        shares: dict[str, Owned] = {}
-        for _, exchange in self._copies:
-            if isinstance(exchange, DividedCopies):
-                shares |= exchange.owned()
+        shares = {name: share for exchange in self._divided for name, share in exchange.owned().items()}
         own = {name: share.parameter is not None for name, share in shares.items()}
         everyone = allgather_json(comm, own, name="owners")
         if not any(everyone):
@@ -161,11 +159,10 @@ class MeshEngine(DividedEngine):
     def step(self) -> None:
         """Update what this rank's optimizer has; other copies get it. Collective: yes, with a divided optimizer."""
         super().step()
-        if self._owned is not self._held:
+        if self._divided:
             self.optimizer.zero_grad()  # what is sent takes their memory
-        for _, exchange in self._copies:
-            if isinstance(exchange, DividedCopies):
-                exchange.spread()
+        for exchange in self._divided:
+            exchange.spread()
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""

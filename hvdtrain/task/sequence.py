@@ -49,11 +49,11 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
         raise _refused(model, found, "--model.attention sdpa, " if used == "eager" else "")
     if dropout := getattr(text, "attention_dropout", 0.0):
         raise _refused(model, f"a dropout of attention weights of {dropout:g}", "--model.dropout 0, ")
-    places = _Places(part) if apart else None
-    if places is not None:
-        _check_full_attention(model, used)
     _check_mixing(model)
-    if places is not None:
+    places = None
+    if apart:
+        _check_full_attention(model, used)
+        places = _Places(part)
         model.register_forward_pre_hook(places.collect, with_kwargs=True)
     own = f"hvdtrain_{used}_{part.index}"
     attend = partial(_attend, part=part, inner=ALL_ATTENTION_FUNCTIONS[used], name=used)
@@ -134,9 +134,9 @@ def _check_full_attention(model: Any, used: str) -> None:
 
 def _mask(q_length: int, kv_length: int, *, count: int, places: _Places | None, inner: Any, **options: Any) -> Any:
     """Make a mask for all tokens."""
-    from transformers import masking_utils as masks
-
     if places is not None and places.whole_BT is not None:
+        from transformers import masking_utils as masks
+
         # Instead of the one for this part, which the model has made of its positions.
         found = masks.find_packed_sequence_indices(places.whole_BT)
         documents = [] if found is None else [masks.packed_sequence_mask_function(found)]

@@ -87,7 +87,7 @@ def chat_targets(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
 
 
 def _for_kernel(found: Targets, config: Any) -> Targets:
-    """Make one row of all: transformers tells documents apart for flash attention in batches of one row only."""
+    """Make one row of all: for flash attention, transformers separates documents only in batches of one row."""
     if not config._attn_implementation.startswith("flash"):
         return found
     return Targets(*(each.reshape(1, -1) for each in found[:3]))
@@ -128,14 +128,12 @@ def token_loss(
     """
     import torch
 
-    whole = targets(batch)
-    found = _own(part, whole)
-    if mtp is None or not model.training:
-        logits_BTV = model(input_ids=found.inputs_BT, use_cache=False, **_places(found)).logits
-        return _summed(logits_BTV, found.targets_BT), found.weight()
-    logits_BTV, losses, _ = _run_with_mtp(model, whole, mtp.count, part)
-    added = mtp.weight / mtp.count * torch.stack(losses).sum()
-    return _summed(logits_BTV, found.targets_BT) + (added - added.detach()), found.weight()
+    passes = _run(model, targets(batch), mtp.count if mtp is not None and model.training else 0, part)
+    loss, *ahead = (_summed(logits_BTV, found.targets_BT) for logits_BTV, found in passes)
+    if mtp is not None and ahead:
+        added = mtp.weight / mtp.count * torch.stack(ahead).sum()
+        loss = loss + (added - added.detach())
+    return loss, passes[0][1].weight()
 
 
 def mtp_metrics(
@@ -149,20 +147,21 @@ def mtp_metrics(
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
     import torch
 
-    _, losses, counted = _run_with_mtp(model, targets(batch), count, part)
+    ahead = _run(model, targets(batch), count, part)[1:]
+    losses = [_summed(logits_BTV, found.targets_BT) for logits_BTV, found in ahead]
+    counted = [(found.targets_BT != IGNORED).sum() for _, found in ahead]
     return {"mtp_loss": (torch.stack(losses).sum(), torch.stack(counted).sum())}
 
 
-def _run_with_mtp(
-    model: nn.Module, whole: Targets, count: int, part: SequencePart | None
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the logits of the next token; for each layer after it, the summed loss, and the number of its targets."""
+def _run(model: nn.Module, whole: Targets, count: int, part: SequencePart | None) -> list[tuple[Tensor, Targets]]:
+    """Return the logits of the next token with its targets, then those of `count` layers for tokens after it."""
     found, *ahead = (_own(part, _shifted(whole, number)) for number in range(count + 1))
-    logits_BTV, later = model(
-        input_ids=found.inputs_BT, use_cache=False, mtp_ids=[each.inputs_BT for each in ahead], **_places(found)
-    )
-    losses = [_summed(each_BTV, each.targets_BT) for each_BTV, each in zip(later, ahead, strict=True)]
-    return logits_BTV, losses, [(each.targets_BT != IGNORED).sum() for each in ahead]
+    given = {} if found.places_BT is None else {"position_ids": found.places_BT}
+    if not ahead:
+        return [(model(input_ids=found.inputs_BT, use_cache=False, **given).logits, found)]
+    mtp_ids = [each.inputs_BT for each in ahead]
+    logits_BTV, more = model(input_ids=found.inputs_BT, use_cache=False, mtp_ids=mtp_ids, **given)
+    return [(logits_BTV, found), *zip(more, ahead, strict=True)]
 
 
 def _shifted(found: Targets, by: int) -> Targets:
@@ -198,10 +197,6 @@ def _own(part: SequencePart | None, found: Targets) -> Targets:
         places_BT = torch.arange(found.inputs_BT.shape[1], device=found.inputs_BT.device)[None]
     counted = None if found.counted is None else found.counted / part.count
     return Targets(part.of(found.inputs_BT), part.of(found.targets_BT), part.of(places_BT), counted)
-
-
-def _places(found: Targets) -> dict[str, Any]:
-    return {} if found.places_BT is None else {"position_ids": found.places_BT}
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
