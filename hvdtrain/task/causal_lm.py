@@ -117,6 +117,7 @@ def causal_lm(
         raise TaskError(
             f"transformers cannot create the model of {config.from_ or config.config or config.preset}",
             found=f"{type(error).__name__}: {error}",
+            next_step="copy the folder of the model again" if type(error).__name__ == "SafetensorError" else None,
         ) from error
     assert model is not None
     model.train()

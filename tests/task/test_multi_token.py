@@ -205,6 +205,15 @@ def test_a_layer_that_lacks_a_weight_is_an_error(tmp_path: Path) -> None:
     assert "model.layers.2.enorm.weight" in str(caught.value.found)
 
 
+def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(TaskError, match="cannot create the model of") as caught:
+        causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=2), vocabulary=257, seq_len=TOKENS)
+    assert caught.value.next_step == "copy the folder of the model again"
+
+
 def test_such_layers_of_other_models_are_left_out(tmp_path: Path) -> None:
     config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **config))
