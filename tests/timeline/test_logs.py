@@ -20,7 +20,7 @@ hvd.init()
 def pass_on(source, sink):
     for line in os.fdopen(source):
         os.write(sink, line.encode())
-        if "gradient" in line:
+        if "gradient.1" in line:  # the first warning can come before the second tensor
             Path("warned").touch()
 
 if hvd.rank() == 1:
@@ -38,7 +38,7 @@ for handle in handles:
 
 @pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.slow
-def test_the_rank_that_a_real_job_stalled_on_is_named_once(tagged: bool, tmp_path: Path) -> None:
+def test_the_rank_that_a_real_job_stalled_on_has_one_line(tagged: bool, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(STALLING)
     more = {"OMPI_MCA_orte_tag_output": "1"} if tagged else {}
     environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", **more}
