@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -92,6 +93,22 @@ def own_rows(parameter: nn.Parameter) -> Owned:
     owners = ranks_with_rows(parameter)  # type: ignore[arg-type]
     mine = nn.Parameter(part, requires_grad=parameter.requires_grad) if part.numel() else None
     return Owned(mine, place, owners)
+
+
+def norm_of_parts(owned: Mapping[str, Owned], comm: Comm, model: nn.Module) -> Tensor:
+    """Return the norm of the whole gradient, where several ranks hold a part. Collective: yes.
+
+    Each rank adds its share of what several ranks own.
+    """
+    by_holders: dict[int, list[Tensor]] = {}
+    for own in owned.values():
+        if own.parameter is not None and own.parameter.grad is not None:
+            holders = comm.size if own.place is None else len(own.place.ranks)
+            by_holders.setdefault(holders, []).append(own.parameter.grad)
+    parts = [squared_norm(held) / holders for holders, held in by_holders.items()]
+    none = torch.zeros((), dtype=torch.float64, device=local(next(model.parameters())).device)
+    squared = torch.stack([none, *parts]).sum().reshape(1)  # a rank may own nothing
+    return norm(comm.allreduce(squared, name="gradients/norm").wait())
 
 
 def use_owned(optimizer: Optimizer, names: Mapping[nn.Parameter, str], owned: Mapping[str, Owned]) -> None:

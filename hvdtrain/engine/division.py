@@ -20,16 +20,20 @@ from hvdtrain.runtime.memory import return_freed_memory
 from hvdtrain.state.divided import is_divided, take_rows
 from hvdtrain.state.sync import broadcast_parameters
 
+COPIES, PARTS = "copies", "parts"
+"""Names of the dimensions of meshes."""
+
 _GROUP_BYTES = 16 << 20
 _EXCHANGE = "hvdtrain"
 """Name of our exchange of tokens in transformers' registry."""
 
 
-def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
+def divide_model(parts: EngineParts, hosts: list[Any], divide: Callable[[nn.Module], object] | None = None) -> None:
     """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
 
-    `hosts`: of all ranks, as of `gather_hosts`. The model, or all of it that this rank holds, is on the device then.
-    Collective: yes.
+    `hosts`: of all ranks, as of `gather_hosts`. `divide` is called with each block, and then with the model, when it
+    has this rank's parts, and may divide them among their copies, by torch. The model, or all of it that this rank
+    holds, is on the device then. Collective: yes.
 
     Errors:
         ConfigError: transformers is too old, or the model cannot be divided.
@@ -47,7 +51,7 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
             next_step=f"python -m pip install 'transformers>=5.23', or leave out {parts.dimensions.options}",
         ) from None
 
-    model, comm, dimensions, kind = parts.model, parts.comm, parts.dimensions, parts.device.type
+    model, comm, dimensions = parts.model, parts.comm, parts.dimensions
     tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
     whole = dict(model.named_parameters())
     first = {parameter: name for name, parameter in whole.items()}
@@ -57,19 +61,16 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
     for name, other in ties.items():
         _set(model, name, model.get_parameter(other))
 
-    def mesh(width: int) -> DeviceMesh:
-        return DeviceMesh.from_group(lasting_group(comm, dimensions.block(comm.rank, width)), kind)
-
-    tensors = mesh(dimensions.tp) if dimensions.tp > 1 else None
+    tensors = mesh_of_parts(parts, dimensions.tp)[PARTS] if dimensions.tp > 1 else None
     if tensors is not None:
         apply_tensor_parallelism(model, tensors, tensor_styles)
     if expert_styles:
         ranks = dimensions.block(comm.rank, dimensions.experts)
-        experts = mesh(dimensions.experts)
+        experts = mesh_of_parts(parts, dimensions.experts)[PARTS]
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
-            rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans)
+            rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans, by_torch=divide is not None)
             EPImplementationInterface.register(name, implementation(rows, equal=isinstance(comm, ImaginedComm)))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())
@@ -77,7 +78,19 @@ def divide_model(parts: EngineParts, hosts: list[Any]) -> None:
     def take(name: str, value: Tensor) -> Tensor:
         return take_rows(value, layout[name], parts.device) if is_divided(layout[name]) else value.to(parts.device)
 
-    distribute(parts, whole, ties, take)
+    distribute(parts, whole, ties, take, divide)
+
+
+def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
+    """Return the mesh of all ranks: `width` of them divide something (`PARTS`), the others have `COPIES` of it.
+
+    Collective: yes.
+    """
+    comm, dimensions = parts.comm, parts.dimensions
+    ranks = dimensions.copies(comm.rank, comm.size, width), dimensions.block(comm.rank, width)
+    groups = [lasting_group(comm, each) for each in ranks]
+    every = torch.arange(comm.size).view(-1, width)
+    return DeviceMesh.from_group(groups, parts.device.type, every, mesh_dim_names=(COPIES, PARTS))
 
 
 def distribute(
@@ -85,10 +98,12 @@ def distribute(
     whole: dict[str, nn.Parameter],
     ties: Mapping[str, str],
     take: Callable[[str, Tensor], Tensor],
+    divide: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Set the parameters of the model, block by block, to what `take` returns for the values of rank 0.
 
-    `whole`: the parameters with these values, by name; `ties`: other names of them. Collective: yes.
+    `whole`: the parameters with these values, by name; `ties`: other names of them; `divide` is called with each block,
+    and then with the model. Collective: yes.
     """
     model, comm = parts.model, parts.comm
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
@@ -103,11 +118,16 @@ def distribute(
                 placed = own if isinstance(own, nn.Parameter) else nn.Parameter(own, value.requires_grad)
                 placed.requires_grad_(value.requires_grad)
                 _set(model, name, placed)
-                if is_divided(own) or own.data_ptr() != value.data_ptr():  # the optimizer has it until all are placed
+                if divide or is_divided(own) or own.data_ptr() != value.data_ptr():
+                    # The optimizer has it until all are placed.
                     value.data = value.data.new_empty(()).expand(value.shape)
             return_freed_memory()
-    for name, other in ties.items():
-        _set(model, name, model.get_parameter(other))
+        for name, other in ties.items():
+            if name.startswith(prefixes[part]):
+                _set(model, name, model.get_parameter(other))
+        if divide is not None:
+            divide(part)
+            return_freed_memory()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(parts.device)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import lasting_group
@@ -51,16 +52,37 @@ class FsdpEngine(DividedEngine):
         self._collectives = collectives
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
-        self._modules = _divide(parts, lasting_group(parts.comm, mesh.shard_ranks))
+        self._divide(parts, mesh)
+        self._modules = _divided_modules(parts.model)
         self._names = _names_by_module(parts.model, self._modules)
         if collectives is not None:
-            collectives.use_in(self._modules, self._names)
+            collectives.use_in(self._modules, self._names, self._comms_of_modules(parts))
         # The first name of a tied parameter, as before.
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._owned = {name: own_rows(parameter) for name, parameter in self._parameters.items()}
         self._trained = self._which_are_trained()
         use_owned(parts.optimizer, names, self._owned)
         self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
+
+    def _divide(self, parts: EngineParts, mesh: Mesh) -> None:
+        """Divide the model among the ranks of the mesh. Each block has the values of rank 0. Collective: yes.
+
+        torch moves a block to the device before it divides it. Its whole parameters are freed before the next one gets
+        memory.
+        """
+        ranks = DeviceMesh.from_group(lasting_group(parts.comm, mesh.shard_ranks), parts.device.type)
+        names = {module: name for name, module in parts.model.named_modules()}
+        for part in [*blocks(parts.model), parts.model]:
+            broadcast_parameters(part, parts.comm, prefix=names[part])
+            whole = [parameter for parameter in part.parameters() if not is_divided(parameter)]
+            divide_part(parts, part, ranks)
+            for parameter in whole:  # the optimizer has it until all are divided, and others may know its shape
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+            return_freed_memory()
+
+    def _comms_of_modules(self, parts: EngineParts) -> Mapping[str, Comm]:
+        """Return the ranks that divide a module, by its name, where they are others than those of the mesh."""
+        return {}
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
@@ -137,30 +159,23 @@ class FsdpEngine(DividedEngine):
         if parameter.grad is None:
             return
         rows, parameter.grad = local(parameter.grad), None
-        assert self._collectives is None or self._collectives.has_summed(rows), "torch has copied an unfinished sum"
+        if self._collectives is not None:
+            assert self._collectives.has_summed(name, rows), "torch has copied an unfinished sum"
         self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
 
-def _divide(parts: EngineParts, group: torch.distributed.ProcessGroup) -> dict[str, FSDPModule]:
-    """Divide each block, and what is outside of blocks; return the divided modules by name, the root first.
-
-    Each has the values of rank 0. torch moves it to the device before it divides it. Its whole parameters are freed
-    before the next one gets memory.
-    """
-    model, mesh = parts.model, DeviceMesh.from_group(group, parts.device.type)
-    names = {module: name for name, module in model.named_modules()}
+def divide_part(parts: EngineParts, part: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh."""
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
-    for part in [*blocks(model), model]:
-        broadcast_parameters(part, parts.comm, prefix=names[part])
-        whole = [parameter for parameter in part.parameters() if not is_divided(parameter)]
-        formats = _formats(parts.weights, is_root=part is model)
-        fully_shard(part, mesh=mesh, mp_policy=formats, offload_policy=offload)
-        for parameter in whole:  # the optimizer has it until all are divided, and others may know its shape
-            parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-        return_freed_memory()
+    formats = _formats(parts.weights, is_root=part is parts.model)
+    fully_shard(part, mesh=mesh, mp_policy=formats, offload_policy=offload)
+
+
+def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
+    """Return the modules that FSDP divides by name, the model first; their gradients are summed from now on."""
     modules = {name or _OUTSIDE: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for module in modules.values():
         # Sums, on any backend. Else it takes the mean over ranks, or multiplies by a factor, which Gloo cannot.

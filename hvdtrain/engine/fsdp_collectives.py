@@ -54,17 +54,25 @@ class FsdpCollectives:
         self._is_step = False
         self._running: deque[_Running] = deque()
         self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by module
+        self._carried: set[str] = set()  # names of parameters
         self.parameter_names: dict[str, list[str]] = {}
         self.on_sum: Callable[[str], object] = lambda module: None
 
-    def use_in(self, modules: Mapping[str, FSDPModule], names: Mapping[str, list[str]]) -> None:
+    def use_in(
+        self, modules: Mapping[str, FSDPModule], names: Mapping[str, list[str]], comms: Mapping[str, Comm]
+    ) -> None:
         """Carry the collectives of these modules: the model, then its parts in the order in which forward uses them.
 
-        `names` are those of the parameters of each.
+        `names` are those of the parameters of each; `comms`: the ranks that divide it, if they are others. Where that
+        is one rank, torch calls no collective.
         """
         for name, module in modules.items():
-            module.set_custom_all_gather(_AllGather(self, f"parameters/{name}"))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(self, name))  # type: ignore[arg-type]
+            comm = comms.get(name, self._comm)
+            if comm.size == 1:
+                continue
+            self._carried.update(names[name])
+            module.set_custom_all_gather(_AllGather(self, f"parameters/{name}", comm))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(self, name, comm))  # type: ignore[arg-type]
             if names[name]:
                 self.parameter_names |= {f"{kind}/{name}": names[name] for kind in ("parameters", "gradients")}
         for module, following in itertools.pairwise(modules.values()):
@@ -87,11 +95,11 @@ class FsdpCollectives:
         """End a step."""
         self._is_step = False
 
-    def has_summed(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is a view of a sum of this pass."""
-        return gradient.untyped_storage().data_ptr() in self._summed.values()
+    def has_summed(self, name: str, gradient: Tensor) -> bool:
+        """Return whether a gradient is a view of a sum of this pass, or of a parameter that one rank has."""
+        return name not in self._carried or gradient.untyped_storage().data_ptr() in self._summed.values()
 
-    def gather(self, name: str, own: Tensor, out: Tensor) -> dist.Work:
+    def gather(self, name: str, own: Tensor, out: Tensor, comm: Comm) -> dist.Work:
         """Begin to gather `own` of each rank into `out`. Collective: yes."""
         # Parameters of several dtypes are gathered as bytes.
         coding = self._coding if own.is_floating_point() else None
@@ -101,11 +109,11 @@ class FsdpCollectives:
             if coding is None:
                 out.set_(received)  # type: ignore[call-overload]
             else:
-                coding.decode(received, out.view(self._comm.size, -1))
+                coding.decode(received, out.view(comm.size, -1))
 
-        return _Gathering(_Running(self._comm.allgather(sent, name=name), sent, write), self._span)
+        return _Gathering(_Running(comm.allgather(sent, name=name), sent, write), self._span)
 
-    def sum(self, module: str, given: Tensor, out: Tensor) -> None:
+    def sum(self, module: str, given: Tensor, out: Tensor, comm: Comm) -> None:
         """Begin to sum the gradients of a module, and write this rank's shard to `out`. Collective: yes.
 
         `given` has a shard for each rank.
@@ -115,11 +123,11 @@ class FsdpCollectives:
             self.finish_pass()
         while len(self._running) >= _AT_ONCE or (self._running and self._running[0].done()):
             self._running.popleft().finish()
-        coding, shards = self._coding, given.view(self._comm.size, -1)
+        coding, shards = self._coding, given.view(comm.size, -1)
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).
         values = shards.float() if coding is not None or shards.dtype == torch.bfloat16 else shards
         sent = values if coding is None else coding.encode(values)
-        start = self._comm.reducescatter if coding is None else self._comm.alltoall
+        start = comm.reducescatter if coding is None else comm.alltoall
 
         def write(received: Tensor) -> None:
             if coding is None:
@@ -197,28 +205,28 @@ class _Memory:
 class _AllGather(_Memory):
     """The all-gather of one module: torch's protocol `AllGather`."""
 
-    def __init__(self, collectives: FsdpCollectives, name: str) -> None:
-        self._collectives, self._name = collectives, name
+    def __init__(self, collectives: FsdpCollectives, name: str, comm: Comm) -> None:
+        self._collectives, self._name, self._comm = collectives, name, comm
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         """Begin. FSDP waits for what is returned, also without `async_op`."""
-        return self._collectives.gather(self._name, input_tensor, output_tensor)
+        return self._collectives.gather(self._name, input_tensor, output_tensor, self._comm)
 
 
 class _ReduceScatter(_Memory):
     """The reduce-scatter of one module: torch's protocol `ReduceScatter`."""
 
-    def __init__(self, collectives: FsdpCollectives, module: str) -> None:
-        self._collectives, self._module = collectives, module
+    def __init__(self, collectives: FsdpCollectives, module: str, comm: Comm) -> None:
+        self._collectives, self._module, self._comm = collectives, module, comm
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Begin; `FsdpCollectives.finish_pass` waits."""
         assert op == dist.ReduceOp.SUM and not async_op
-        self._collectives.sum(self._module, input_tensor, output_tensor)
+        self._collectives.sum(self._module, input_tensor, output_tensor, self._comm)
 
 
 def make_collectives(parts: EngineParts) -> FsdpCollectives | None:

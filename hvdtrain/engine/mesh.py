@@ -16,6 +16,7 @@ from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
     DividedEngine,
+    norm_of_parts,
     own_rows,
     refuse_what_cannot_be_divided,
     updates_by_element,
@@ -29,9 +30,8 @@ from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.divided_copies import DividedCopies
-from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import StageParameter, divided_dim, group_size, is_divided, local
+from hvdtrain.state.divided import StageParameter, cuts, is_divided, local, share_count
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
 
@@ -241,21 +241,8 @@ class MeshEngine(DividedEngine):
         return gradients
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes.
-
-        Each rank adds its share of what several ranks hold.
-        """
-        by_holders: dict[int, list[Tensor]] = {}
-        for name, parameter in self._parameters.items():
-            rows = self._owned[name].parameter
-            if rows is not None and rows.grad is not None:
-                exchange = self._copies_of.get(name)
-                shares = exchange.ranks if isinstance(exchange, DividedCopies) else 1
-                by_holders.setdefault(self._comm.size // (_width(parameter) * shares), []).append(rows.grad)
-        parts = [squared_norm(held) / holders for holders, held in by_holders.items()]
-        none = torch.zeros((), dtype=torch.float64, device=local(next(self._model.parameters())).device)
-        squared = torch.stack([none, *parts]).sum().reshape(1)  # a rank may own nothing
-        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+        """Return the norm of the whole gradient. Collective: yes."""
+        return norm_of_parts(self._owned, self._comm, self._model)
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
@@ -284,13 +271,26 @@ _Copies = BetweenCopies | DividedCopies
 
 def _width(parameter: nn.Parameter) -> int:
     """Return how many ranks divide a parameter."""
-    if not is_divided(parameter) or divided_dim(parameter) is None:
-        return 1
-    return group_size(parameter)
+    return share_count(cuts(parameter)) if is_divided(parameter) else 1
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
     return lost_rank(error, "an exchange of activations") if is_lost_rank(error) else error
+
+
+def check_mesh(parts: EngineParts) -> None:
+    """Check that the ranks have the dimensions of a job.
+
+    Errors:
+        ConfigError: they do not, or ranks share a GPU.
+    """
+    parts.dimensions.check(parts.comm.size)
+    if getattr(parts.comm, "through_host", False) and parts.dimensions.pp == 1:
+        raise ConfigError(
+            f"{parts.dimensions.options}, but ranks share a GPU",
+            expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
+            next_step="start fewer ranks, or leave it out",
+        )
 
 
 def make_mesh_engine(parts: EngineParts) -> MeshEngine:
@@ -299,17 +299,11 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
     Errors:
         ConfigError: the ranks, the model or the optimizer cannot be divided.
     """
-    parts.dimensions.check(parts.comm.size)
+    check_mesh(parts)
     check = partial(
         refuse_what_cannot_be_divided, parts.model, parts.parameters, f"leave out {parts.dimensions.options}"
     )
     on_rank_0(parts.comm, check, name="divisible")  # others may have placeholders
-    if getattr(parts.comm, "through_host", False) and parts.dimensions.pp == 1:
-        raise ConfigError(
-            f"{parts.dimensions.options}, but ranks share a GPU",
-            expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
-            next_step="start fewer ranks, or leave it out",
-        )
     by_expert = parts.dimensions.tp == 1 and not any(
         whole
         for (_, p), whole in zip(

@@ -77,8 +77,8 @@ class EngineKind:
         shards: what it divides among ranks, as values of `--parallel.shard`, the usual one first. Name, shard and
             `groups` make one engine.
         groups: whether groups of `--parallel.dp_shard` ranks have copies of what is divided.
-        dimensions: whether ranks divide the model's matrices, experts or layers (`--parallel.tp`, `ep`, `pp`). Ranks of
-            any engine may divide sequences (`--parallel.cp`).
+        dimensions: how ranks may divide the model: its matrices ("tp"), experts ("ep"), layers ("pp"). Ranks of any
+            engine may divide sequences (`--parallel.cp`).
         elastic: whether ranks may join and leave.
         horovod: whether it needs Horovod, so that torchrun cannot start its ranks.
         casts_weights: whether it gives parameters in another format than the optimizer's to forward and backward. For
@@ -95,7 +95,7 @@ class EngineKind:
     compressions: tuple[str, ...]
     shards: tuple[str, ...] = ("none",)
     groups: bool = False
-    dimensions: bool = False
+    dimensions: tuple[str, ...] = ()
     elastic: bool = False
     horovod: bool = False
     casts_weights: bool = False
@@ -136,7 +136,7 @@ TABLE = (
         "horovod",
         "hvdtrain.engine.mesh:make_mesh_engine",
         tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback),
-        dimensions=True,
+        dimensions=("tp", "ep", "pp"),
         horovod=True,
         places_model=True,
     ),
@@ -145,7 +145,7 @@ TABLE = (
         "hvdtrain.engine.mesh:make_mesh_engine",
         ("none",),
         ("optimizer",),
-        dimensions=True,
+        dimensions=("tp", "ep", "pp"),
         horovod=True,
         places_model=True,
     ),
@@ -164,6 +164,15 @@ TABLE = (
         casts_weights=True,
         places_model=True,
         offloads=True,
+    ),
+    EngineKind(
+        "fsdp",
+        "hvdtrain.engine.mesh_fsdp:make_mesh_fsdp",
+        ("none",),
+        ("parameters", "none"),
+        dimensions=("tp", "ep"),
+        casts_weights=True,
+        places_model=True,
     ),
     EngineKind(
         "fsdp",
@@ -218,14 +227,16 @@ def find_engine(
     """
     check_compression(compression)
     name = compression.partition(":")[0]
-    every = [kind for kind in TABLE if kind.dimensions == dimensions.divides_model]
+    needed = dimensions.model_dimensions
+    every = [kind for kind in TABLE if needed <= {*kind.dimensions} and bool(needed) == bool(kind.dimensions)]
     kinds = [kind for kind in every if kind.name == engine and shard in kind.shards]
     kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
     if dimensions.divides_model and (kind is None or dp_shard is not None):
         raise ConfigError(
             f"{options} does not support {dimensions.options}",
-            expected="--parallel.engine horovod, --parallel.shard none or optimizer, without --parallel.dp_shard",
+            expected="--parallel.engine horovod with --parallel.shard none or optimizer, or (not with --parallel.pp)"
+            " --parallel.engine fsdp; without --parallel.dp_shard",
         )
     options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:

@@ -56,14 +56,18 @@ def rows_among(
     device: torch.device,
     prefix: str,
     spans: Spans | None = None,
+    *,
+    by_torch: bool = False,
 ) -> Rows:
     """Return an exchange among some ranks of a communicator, on a device. Collective: yes.
 
     It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
-    And it is the communicator's where ranks share a GPU, which NCCL does not support.
+    `by_torch`: torch also exchanges parameters and gradients, so this must be torch's. And it is the communicator's
+    where ranks share a GPU, which NCCL does not support.
     """
     through_host = getattr(comm, "through_host", False)
-    if through_host or by_nccl_of_horovod(comm, device) or isinstance(comm, ImaginedComm):
+    by_horovod = not by_torch and by_nccl_of_horovod(comm, device)
+    if through_host or by_horovod or isinstance(comm, ImaginedComm):
         rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
     else:
         rows = rows_by_torch(lasting_group(comm, ranks))

@@ -6,7 +6,9 @@
 // leaves the state as it was before init: another init may follow.
 //
 // When the thread ends, it empties the queue once more. A Python thread that checked `shut_down` just before it was set
-// may enqueue a tensor after Horovod has emptied the queue, and would wait for its result forever.
+// may enqueue a tensor after Horovod has emptied the queue, and would wait for its result forever. If such a thread does
+// so even after that, a thread of its own empties the queue: releasing a tensor takes Python's global lock, which the
+// one that enqueues may hold.
 //
 // Exceptions after init are thrown as before. Of the calls of `thread`, only the one that starts Horovod's thread has
 // two arguments.
@@ -14,6 +16,7 @@
 #ifndef HVDTRAIN_CAUGHT_START_H
 #define HVDTRAIN_CAUGHT_START_H
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -23,11 +26,20 @@
 
 namespace hvdtrain {
 
+inline std::atomic<bool> thread_is_over{false};
+
+inline void end_late_work(horovod::common::TensorQueue& queue) {
+  if (thread_is_over)
+    std::thread([&queue] { queue.FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR); }).detach();
+}
+
 template <class Loop> auto caught(Loop* loop) {
   return [loop](auto reference) {
     auto& state = reference.get();
+    thread_is_over = false;
     try {
       loop(state);
+      thread_is_over = true;
       state.process_set_table.Get(0).tensor_queue.FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR);
     } catch (const std::exception& error) {
       if (state.initialization_done)

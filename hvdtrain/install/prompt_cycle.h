@@ -2,7 +2,7 @@
 // when work is queued.
 //
 // AddToTensorQueue and AddToTensorQueueMulti queue work. Their argument gets a temporary object that rings at the end
-// of the whole statement, after the queue's lock is released. Work that a cycle puts back, because other ranks are not
+// of the whole statement, after the queue's lock is released; caught_start.h ends work that is queued too late. Work that a cycle puts back, because other ranks are not
 // ready, takes another path and does not ring. Of the calls of sleep_for, only the cycle's has a duration in
 // nanoseconds; the others wait in milliseconds for initialisation and the like, and stay as they are.
 //
@@ -28,10 +28,12 @@
 
 namespace hvdtrain {
 
-struct RingWork {
-  ~RingWork() {
+struct Queued {
+  horovod::common::TensorQueue& queue;
+  ~Queued() {
     if (prompt())
       work.ring();
+    end_late_work(queue);
   }
 };
 
@@ -67,7 +69,8 @@ inline void hvdtrain_sleep_for(chrono::nanoseconds rest_of_cycle) {
 } // namespace std
 
 #define sleep_for hvdtrain_sleep_for
-#define AddToTensorQueue(entry, message) AddToTensorQueue((::hvdtrain::RingWork(), entry), message)
-#define AddToTensorQueueMulti(entries, messages) AddToTensorQueueMulti((::hvdtrain::RingWork(), entries), messages)
+#define HVDTRAIN_QUEUED ::hvdtrain::Queued{process_set.tensor_queue}
+#define AddToTensorQueue(entry, message) AddToTensorQueue((HVDTRAIN_QUEUED, entry), message)
+#define AddToTensorQueueMulti(entries, messages) AddToTensorQueueMulti((HVDTRAIN_QUEUED, entries), messages)
 
 #endif

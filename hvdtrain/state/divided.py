@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,44 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tensor.whole if isinstance(tensor, StageParameter) else tuple(tensor.shape)
 
 
-def group_size(tensor: DTensor | StageParameter) -> int:
+class Cut(NamedTuple):
+    """How ranks divide a dimension of a tensor: rank r has part ``r // stride % parts``."""
+
+    dim: int
+    stride: int
+    parts: int
+
+    def part_of(self, rank: int) -> int:
+        """Return the number of a rank's part."""
+        return rank // self.stride % self.parts
+
+
+def share_count(shares: Sequence[Cut]) -> int:
     """Return how many ranks have all of a tensor together."""
-    return len(tensor.ranks) if isinstance(tensor, StageParameter) else tensor.device_mesh.size()
+    return math.prod(cut.parts for cut in shares)
+
+
+def share_of(rank: int, shares: Sequence[Cut]) -> int:
+    """Return which of the shares of a tensor a rank has, from 0."""
+    found = 0
+    for cut in shares:
+        found = found * cut.parts + cut.part_of(rank)
+    return found
+
+
+def cuts(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
+    """Return how a tensor is divided; each cut divides a part of those before it. Empty: each rank has all of it."""
+    if isinstance(tensor, StageParameter):
+        return (Cut(0, 1, len(tensor.ranks)),)
+    mesh = tensor.device_mesh
+    found = []
+    # FSDP is the first dimension of a mesh, and divides what the ranks of the second one hold.
+    for index, placement in reversed([*enumerate(tensor.placements)]):
+        assert not placement.is_partial()
+        if (dim := getattr(placement, "dim", None)) is not None:
+            ranks = mesh.mesh.movedim(index, 0).reshape(mesh.size(index), -1)[:, 0].tolist()
+            found.append(Cut(dim % tensor.dim(), ranks[1] - ranks[0] if ranks[1:] else 1, len(ranks)))
+    return tuple(found)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -80,39 +116,34 @@ def place_of(tensor: DTensor | StageParameter) -> Place:
             return Place(tensor.whole, (0,) * tensor.dim(), tensor.ranks[tensor.stage])
         others = sorted(rank for stage, ranks in enumerate(tensor.ranks) if stage != tensor.stage for rank in ranks)
         return Place(tensor.whole, (tensor.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
-    rank, dim = tensor.device_mesh.get_local_rank(), divided_dim(tensor)
-    if dim is None:
-        return Place(tuple(tensor.shape), (0,) * tensor.dim(), _ranks_at(tensor, range(tensor.device_mesh.size())))
-    length = tensor.shape[dim]
-    offset = [0] * tensor.dim()
-    offset[dim] = min(rank * -(-length // tensor.device_mesh.size()), length)
-    return Place(tuple(tensor.shape), tuple(offset), _ranks_at(tensor, range(rank, rank + 1)))
+    from torch.distributed import get_rank, get_world_size
+
+    own, divided = get_rank(), cuts(tensor)
+    offset, _ = _box(tensor, divided, own)
+    ranks = [rank for rank in range(get_world_size()) if share_of(rank, divided) == share_of(own, divided)]
+    return Place(tuple(tensor.shape), offset, tuple(ranks))
 
 
 def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
     """Return the ranks that hold a part."""
     if isinstance(tensor, StageParameter):
         return tensor.ranks[tensor.stage]
-    size, dim = tensor.device_mesh.size(), divided_dim(tensor)
-    length = size if dim is None else tensor.shape[dim]
-    return _ranks_at(tensor, range(-(-length // -(-length // size))))
-
-
-def divided_dim(tensor: DTensor | StageParameter) -> int | None:
-    """Return the dimension that is divided; None if each rank has the whole tensor."""
-    if isinstance(tensor, StageParameter):
-        return 0
-    assert tensor.device_mesh.ndim == 1 and not tensor.placements[0].is_partial()
-    dim: int | None = getattr(tensor.placements[0], "dim", None)
-    return dim if dim is None else dim % tensor.dim()
-
-
-def _ranks_at(tensor: DTensor, indices: range) -> tuple[int, ...]:
-    """Return the ranks with these indices in their group; each group of consecutive ranks divides the tensor."""
     from torch.distributed import get_world_size
 
-    size = tensor.device_mesh.size()
-    return tuple(rank for rank in range(get_world_size()) if rank % size in indices)
+    divided = cuts(tensor)
+    return tuple(rank for rank in range(get_world_size()) if all(_box(tensor, divided, rank)[1]))
+
+
+def _box(tensor: DTensor, divided: Sequence[Cut], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and shape of the part of a rank; the offset of an empty part is at the end of the tensor."""
+    offset, size = [0] * tensor.dim(), list(tensor.shape)
+    for cut in divided:
+        each = -(-size[cut.dim] // cut.parts)
+        begin = min(cut.part_of(rank) * each, size[cut.dim])
+        offset[cut.dim] += begin
+        size[cut.dim] = min(each, size[cut.dim] - begin)
+    ends = [begin if length else whole for begin, length, whole in zip(offset, size, tensor.shape, strict=True)]
+    return tuple(ends), tuple(size)
 
 
 def copy_of(parameter: nn.Parameter) -> Tensor:

@@ -38,7 +38,7 @@ def test_all_ranks_gather_equal_parameters(compression: str, dtype: torch.dtype)
         out = torch.full((3 * LENGTH,), float("nan"), dtype=dtype)
         own = out[comm.rank * LENGTH : (comm.rank + 1) * LENGTH]  # as FSDP gives it
         own.copy_(_values(comm.rank, LENGTH, dtype))
-        work = _make(comm, compression).gather("parameters/a", own, out)
+        work = _make(comm, compression).gather("parameters/a", own, out, comm)
         assert list(comm.in_flight) == ["parameters/a"]
         assert work.wait() and work.wait() and not comm.in_flight
         return out
@@ -51,7 +51,7 @@ def test_all_ranks_gather_equal_parameters(compression: str, dtype: torch.dtype)
 def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
     def body(comm: ThreadComm) -> None:
         out = torch.zeros(20, dtype=torch.uint8)
-        _make(comm, "int8").gather("parameters/a", torch.arange(10, dtype=torch.uint8) + comm.rank, out).wait()
+        _make(comm, "int8").gather("parameters/a", torch.arange(10, dtype=torch.uint8) + comm.rank, out, comm).wait()
         assert out.tolist() == [*range(10), *range(1, 11)]
 
     on_ranks(2, body)
@@ -64,7 +64,7 @@ def test_owners_get_the_sums_of_their_shards(compression: str, dtype: torch.dtyp
 
     def body(comm: ThreadComm) -> None:
         made, out = _make(comm, compression), torch.full((LENGTH,), float("nan"), dtype=dtype)
-        made.sum("a", _values(comm.rank, 3 * LENGTH, dtype), out)
+        made.sum("a", _values(comm.rank, 3 * LENGTH, dtype), out, comm)
         assert out.isnan().all() and list(comm.in_flight) == ["gradients/a"]
         made.finish_pass()
         assert made.has_summed(out[7:9]) and not made.has_summed(out.clone()) and not comm.in_flight
@@ -80,9 +80,9 @@ def test_few_sums_are_under_way_and_a_second_one_of_a_module_is_waited_for() -> 
         made = _make(comm)
         outs = [torch.zeros(LENGTH) for _ in range(6)]
         for number, out in enumerate(outs[:5]):
-            made.sum(f"{number}", _values(number, 2 * LENGTH), out)
+            made.sum(f"{number}", _values(number, 2 * LENGTH), out, comm)
             assert len(comm.in_flight) <= 2
-        made.sum("4", _values(5, 2 * LENGTH), outs[5])
+        made.sum("4", _values(5, 2 * LENGTH), outs[5], comm)
         assert not comm.in_flight
         for number, out in enumerate(outs):
             assert torch.equal(out, 2 * _values(number, 2 * LENGTH).view(2, -1)[comm.rank])
@@ -96,7 +96,7 @@ def test_waits_for_parameters_are_recorded_in_a_step_only() -> None:
     def body(comm: ThreadComm) -> None:
         spans = Spans()
         made = _make(comm, spans=spans)
-        gather: Any = lambda: made.gather("parameters/a", torch.zeros(1), torch.zeros(2)).wait()  # noqa: E731
+        gather: Any = lambda: made.gather("parameters/a", torch.zeros(1), torch.zeros(2), comm).wait()  # noqa: E731
         gather()
         made.finish()
         gather()

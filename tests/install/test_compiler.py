@@ -164,27 +164,34 @@ bool Handles::poll() {
 QUEUE_H = """
 #pragma once
 #include <atomic>
+namespace horovod { namespace common {
 struct TensorQueue {
   int AddToTensorQueue(int& entry, int& message) { put = entry; return message; }
   int AddToTensorQueueMulti(int& entry, int& message) { return AddToTensorQueue(entry, message); }
   void FinalizeTensorQueue(int status) { put = status; }
   std::atomic_int put{0};
 };
-namespace horovod { namespace common { const int SHUT_DOWN_ERROR = -1; } }
+const int SHUT_DOWN_ERROR = -1;
+struct ProcessSet { TensorQueue tensor_queue; };
+} }
 """
 CYCLE = """
 #include <thread>
 #include "tensor_queue.h"
-TensorQueue queue;
+horovod::common::ProcessSet process_set;
 int put(bool multi, int entry, int message) {
-  int status = multi ? queue.AddToTensorQueueMulti(entry, message) : queue.AddToTensorQueue(entry, message);
+  if (!multi) {
+    int status = process_set.tensor_queue.AddToTensorQueue(entry, message);
+    return status;
+  }
+  int status = process_set.tensor_queue.AddToTensorQueueMulti(entry, message);
   return status;
 }
 int cycle(std::chrono::nanoseconds most) {
   if (most > std::chrono::steady_clock::duration::zero())
     std::this_thread::sleep_for(most);
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return queue.put;
+  return process_set.tensor_queue.put;
 }
 """
 WAIT = """
@@ -280,7 +287,8 @@ def test_unasked_the_sources_do_what_they_did(program: Path) -> None:
     assert sleeps < looks / 10
 
 
-# As Horovod starts and joins its thread; ranks cannot meet at first. Then a tensor is enqueued after the loop is over.
+# As Horovod starts and joins its thread; ranks cannot meet at first. Then a tensor is enqueued after the loop is over,
+# and one when the thread has ended.
 MEETING = """
 #include <atomic>
 #include <cstdio>
@@ -289,7 +297,7 @@ MEETING = """
 #include <thread>
 #include "tensor_queue.h"
 struct Table {
-  struct { TensorQueue tensor_queue; } set;
+  horovod::common::ProcessSet set;
   auto& Get(int) { return set; }
 };
 struct State {
@@ -298,13 +306,18 @@ struct State {
   std::thread background;
   int tries = 0;
 } global;
+int enqueue() {
+  int tensor = 3, message = 0;
+  auto& process_set = global.process_set_table.Get(0);
+  process_set.tensor_queue.AddToTensorQueue(tensor, message);
+  return process_set.tensor_queue.put;
+}
 namespace {
 void Loop(State& state) {
   if (state.tries++ == 0) throw std::runtime_error("nobody is there");
   state.initialization_done = true;
   while (!state.shut_down) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  int tensor = 3, message = 0;
-  state.process_set_table.Get(0).tensor_queue.AddToTensorQueue(tensor, message);
+  enqueue();
 }
 }
 bool init() {
@@ -320,9 +333,12 @@ void shut_down() {
 int main() {
   for (int i = 0; i < 2; ++i) {
     std::printf("%d\\n", init());
+    if (i == 1) std::printf("%d\\n", enqueue());
     shut_down();
     std::printf("%d\\n", global.process_set_table.Get(0).tensor_queue.put.load());
   }
+  enqueue();
+  while (global.process_set_table.Get(0).tensor_queue.put != -1) std::this_thread::yield();
 }
 """
 
@@ -337,7 +353,7 @@ def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path, monkeypatch: py
     subprocess.run(argv, check=True, timeout=TIMEOUT_S)
     subprocess.run(["g++", "-pthread", "-o", made, source + ".o"], check=True, timeout=TIMEOUT_S)
     done = subprocess.run([made], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1", "-1"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1", "3", "-1"]), done.stderr
     assert "could not be initialized: nobody is there" in done.stderr
 
 

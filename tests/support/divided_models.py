@@ -28,7 +28,7 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
-ZERO = "--parallel.shard=optimizer"
+ZERO, FSDP = "--parallel.shard=optimizer", "--parallel.engine=fsdp"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -86,14 +86,20 @@ FOUR = {
     "tp2zero/wide": (TP + "2", ZERO, "--parallel.bucket_mib=0.25", *VARIANTS["wide"]),
     "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
     "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
+    "tp2fsdp/own": (TP + "2", FSDP, *VARIANTS["own"]),
+    "tp2fsdp/tied": (TP + "2", FSDP, *VARIANTS["tied"]),
+    "ep2fsdp/adamw": (EP + "2", FSDP, *VARIANTS["adamw"]),
+    "tp2ep4fsdp/averaged": (TP + "2", EP + "4", FSDP, *VARIANTS["averaged"]),
+    "tp2fsdp/bf16-weights": (TP + "2", FSDP, *ROUNDED["bf16-weights"]),
     "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
 }
 """Of four ranks."""
 STAGES = {
-    "experts": ((EP + "2",), (TP + "2", EP + "4"), ()),
+    "experts": ((EP + "2",), (TP + "2", EP + "4", FSDP), ()),
     "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
     "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", *VARIANTS["many"]), VARIANTS["many"]),
     "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
+    "rows": ((FSDP, *VARIANTS["own"]), (TP + "2", FSDP, *VARIANTS["own"]), VARIANTS["own"]),
 }
 """Options of a run on two, four and one rank, one after the other."""
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
-from hvdtrain.state.divided import group_size, is_divided, local
+from hvdtrain.state.divided import Cut, cuts, is_divided, local, share_count, share_of
 from hvdtrain.state.frozen import changed
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from hvdtrain.state.divided import StageParameter
 
 _ROW_BYTES = 8192
 _BITS = 16
@@ -27,7 +33,7 @@ class Drift:
 
     N hashes are equal if ``N * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
-    If groups of N ranks divide parameters, rank i of each group has the same parts: there is one more hash for each i.
+    If groups of ranks divide parameters, there is one more hash for each part that several ranks have.
 
     Attributes:
         every: steps between two checks; 0 for none.
@@ -42,11 +48,11 @@ class Drift:
 
     def __post_init__(self) -> None:
         """Find the groups."""
-        self._groups = _group_sizes(self.state.model, self.comm.size)
+        self._divisions = _divisions(self.state.model, self.comm.size)
 
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
-        found = [0] * (2 + 2 * sum(self._groups))
+        found = [0] * (2 + 2 * sum(map(share_count, self._divisions)))
         if self.comm.size == 1 or not self.every or self.state.progress.step % self.every:
             return found
         if self.state.exchange is not None:
@@ -54,10 +60,11 @@ class Drift:
         mine = tensors_hash(replicated(self.state.model))
         found[:2] = mine, mine * mine
         first = 2
-        for group in self._groups:
-            mine, place = tensors_hash(own_parts(self.state.model, group)), first + 2 * (self.comm.rank % group)
+        for divided in self._divisions:
+            place = first + 2 * share_of(self.comm.rank, divided)
+            mine = tensors_hash(own_parts(self.state.model, divided))
             found[place : place + 2] = mine, mine * mine
-            first += 2 * group
+            first += 2 * share_count(divided)
         return found
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
@@ -66,7 +73,8 @@ class Drift:
         Errors:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        ranks = [self.comm.size, *(self.comm.size // group for group in self._groups for _ in range(group))]
+        counts = [1, *map(share_count, self._divisions)]
+        ranks = [self.comm.size // count for count in counts for _ in range(count)]
         if any(n * squares != total * total for n, total, squares in zip(ranks, sums[::2], sums[1::2], strict=True)):
             found = check_equal(self.state.model, self.comm, name="drift/found")
             self.share(found)
@@ -89,19 +97,24 @@ def replicated(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **persistent_buffers(model)}
 
 
-def own_parts(model: nn.Module, group: int) -> dict[str, Tensor]:
-    """Return this rank's parts of the parameters that groups of `group` ranks divide."""
+def own_parts(model: nn.Module, divided: tuple[Cut, ...]) -> dict[str, Tensor]:
+    """Return this rank's parts of the parameters that are divided in a way."""
     return {
         name: local(parameter)
         for name, parameter in model.named_parameters()
-        if is_divided(parameter) and group_size(parameter) == group
+        if is_divided(parameter) and _division(parameter) == divided
     }
 
 
-def _group_sizes(model: nn.Module, ranks: int) -> list[int]:
-    """Return how many ranks divide a parameter, where several groups of ranks do; equal on all ranks."""
-    sizes = {group_size(parameter) for parameter in model.parameters() if is_divided(parameter)}
-    return sorted(size for size in sizes if size < ranks)
+def _divisions(model: nn.Module, ranks: int) -> list[tuple[Cut, ...]]:
+    """Return how ranks divide parameters, where several have the same part; equal on all ranks."""
+    found = {_division(parameter) for parameter in model.parameters() if is_divided(parameter)}
+    return sorted(divided for divided in found if share_count(divided) < ranks)
+
+
+def _division(parameter: DTensor | StageParameter) -> tuple[Cut, ...]:
+    """Return the cuts of a parameter, as if each were of dimension 0: which ranks have the same part."""
+    return tuple(cut._replace(dim=0) for cut in cuts(parameter))
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
@@ -140,16 +153,19 @@ def check_frozen(state: TrainState) -> None:
         raise changed([*named][wrong[0]], "training has changed it")
 
 
-def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str, group: int = 1) -> dict[str, list[int]]:
+def find_unequal(
+    tensors: Mapping[str, Tensor], comm: Comm, *, name: str, divided: tuple[Cut, ...] = ()
+) -> dict[str, list[int]]:
     """Return the names of the tensors that are not bit-equal on all ranks, with the ranks that differ from rank 0.
 
-    With a `group`, ranks of the same remainder are compared: rank 5 of groups of 4 with rank 1. Equal on all ranks.
+    If they are `divided`, each rank is compared with the first one that has the same part. Equal on all ranks.
     Collective: yes.
     """
     if comm.size == 1:
         return {}
     everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
-    unequal = everyone != everyone[torch.arange(comm.size) % group]
+    first: dict[int, int] = {}
+    unequal = everyone != everyone[[first.setdefault(share_of(rank, divided), rank) for rank in range(comm.size)]]
     return {
         tensor: unequal[:, index].nonzero().view(-1).tolist()
         for index, tensor in enumerate(tensors)
@@ -165,11 +181,11 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
 
     Errors:
         DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or from
-            the rank of the first group with the same parts.
+            the first rank with the same part.
     """
     found = find_unequal(replicated(model), comm, name=name)
-    for group in _group_sizes(model, comm.size):
-        found |= find_unequal(own_parts(model, group), comm, name=name, group=group)
+    for divided in _divisions(model, comm.size):
+        found |= find_unequal(own_parts(model, divided), comm, name=name, divided=divided)
     parameters = dict(model.named_parameters())
     wrong = [tensor for tensor in found if tensor in parameters]
     if not wrong:

@@ -1,0 +1,125 @@
+"""The engine of ranks that divide matrices or experts; FSDP divides each part among the ranks with copies of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.mesh import Mesh, gather_hosts, subset
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.divisible import norm_of_parts
+from hvdtrain.engine.division import COPIES, PARTS, divide_model, mesh_of_parts
+from hvdtrain.engine.fsdp import FsdpEngine, divide_part
+from hvdtrain.engine.fsdp_checks import check_fsdp
+from hvdtrain.engine.fsdp_collectives import make_collectives
+from hvdtrain.engine.mesh import check_mesh
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.errors import ConfigError
+from hvdtrain.state.divided import is_divided
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class MeshFsdpEngine(FsdpEngine):
+    """Ranks divide the matrices or the experts of a model, and those with copies of a part divide its rows.
+
+    Before a block runs, a rank gathers the rest of its part from the ranks with copies, and frees it afterwards. While
+    it runs, ranks with other parts exchange activations with it.
+
+    Args:
+        parts: the model's parameters become those of rank 0.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._hosts = gather_hosts(parts.comm)
+        self._experts: list[str] = []  # names of modules
+        everyone = Mesh(parts.comm, parts.comm, list(range(parts.comm.size)))
+        super().__init__(parts, everyone, make_collectives(parts))
+        # See `_copy_view`. A model may return a view: what is outside of blocks stays gathered after forward.
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(parts.model).__name__}\) returned a view")
+
+    def _divide(self, parts: EngineParts, mesh: Mesh) -> None:
+        """Divide each block into parts, then this rank's part among the ranks with copies of it. Collective: yes."""
+        tp, experts = parts.dimensions.tp, parts.dimensions.experts
+        names = {module: name for name, module in parts.model.named_modules()}
+
+        def divide(part: nn.Module) -> None:
+            for module in _modules_of_experts(part, experts) if experts != tp else ():
+                module.register_forward_hook(_copy_view)
+                divide_part(parts, module, mesh_of_parts(parts, experts)[COPIES])
+                self._experts.append(names[module])
+            divide_part(parts, part, mesh_of_parts(parts, tp)[COPIES])
+
+        divide_model(parts, self._hosts, divide)
+
+    def _comms_of_modules(self, parts: EngineParts) -> Mapping[str, Comm]:
+        """Return the ranks with copies of this rank's part of each module, by its name. Collective: yes."""
+        comm, dimensions = parts.comm, parts.dimensions
+
+        def among(width: int) -> Comm:
+            ranks = dimensions.copies(comm.rank, comm.size, width)
+            if len(ranks) in (1, comm.size):
+                return SoloComm() if len(ranks) == 1 else comm
+            return subset(comm, ranks, self._hosts)
+
+        others = dict.fromkeys(self._modules, among(dimensions.tp))
+        return {**others, **dict.fromkeys(self._experts, among(dimensions.experts))}
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes."""
+        return norm_of_parts(self._owned, self._comm, self._model)
+
+
+def _modules_of_experts(part: nn.Module, ranks: int) -> list[nn.Module]:
+    """Return the modules with parameters of experts, which `ranks` ranks divide, and FSDP does not yet.
+
+    Errors:
+        ConfigError: one has other parameters, too.
+    """
+    found = []
+    for name, module in part.named_modules():
+        if any(_is_of_experts(parameter, ranks) for parameter in module.parameters(recurse=False)):
+            found.append(module)
+            others = [other for other, parameter in module.named_parameters() if not _is_of_experts(parameter, ranks)]
+            if others:
+                raise ConfigError(
+                    f"--parallel.engine fsdp with --parallel.ep: {name} has experts, and {others[0]}, which is of none",
+                    expected="a module of experts that has parameters of experts only",
+                    next_step="move the other parameters to another module, or --parallel.engine horovod",
+                    everywhere=True,
+                )
+    return found
+
+
+def _is_of_experts(parameter: nn.Parameter, ranks: int) -> bool:
+    mesh = cast("DTensor", parameter).device_mesh if is_divided(parameter) else None
+    return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (PARTS,))
+
+
+def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    """Return an output that is no view: an operation on one in place removes the hook that gathers for backward."""
+    return output.clone() if output._is_view() else output
+
+
+def make_mesh_fsdp(parts: EngineParts) -> MeshFsdpEngine:
+    """Make the engine. Collective: yes.
+
+    Errors: those of `check_mesh` and `check_fsdp`; ConfigError: no part has copies.
+    """
+    check_mesh(parts)
+    check_fsdp(parts)
+    dimensions = parts.dimensions
+    if parts.comm.size == dimensions.tp:
+        raise ConfigError(
+            f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
+            expected=f"a multiple of {dimensions.tp} ranks",
+            found=f"{parts.comm.size} ranks, which hold one copy of each part",
+            next_step="--parallel.engine horovod, or start more ranks",
+            everywhere=True,
+        )
+    return MeshFsdpEngine(parts)
