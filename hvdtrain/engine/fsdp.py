@@ -159,8 +159,8 @@ class FsdpEngine(DividedEngine):
         if parameter.grad is None:
             return
         rows, parameter.grad = local(parameter.grad), None
-        if self._collectives is not None:
-            assert self._collectives.has_summed(name, rows), "torch has copied an unfinished sum"
+        if self._collectives is not None and name in self._collectives.carried:
+            assert self._collectives.has_summed(rows), "torch has copied an unfinished sum"
         self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
 
     def _which_are_trained(self) -> list[bool]:

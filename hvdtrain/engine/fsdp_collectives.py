@@ -46,6 +46,7 @@ class FsdpCollectives:
 
     Attributes:
         parameter_names: names of the parameters in each collective, by its name.
+        carried: names of the parameters that are in one.
         on_sum: called with the name of a module when a sum of its gradients has arrived.
     """
 
@@ -54,8 +55,8 @@ class FsdpCollectives:
         self._is_step = False
         self._running: deque[_Running] = deque()
         self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by module
-        self._carried: set[str] = set()  # names of parameters
         self.parameter_names: dict[str, list[str]] = {}
+        self.carried: set[str] = set()
         self.on_sum: Callable[[str], object] = lambda module: None
 
     def use_in(
@@ -70,7 +71,7 @@ class FsdpCollectives:
             comm = comms.get(name, self._comm)
             if comm.size == 1:
                 continue
-            self._carried.update(names[name])
+            self.carried.update(names[name])
             module.set_custom_all_gather(_AllGather(self, f"parameters/{name}", comm))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_ReduceScatter(self, name, comm))  # type: ignore[arg-type]
             if names[name]:
@@ -95,9 +96,9 @@ class FsdpCollectives:
         """End a step."""
         self._is_step = False
 
-    def has_summed(self, name: str, gradient: Tensor) -> bool:
-        """Return whether a gradient is a view of a sum of this pass, or of a parameter that one rank has."""
-        return name not in self._carried or gradient.untyped_storage().data_ptr() in self._summed.values()
+    def has_summed(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is a view of a sum of this pass."""
+        return gradient.untyped_storage().data_ptr() in self._summed.values()
 
     def gather(self, name: str, own: Tensor, out: Tensor, comm: Comm) -> dist.Work:
         """Begin to gather `own` of each rank into `out`. Collective: yes."""
