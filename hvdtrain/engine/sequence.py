@@ -23,9 +23,17 @@ from hvdtrain.task.base import SequencePart, Task
 
 
 def divide_sequences(
-    task: Task, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
+    task: Task,
+    comm: Comm,
+    dimensions: Dimensions,
+    device: torch.device,
+    spans: Spans | None = None,
+    *,
+    by_torch: bool = False,
 ) -> Task:
     """Return the task with the loss over this rank's part of each sequence. Collective: yes.
+
+    `by_torch`: whether torch exchanges the parameters.
 
     Errors:
         ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.
@@ -37,7 +45,7 @@ def divide_sequences(
     refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
-    rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans)
+    rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans, by_torch=by_torch)
     part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))
     found = task.by_part(part)
     loss, metrics = found if isinstance(found, tuple) else (found, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 _MOST = {"ep": 64, "tp": 8, "cp": 8}
 """Ranks that divide experts, matrices or sequences in the meshes that are tried, in this order."""
+_FSDP = "fsdp"
+"""The end of a mesh with `--parallel.engine fsdp`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Line:
         micro_batch: samples, if the largest that fits was looked for.
         step_s, step_interval_s: of a step; None if not predicted.
         no_step: why the step was not predicted; else empty.
-        mesh: such as tp2xep4; empty for a value of `--parallel.shard`.
+        mesh: such as tp2xep4 or tp2xfsdp; empty for a value of `--parallel.shard`.
         proposed: whether it is the best one that fits.
     """
 
@@ -46,17 +49,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options."""
+    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options.
+
+    Attributes:
+        family: the dimension of an automatic mesh, and whether it is with FSDP; empty for other ways.
+    """
 
     shard: str
     options: tuple[str, ...]
     mesh: str = ""
-    is_automatic: bool = False
-
-    @property
-    def family(self) -> str:
-        """The dimension of an automatic mesh; empty for others."""
-        return self.mesh.rstrip("0123456789") if self.is_automatic else ""
+    family: str = ""
 
 
 def fits_in(memory: Memory, gib: float | None) -> bool:
@@ -72,17 +74,26 @@ def shard_options(shard: str) -> tuple[str, ...]:
 def meshes_to_try(text: str | None, count: int) -> Iterator[Way]:
     """Yield the meshes to try. Errors: ConfigError: one is not a mesh."""
     if text in (None, "auto"):
-        for name, most in _MOST.items():
+        for more, (name, most) in product(("", f"x{_FSDP}"), _MOST.items()):
             width = 2
             while width <= min(most, count) and count % width == 0:
-                yield Way("none", (f"--parallel.{name}={width}",), f"{name}{width}", is_automatic=True)
+                yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
                 width *= 2
         return
     for mesh in text.split(",") if text not in (None, "none") else []:
-        parts = [re.fullmatch(r"(ep|tp|cp)(\d+)", part) for part in mesh.split("x")]
-        if not all(parts):
-            raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4", found=mesh)
-        yield Way("none", tuple(f"--parallel.{part[1]}={part[2]}" for part in parts if part), mesh)
+        if not re.fullmatch(rf"(ep|tp|cp)\d+(x(ep|tp|cp)\d+)*(x{_FSDP})?", mesh):
+            raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4,tp2xfsdp", found=mesh)
+        yield _way(mesh)
+
+
+def _way(mesh: str) -> Way:
+    shard = "parameters" if mesh.endswith(_FSDP) else "none"
+    return Way(shard, tuple(option.replace(" ", "=") for option in _mesh_options(mesh)), mesh)
+
+
+def _mesh_options(mesh: str) -> list[str]:
+    parts = mesh.split("x")
+    return [f"--parallel.engine {part}" if part == _FSDP else f"--parallel.{part[:2]} {part[2:]}" for part in parts]
 
 
 def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]]:
@@ -117,7 +128,7 @@ def _options(line: Line) -> str:
     """Return the options of a line."""
     modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
     if line.mesh:
-        found = [f"--parallel.{part[:2]} {part[2:]}" for part in line.mesh.split("x")]
+        found = _mesh_options(line.mesh)
     else:
         found = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
     return " ".join([*found, *modes])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine import token_exchange
 from hvdtrain.engine.token_exchange import TokenExchange, exchange_rows, rows_among, rows_by_comm
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -78,6 +80,17 @@ def test_results_and_gradients_are_those_of_all_experts_on_one_rank(
     pairs = sum(own.rows for own, *_ in found)
     empty = sum(own.rows == 1 and choice == "one rank" and rank > 0 for rank, (own, *_) in enumerate(found))
     assert pairs - empty == 2 * sum(tokens)  # no token is dropped, none is sent twice
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_where_torch_exchanges_parameters_on_gpus_it_exchanges_activations(
+    by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod begins its collectives in another order than torch."""
+    monkeypatch.setattr(token_exchange, "by_nccl_of_horovod", lambda comm, device: True)
+    monkeypatch.setattr(token_exchange, "lasting_group", lambda comm, ranks: None)
+    rows = rows_among(SoloComm(), [0], ["host"], torch.device("cpu"), "experts", by_torch=by_torch)
+    assert rows.__qualname__.partition(".")[0] == ("rows_by_torch" if by_torch else "rows_by_comm")
 
 
 def test_ranks_that_share_a_gpu_exchange_by_their_communicator() -> None:

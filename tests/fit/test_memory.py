@@ -239,11 +239,16 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
     assert not any(line["proposed"] for line in every.values()), "without --gib"
     few = ("--ranks=4", f"--gib={peaks['cp2'] / 2**30}", "--shards=none")
     found = _lines(tmp_path, *few)
-    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2"], "and no larger ones of those that fit"
-    assert found["cp2"]["memory"]["waited_for"] < found["tp2"]["memory"]["waited_for"]
-    assert [name for name, line in found.items() if line["proposed"]] == ["cp2"]
+    with_fsdp = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp"]
+    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2", *with_fsdp], "and no larger ones of those that fit"
+    for name in ("ep2", "tp2", "cp2"):
+        assert found[f"{name}xfsdp"]["memory"]["optimizer"] < 0.6 * found[name]["memory"]["optimizer"]
+    fitting = {name: each for name, line in found.items() if (each := line["memory"])["peak"] <= peaks["cp2"]}
+    assert 2 < len(fitting) < len(found)
+    best = min(fitting, key=lambda name: fitting[name]["waited_for"])
+    assert [name for name, line in found.items() if line["proposed"]] == [best]
     more = _lines(tmp_path, "--ranks=4", f"--gib={peaks['ep2'] / 2**30}", "--shards=none")
-    assert [*more] == ["none", "ep2", "tp2", "cp2"], "not ep4, as ep2 fits"
+    assert [*more] == ["none", "ep2", "tp2", "cp2", *with_fsdp], "not ep4, as ep2 fits"
     assert [*_lines(tmp_path, "--ranks=4", "--gib=1", "--shards=none")] == ["none"], "no mesh, as it fits without"
     for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
         with pytest.raises(ConfigError, match=message):

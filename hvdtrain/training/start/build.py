@@ -81,7 +81,8 @@ def engine_of_worker(
     Where ranks divide sequences, the worker's task has the loss of this rank's part from now on.
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
-    worker.task = divide_sequences(worker.task, comm, dimensions, worker.device, spans)
+    by_torch = parallel.engine == "fsdp" and (parallel.compression == "none" or parallel.dp_shard is not None)
+    worker.task = divide_sequences(worker.task, comm, dimensions, worker.device, spans, by_torch=by_torch)
     worker.task = end_with_stage(worker.task, dimensions)
 
     def make(ranks: Comm, compression: str) -> Engine:
