@@ -143,7 +143,7 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     engine_of(run.config)
     dimensions = dimensions_of(run.config)
     if rank_info(environ()).launcher == NO_LAUNCHER:
-        ranks = options.ranks or 2 * max(dimensions.same_samples, dimensions.ep)
+        ranks = options.ranks or 2 * max(dimensions.same_samples, dimensions.ep * dimensions.pp)
         dimensions.check(ranks)
         start = [sys.executable, "-m", "hvdtrain.cli.start", "-np", str(ranks), "--", "verify", "plan", *argv]
         return subprocess.run(start, check=False).returncode

@@ -1,15 +1,15 @@
 """How many ranks divide the matrices, sequences, experts or layers, and which hold copies of the same part. Pure.
 
 Ranks that divide a matrix (tp) are neighbours, because they exchange the most; then those that divide a sequence (cp),
-and those that divide the experts (ep). The others are copies of them, with other samples. Without these, the stages of
-a pipeline (pp) are neighbours.
+and those that divide the experts (ep); then copies of them, with other samples. All of these have the same layers: they
+are a stage of a pipeline (pp). The stages follow each other, because they exchange the least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product, starmap
 
 from hvdtrain.errors import ConfigError
 
@@ -22,7 +22,7 @@ class Dimensions:
         tp: that divide each matrix of a block, and have the same samples.
         ep: that divide the experts of a layer; a multiple of `tp`, or 1.
         cp: that divide each sequence, and have the same samples.
-        pp: that divide the layers, as stages of a pipeline, and have the same samples; all others are 1 then.
+        pp: that divide the layers, as stages of a pipeline, and have the same samples.
     """
 
     tp: int = 1
@@ -64,23 +64,15 @@ class Dimensions:
         Errors:
             ConfigError: they do not; with the nearest ones that fit.
         """
-        if self.pp > 1 and self != Dimensions(pp=self.pp):
-            raise ConfigError(
-                f"--parallel.pp {self.pp} does not support {replace(self, pp=1).options}",
-                expected="one of them",
-                next_step="leave out the others",
-                everywhere=True,
-            )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
-        every = [Dimensions(*each) for each in product(divisors, repeat=3)] + [Dimensions(pp=each) for each in divisors]
-        fitting = [each for each in every if each and each._fits(size)]
+        fitting = [each for each in starmap(Dimensions, product(divisors, repeat=4)) if each and each._fits(size)]
         nearest = min(fitting, key=self._distance, default=None)
         raise ConfigError(
             f"{size} rank(s) do not have the dimensions {self.options}",
-            expected="--parallel.tp times --parallel.cp, --parallel.ep, and --parallel.pp divide the number of ranks;"
-            " --parallel.ep is 1 or a multiple of --parallel.tp",
+            expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
+            " divide the ranks of a stage; --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
             everywhere=True,
         )
@@ -91,16 +83,18 @@ class Dimensions:
         Errors:
             ConfigError: it has fewer.
         """
-        if self.pp > 1 and passes // (size // self.pp) < self.pp:
+        own = passes // (size // self.same_samples)
+        if self.pp > 1 and own < self.pp:
             raise ConfigError(
-                f"{self.options}, but a pipeline has {passes // (size // self.pp)} micro-batch(es) in a step",
+                f"{self.options}, but a pipeline has {own} micro-batch(es) in a step",
                 expected=f"{self.pp} or more, as many as stages; four times as many keep them busy",
                 next_step="a larger --train.global_batch, a smaller --train.micro_batch, or fewer stages",
                 everywhere=True,
             )
 
     def _fits(self, size: int) -> bool:
-        return size % self.same_samples == 0 and size % self.ep == 0 and (self.ep == 1 or self.ep % self.tp == 0)
+        fits_stages = size % self.same_samples == 0 and size % (self.ep * self.pp) == 0
+        return fits_stages and (self.ep == 1 or self.ep % self.tp == 0)
 
     def _distance(self, other: Dimensions) -> int:
         return sum(abs(mine - theirs) for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
@@ -111,8 +105,20 @@ class Dimensions:
         return list(range(first, first + width))
 
     def copies(self, rank: int, size: int, width: int) -> list[int]:
-        """Return the ranks that hold the same part, with this one, of what `width` of `size` ranks divide."""
-        return list(range(rank % width, size, width))
+        """Return the ranks that hold the same part, with this one, of what `width` ranks of its stage divide."""
+        ranks = self.stage(rank, size)
+        return list(ranks[rank % width :: width])
+
+    def stage(self, rank: int, size: int) -> range:
+        """Return the ranks with the same layers as this one of `size`."""
+        length = size // self.pp
+        first = rank // length * length
+        return range(first, first + length)
+
+    def pipeline(self, rank: int, size: int) -> list[int]:
+        """Return the ranks that a micro-batch of this one passes through, in this order."""
+        length = size // self.pp
+        return list(range(rank % length, size, length))
 
     def sequence(self, rank: int) -> list[int]:
         """Return the ranks that divide the sequences of a rank, with it, in the order of the parts."""
@@ -125,8 +131,8 @@ class Dimensions:
         if not self or size == 1:
             return []
         self.check(size)
-        found = [self.copies(rank, size, width) for width in (self.tp, self.pp) for rank in range(width)]
-        found += [self.copies(rank, size, self.experts) for rank in range(self.experts)]
+        widths = (self.tp, self.experts)
+        found = [self.copies(rank, size, width) for width in widths for rank in range(size)]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         found += [self.sequence(rank) for rank in range(size)]
         return [list(ranks) for ranks in dict.fromkeys(map(tuple, found)) if 1 < len(ranks) < size]
@@ -136,18 +142,18 @@ class Dimensions:
         groups = size // self.same_samples
         own = f"{groups} groups of ranks have their own samples" if groups > 1 else "all ranks have the same samples"
         lines = [own if self.same_samples > 1 else "each rank has its own samples"]
-        tensors, experts, stages = (
-            [self.block(rank, width) for rank in range(size)] for width in (self.tp, self.experts, self.pp)
-        )
+        tensors, experts = ([self.block(rank, width) for rank in range(size)] for width in (self.tp, self.experts))
+        length = size // self.pp
+        if self.pp > 1:
+            stages = [self.stage(rank, size) for rank in self.pipeline(0, size)]
+            lines.append(f"  the layers of a stage, in this order: ranks {_first_few(stages)}")
         for what, found, copies in (
-            ("the same samples, and a part of each matrix", tensors, f"; {size // self.tp} x each part"),
+            ("the same samples, and a part of each matrix", tensors, f"; {length // self.tp} x each part"),
             ("a part of each sequence", [self.sequence(rank) for rank in range(size)], ""),
-            ("a part of the experts", experts, f"; {size // self.experts} x each part"),
-            ("a part of the layers, in this order", stages, f"; {size // self.pp} x each part"),
+            ("a part of the experts", experts, f"; {length // self.experts} x each part"),
         ):
             if len(found[0]) > 1:
-                shown = [*dict.fromkeys(map(_shown, found))]
-                lines.append(f"  {what}: ranks {', '.join(shown[:4])}{', ...' if shown[4:] else ''}{copies}")
+                lines.append(f"  {what}: ranks {_first_few(found)}{copies}")
         return lines
 
     def samples(self, rank: int, size: int) -> tuple[int, int, bool]:
@@ -155,12 +161,13 @@ class Dimensions:
 
         Of the ranks with the same samples, one does.
         """
-        same = self.same_samples
-        return rank // same, size // same, rank % same == 0
+        stage, width = self.stage(rank, size), self.tp * self.cp
+        place, within = divmod(rank - stage[0], width)
+        return place, len(stage) // width, within == 0 and not stage[0]
 
-    def loss_counts(self, rank: int) -> bool:
-        """Return whether the loss of a rank counts: of a pipeline, only the last one has it."""
-        return self.pass_counts(rank) and rank % self.pp == self.pp - 1
+    def loss_counts(self, rank: int, size: int) -> bool:
+        """Return whether the loss of a rank of `size` counts: of a pipeline, only the last stage has it."""
+        return self.pass_counts(rank) and self.stage(rank, size)[-1] == size - 1
 
     def pass_counts(self, rank: int) -> bool:
         """Return whether what a rank counts in a pass counts: of those that divide matrices, all count the same."""
@@ -181,6 +188,11 @@ def check_divides(option: str, ranks: int, count: int, what: str, next_step: str
             next_step=next_step,
             everywhere=True,
         )
+
+
+def _first_few(groups: Iterable[Sequence[int]]) -> str:
+    shown = [*dict.fromkeys(map(_shown, groups))]
+    return f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''}"
 
 
 def _shown(ranks: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,38 @@ from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.memory import return_freed_memory
-from hvdtrain.state.divided import is_divided, take_rows
+from hvdtrain.state.divided import is_divided, name_of_parts, take_rows
 from hvdtrain.state.sync import broadcast_parameters
 
-COPIES, PARTS = "copies", "parts"
-"""Names of the dimensions of meshes."""
+COPIES = "copies"
+"""Name of the dimension of a mesh of ranks with copies of a part; see `name_of_parts`."""
 
 _GROUP_BYTES = 16 << 20
 _EXCHANGE = "hvdtrain"
 """Name of our exchange of tokens in transformers' registry."""
 
 
-def divide_model(parts: EngineParts, hosts: list[Any], divide: Callable[[nn.Module], object] | None = None) -> None:
+class Layers(Protocol):
+    """The layers of this rank, in a pipeline."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has a parameter, or a part of it."""
+
+    def take(self, name: str, value: Tensor) -> Tensor:
+        """Return the whole parameter on the device, or on ranks of other stages one without elements."""
+
+
+def divide_model(
+    parts: EngineParts,
+    hosts: list[Any],
+    divide: Callable[[nn.Module], object] | None = None,
+    layers: Layers | None = None,
+) -> None:
     """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
 
     `hosts`: of all ranks, as of `gather_hosts`. `divide` is called with each block, and then with the model, when it
-    has this rank's parts, and may divide them among their copies, by torch. The model, or all of it that this rank
-    holds, is on the device then. Collective: yes.
+    has this rank's parts, and may divide them among their copies, by torch. `layers`: of this rank, if not all. The
+    model, or all of it that this rank holds, is on the device then. Collective: yes.
 
     Errors:
         ConfigError: transformers is too old, or the model cannot be divided.
@@ -61,12 +76,12 @@ def divide_model(parts: EngineParts, hosts: list[Any], divide: Callable[[nn.Modu
     for name, other in ties.items():
         _set(model, name, model.get_parameter(other))
 
-    tensors = mesh_of_parts(parts, dimensions.tp)[PARTS] if dimensions.tp > 1 else None
+    tensors = mesh_of_parts(parts, dimensions.tp)[name_of_parts(dimensions.pp)] if dimensions.tp > 1 else None
     if tensors is not None:
         apply_tensor_parallelism(model, tensors, tensor_styles)
     if expert_styles:
         ranks = dimensions.block(comm.rank, dimensions.experts)
-        experts = mesh_of_parts(parts, dimensions.experts)[PARTS]
+        experts = mesh_of_parts(parts, dimensions.experts)[name_of_parts(dimensions.pp)]
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
@@ -76,21 +91,24 @@ def divide_model(parts: EngineParts, hosts: list[Any], divide: Callable[[nn.Modu
     layout = dict(model.named_parameters())
 
     def take(name: str, value: Tensor) -> Tensor:
+        if layers is not None and not (layers.holds(name) and is_divided(layout[name])):
+            return layers.take(name, value)
         return take_rows(value, layout[name], parts.device) if is_divided(layout[name]) else value.to(parts.device)
 
     distribute(parts, whole, ties, take, divide)
 
 
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
-    """Return the mesh of all ranks: `width` of them divide something (`PARTS`), the others have `COPIES` of it.
+    """Return the mesh of the ranks of a stage: `width` of them divide something, the others have `COPIES` of it.
 
     Collective: yes.
     """
     comm, dimensions = parts.comm, parts.dimensions
     ranks = dimensions.copies(comm.rank, comm.size, width), dimensions.block(comm.rank, width)
     groups = [lasting_group(comm, each) for each in ranks]
-    every = torch.arange(comm.size).view(-1, width)
-    return DeviceMesh.from_group(groups, parts.device.type, every, mesh_dim_names=(COPIES, PARTS))
+    every = torch.tensor(dimensions.stage(comm.rank, comm.size)).view(-1, width)
+    names = (COPIES, name_of_parts(dimensions.pp))
+    return DeviceMesh.from_group(groups, parts.device.type, every, mesh_dim_names=names)
 
 
 def distribute(

@@ -92,7 +92,7 @@ class MeshEngine(DividedEngine):
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
         found: list[tuple[list[str], _Copies | None]] = []
-        for width in dict.fromkeys((dimensions.tp, dimensions.experts, dimensions.pp)):
+        for width in dict.fromkeys((dimensions.tp, dimensions.experts)):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
@@ -270,8 +270,9 @@ _Copies = BetweenCopies | DividedCopies
 
 
 def _width(parameter: nn.Parameter) -> int:
-    """Return how many ranks divide a parameter."""
-    return share_count(cuts(parameter)) if is_divided(parameter) else 1
+    """Return how many ranks of a stage divide a parameter."""
+    is_whole = isinstance(parameter, StageParameter) or not is_divided(parameter)
+    return 1 if is_whole else share_count(cuts(cast("DTensor", parameter)))
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
@@ -285,7 +286,7 @@ def check_mesh(parts: EngineParts) -> None:
         ConfigError: they do not, or ranks share a GPU.
     """
     parts.dimensions.check(parts.comm.size)
-    if getattr(parts.comm, "through_host", False) and parts.dimensions.pp == 1:
+    if getattr(parts.comm, "through_host", False) and parts.dimensions.experts > 1:
         raise ConfigError(
             f"{parts.dimensions.options}, but ranks share a GPU",
             expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
@@ -311,7 +312,7 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
         )
         if p.dim() > 2
     )
-    if not (updates_by_element(parts.optimizer) or by_expert or parts.dimensions.pp > 1):
+    if not (updates_by_element(parts.optimizer) or by_expert or parts.dimensions.experts == 1):
         raise ConfigError(
             f"{parts.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
             expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"

@@ -12,14 +12,14 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import Mesh, gather_hosts, subset
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
-from hvdtrain.engine.division import COPIES, PARTS, divide_model, mesh_of_parts
+from hvdtrain.engine.division import COPIES, divide_model, mesh_of_parts
 from hvdtrain.engine.fsdp import FsdpEngine, divide_part
 from hvdtrain.engine.fsdp_checks import check_fsdp
 from hvdtrain.engine.fsdp_collectives import make_collectives
 from hvdtrain.engine.mesh import check_mesh
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError
-from hvdtrain.state.divided import is_divided
+from hvdtrain.state.divided import is_divided, name_of_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -98,7 +98,7 @@ def _modules_of_experts(part: nn.Module, ranks: int) -> list[nn.Module]:
 
 def _is_of_experts(parameter: nn.Parameter, ranks: int) -> bool:
     mesh = cast("DTensor", parameter).device_mesh if is_divided(parameter) else None
-    return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (PARTS,))
+    return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (name_of_parts(1),))
 
 
 def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:

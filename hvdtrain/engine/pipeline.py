@@ -24,7 +24,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
-from hvdtrain.engine.division import distribute
+from hvdtrain.engine.division import distribute, divide_model
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stages import EndOfStage, first_blocks, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
@@ -91,12 +91,12 @@ class Stage:
                 everywhere=True,
             )
         refuse_what_has_no_stages(model, self._option)
-        ranks = dimensions.block(comm.rank, count)
+        ranks = dimensions.pipeline(comm.rank, comm.size)
         self._number = ranks.index(comm.rank)
         self.to_end = count - self._number
         firsts = first_blocks(model, blocks, count)
         self._stage_of = stages_of(model, blocks, firsts, self._option)
-        self._ranks = [tuple(dimensions.copies(stage, comm.size, count)) for stage in range(count)]
+        self._ranks = [tuple(dimensions.stage(rank, comm.size)) for rank in ranks]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
         groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
         through_host = getattr(comm, "through_host", False)
@@ -104,7 +104,7 @@ class Stage:
         self._passes: deque[dict[str, Tensor]] = deque()
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
-        self._devices = [device] if device.type == "cuda" else []
+        self._device = device
         self._is_checked = not self._number  # the first stage computes all that its blocks get
         self._hooks: list[Any] = []
         for position, block in enumerate(blocks):
@@ -124,15 +124,23 @@ class Stage:
 
     def place(self, parts: EngineParts, hosts: list[Any]) -> None:
         """Give each rank its stage of rank 0's values. Collective: yes."""
-        stages = {name: self._stage_of[parameter] for name, parameter in parts.model.named_parameters()}
+        whole = dict(parts.model.named_parameters())
+        self._stage_by_name = {name: self._stage_of[parameter] for name, parameter in whole.items()}
         self._stage_of = {}
+        if parts.dimensions.experts > 1:
+            divide_model(parts, hosts, layers=self)
+        else:
+            distribute(parts, whole, {}, self.take)
 
-        def take(name: str, value: Tensor) -> Tensor:
-            is_held = stages[name] == self._number
-            held = value.to(parts.device) if is_held else value.new_empty(0, *value.shape[1:], device=parts.device)
-            return StageParameter(held, value.shape, stages[name], self._ranks)
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has a parameter, or a part of it."""
+        return self._stage_by_name[name] == self._number
 
-        distribute(parts, dict(parts.model.named_parameters()), {}, take)
+    def take(self, name: str, value: Tensor) -> Tensor:
+        """Return the whole parameter on the device, or on ranks of other stages one without elements."""
+        is_held = self.holds(name)
+        held = value.to(self._device) if is_held else value.new_empty(0, *value.shape[1:], device=self._device)
+        return StageParameter(held, value.shape, self._stage_by_name[name], self._ranks)
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.
@@ -145,7 +153,7 @@ class Stage:
             for value in (0.0, 1.0):
                 self._dry, self._others = value, []
                 try:
-                    with torch.no_grad(), torch.random.fork_rng(self._devices):
+                    with torch.no_grad(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                         call()
                 finally:
                     self._dry = None

@@ -44,7 +44,7 @@ class StartLine(Struct, tag_field="event", tag="start"):
         link: allreduces measured at the start: pairs of bytes and seconds.
         clock: offsets at the start; older versions have none.
         devices: of the ranks, the UUID of the GPU, or its PCI address; empty for CPUs. Older versions have none.
-        stages: of each pipeline; rank r is stage r % stages. Older versions have none.
+        consecutive_stages: number of stages of each pipeline, of equally many consecutive ranks.
     """
 
     version: int
@@ -57,7 +57,7 @@ class StartLine(Struct, tag_field="event", tag="start"):
     link: list[tuple[int, float]] = []
     clock: ClockLine | None = msgspec.field(default=None)
     devices: list[str] = []
-    stages: Annotated[int, Meta(gt=0)] = 1
+    consecutive_stages: Annotated[int, Meta(gt=0)] = 1
 
     def fits(self) -> bool:
         """Whether all lists have an entry for each rank."""

@@ -23,7 +23,7 @@ class StageParameter(nn.Parameter):
     Attributes:
         whole: its shape on the ranks that hold it.
         stage: which rank of each pipeline holds it.
-        ranks: of each stage; pipelines are consecutive ranks.
+        ranks: of each stage, which follow each other.
     """
 
     whole: tuple[int, ...]
@@ -72,6 +72,17 @@ class Cut(NamedTuple):
         return rank // self.stride % self.parts
 
 
+_PARTS = "parts"
+
+
+def name_of_parts(stages: int) -> str:
+    """Return the name of the dimension of a mesh of ranks that divide something, in a pipeline of some stages.
+
+    A tensor knows its mesh, and from this name, which ranks of the job have its stage.
+    """
+    return f"{_PARTS}/{stages}"
+
+
 def share_count(shares: Sequence[Cut]) -> int:
     """Return how many ranks have all of a tensor together."""
     return math.prod(cut.parts for cut in shares)
@@ -85,10 +96,22 @@ def share_of(rank: int, shares: Sequence[Cut]) -> int:
     return found
 
 
-def cuts(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
-    """Return how a tensor is divided; each cut divides a part of those before it. Empty: each rank has all of it."""
+def shares(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
+    """Return how ranks share a tensor, as cuts of dimension 0: by stages of a pipeline, then by parts."""
     if isinstance(tensor, StageParameter):
-        return (Cut(0, 1, len(tensor.ranks)),)
+        return (Cut(0, len(tensor.ranks[0]), len(tensor.ranks)),)
+    from torch.distributed import get_world_size
+
+    stages = next((int(name.partition("/")[2]) for name in tensor.device_mesh.mesh_dim_names or () if "/" in name), 1)
+    own = tuple(cut._replace(dim=0) for cut in cuts(tensor))
+    return (Cut(0, get_world_size() // stages, stages), *own) if stages > 1 else own
+
+
+def cuts(tensor: DTensor) -> tuple[Cut, ...]:
+    """Return how the ranks of a stage divide a tensor; each cut divides a part of those before it.
+
+    Empty: each rank has all of it.
+    """
     mesh = tensor.device_mesh
     found = []
     # FSDP is the first dimension of a mesh, and divides what the ranks of the second one hold.
@@ -118,9 +141,9 @@ def place_of(tensor: DTensor | StageParameter) -> Place:
         return Place(tensor.whole, (tensor.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
     from torch.distributed import get_rank, get_world_size
 
-    own, divided = get_rank(), cuts(tensor)
-    offset, _ = _box(tensor, divided, own)
-    ranks = [rank for rank in range(get_world_size()) if share_of(rank, divided) == share_of(own, divided)]
+    own, shared = get_rank(), shares(tensor)
+    offset, _ = _box(tensor, cuts(tensor), own)
+    ranks = [rank for rank in range(get_world_size()) if share_of(rank, shared) == share_of(own, shared)]
     return Place(tuple(tensor.shape), offset, tuple(ranks))
 
 
@@ -128,10 +151,11 @@ def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
     """Return the ranks that hold a part."""
     if isinstance(tensor, StageParameter):
         return tensor.ranks[tensor.stage]
-    from torch.distributed import get_world_size
+    from torch.distributed import get_rank, get_world_size
 
-    divided = cuts(tensor)
-    return tuple(rank for rank in range(get_world_size()) if all(_box(tensor, divided, rank)[1]))
+    divided, of_stage = cuts(tensor), shares(tensor)[: len(shares(tensor)) - len(cuts(tensor))]
+    ranks = (rank for rank in range(get_world_size()) if share_of(rank, of_stage) == share_of(get_rank(), of_stage))
+    return tuple(rank for rank in ranks if all(_box(tensor, divided, rank)[1]))
 
 
 def _box(tensor: DTensor, divided: Sequence[Cut], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

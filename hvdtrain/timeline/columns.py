@@ -117,7 +117,7 @@ class StepTable:
         clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
         devices: UUIDs of the ranks' GPUs; empty for CPUs, and where they are unknown.
         elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
-        stages: of each pipeline; rank r is stage r % stages.
+        stages: of each pipeline: equally many ranks with the same layers follow each other.
     """
 
     hosts: Sequence[str]

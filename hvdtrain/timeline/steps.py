@@ -131,7 +131,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         facts=[block.facts for block in blocks],
         clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + _device_error_us(head),
         elements=joined([block.elements or np.zeros((head.size, block.steps)) for block in blocks])[:, known],
-        stages=head.stages,
+        stages=head.consecutive_stages,
     )
     zeros: Numbers = [0.0] * head.size
     clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]

@@ -10,28 +10,37 @@ from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.errors import ConfigError
 
 FITTING = [
-    (size, Dimensions(tp, ep, cp))
-    for size, tp, ep, cp in product((2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8), (1, 2, 3))
-    if (tp, ep, cp) != (1, 1, 1) and size % (tp * cp) == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
-] + [(size, Dimensions(pp=pp)) for size, pp in ((2, 2), (8, 2), (8, 4), (12, 3))]
+    (size * pp, Dimensions(tp, ep, cp, pp))
+    for size, tp, ep, cp, pp in product((1, 2, 4, 8, 12), (1, 2, 4), (1, 2, 4, 8), (1, 2, 3), (1, 2, 3))
+    if (tp, ep, cp, pp) != (1, 1, 1, 1) and size % (tp * cp) == 0 and size % ep == 0 and (ep == 1 or ep % tp == 0)
+]
 
 
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_a_block_and_its_copies_share_one_rank(size: int, dimensions: Dimensions) -> None:
-    for width in (dimensions.tp, dimensions.experts, dimensions.pp):
+    for width in (dimensions.tp, dimensions.experts):
         for rank in range(size):
             block, copies = set(dimensions.block(rank, width)), set(dimensions.copies(rank, size, width))
-            assert block & copies == {rank} and (len(block), len(copies)) == (width, size // width)
+            assert block & copies == {rank} and (len(block), len(copies)) == (width, size // dimensions.pp // width)
             assert max(block) - min(block) == width - 1
+            assert block | copies <= {*dimensions.stage(rank, size)}
+
+
+@pytest.mark.parametrize(("size", "dimensions"), FITTING)
+def test_a_pipeline_has_a_rank_of_each_stage_with_the_same_samples_and_part(size: int, dimensions: Dimensions) -> None:
+    for rank in range(size):
+        ranks = dimensions.pipeline(rank, size)
+        stages = [dimensions.stage(each, size) for each in ranks]
+        assert rank in ranks and [each for stage in stages for each in stage] == [*range(size)]
+        assert len({dimensions.samples(each, size)[0] for each in ranks}) == 1
+        assert len({stage.index(each) for stage, each in zip(stages, ranks, strict=True)}) == 1
 
 
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) -> None:
     made = {tuple(group) for group in dimensions.groups(size)}
     for rank in range(size):
-        exchanging = [
-            dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts, dimensions.pp)
-        ]
+        exchanging = [dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts)]
         for ranks in [*exchanging, dimensions.sequence(rank)]:
             assert rank in ranks and (tuple(ranks) in made or len(ranks) in (1, size))
     assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
@@ -57,11 +66,11 @@ def test_each_part_of_a_sequence_counts_once(size: int, dimensions: Dimensions) 
         assert len(ranks) == dimensions.cp and all(dimensions.sequence(other) == ranks for other in ranks)
         assert len({dimensions.samples(other, size)[0] for other in ranks}) == 1
         part = (dimensions.samples(rank, size)[0], ranks.index(rank))
-        seen.setdefault(part, []).append(dimensions.loss_counts(rank))
+        seen.setdefault(part, []).append(dimensions.loss_counts(rank, size))
     together = dimensions.tp * dimensions.pp
     assert len(seen) == size // together
     assert all(sum(counts) == 1 and len(counts) == together for counts in seen.values())
-    assert all(counts[-1] for counts in seen.values() if dimensions.pp > 1)
+    assert all(any(counts[-dimensions.tp :]) for counts in seen.values())
 
 
 def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
@@ -85,14 +94,10 @@ def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimens
     assert caught.value.next_step == f"{nearest}, or another number of ranks"
 
 
-def test_a_pipeline_is_not_combined() -> None:
-    with pytest.raises(ConfigError, match=r"--parallel.pp 2 does not support --parallel.tp 2 --parallel.cp 2"):
-        Dimensions(2, 1, 2, 2).check(8)
-
-
 def test_each_pipeline_needs_as_many_passes_as_stages() -> None:
     Dimensions(pp=2).check_passes(4, 4)
     Dimensions(2, 2).check_passes(4, 1)
+    Dimensions(tp=2, pp=2).check_passes(4, 2)
     with pytest.raises(ConfigError, match=r"--parallel.pp 2, but a pipeline has 1 micro-batch.es. in a step") as caught:
         Dimensions(pp=2).check_passes(4, 3)
     assert str(caught.value.expected).startswith("2 or more")
@@ -118,7 +123,13 @@ def test_a_table_says_which_ranks_do_what_together() -> None:
     ]
     assert Dimensions(pp=2).table(6) == [
         "3 groups of ranks have their own samples",
-        "  a part of the layers, in this order: ranks 0-1, 2-3, 4-5; 3 x each part",
+        "  the layers of a stage, in this order: ranks 0-2, 3-5",
+    ]
+    assert Dimensions(tp=2, pp=2).table(8) == [
+        "2 groups of ranks have their own samples",
+        "  the layers of a stage, in this order: ranks 0-3, 4-7",
+        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 2 x each part",
+        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 2 x each part",
     ]
     assert Dimensions(2, 1, 2).table(4)[0] == "all ranks have the same samples"
     assert Dimensions(1, 2).table(12) == [

@@ -92,12 +92,15 @@ FOUR = {
     "tp2ep4fsdp/averaged": (TP + "2", EP + "4", FSDP, *VARIANTS["averaged"]),
     "tp2fsdp/bf16-weights": (TP + "2", FSDP, *ROUNDED["bf16-weights"]),
     "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
+    "pp2tp2/latent": (PP + "2", TP + "2"),
+    "pp2ep2/many": (PP + "2", EP + "2", *VARIANTS["many"]),
+    "pp2cp2/heads": (PP + "2", CP + "2", *VARIANTS["heads"]),
 }
 """Of four ranks."""
 STAGES = {
     "experts": ((EP + "2",), (TP + "2", EP + "4", FSDP), ()),
     "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
-    "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", *VARIANTS["many"]), VARIANTS["many"]),
+    "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", TP + "2", *VARIANTS["many"]), VARIANTS["many"]),
     "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
     "rows": ((FSDP, *VARIANTS["own"]), (TP + "2", FSDP, *VARIANTS["own"]), VARIANTS["own"]),
 }

@@ -29,7 +29,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
     if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch)) or stages < 2:
         return
-    passes = -(-batch // micro_batch) // max(1, size // stages)
+    sharing = stages * (facts.option("parallel", "tp") or 1) * (facts.option("parallel", "cp") or 1)
+    passes = -(-batch // micro_batch) // max(1, size // sharing)
     share = (stages - 1) / (stages - 1 + passes)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
@@ -37,7 +38,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     if waits is not None:
         cost = float(waits.mean())
         text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
-        by_stage = np.array([waits[np.arange(size) % stages == stage].mean() for stage in range(stages)])
+        by_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
         if by_stage.max() - by_stage.min() >= _HALF * cost:
             text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
     elif share >= _IDLE:

@@ -115,7 +115,7 @@ def _without_stages(work: Floats, stages: int) -> Floats:
 
     By the order of passes, the first stage is ready last. Ranks of one stage are compared, with the first of them.
     """
-    stage, of_rank = np.arange(len(work)) % stages, np.median(work, axis=1)
+    stage, of_rank = np.arange(len(work)) * stages // len(work), np.median(work, axis=1)
     usual = np.array([of_rank[stage == each].min() for each in range(stages)])
     return np.asarray(work + (usual.max() - usual)[stage, None])
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.errors import DriftError
-from hvdtrain.state.divided import Cut, cuts, is_divided, local, share_count, share_of
+from hvdtrain.state.divided import Cut, is_divided, local, share_count, share_of, shares
 from hvdtrain.state.frozen import changed
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-    from hvdtrain.state.divided import StageParameter
 
 _ROW_BYTES = 8192
 _BITS = 16
@@ -47,8 +42,8 @@ class Drift:
     warn: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        """Find the groups."""
-        self._divisions = _divisions(self.state.model, self.comm.size)
+        """Find out how ranks share parameters. Collective: yes."""
+        self._divisions = _divisions(self.state.model, self.comm)
 
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
@@ -102,19 +97,19 @@ def own_parts(model: nn.Module, divided: tuple[Cut, ...]) -> dict[str, Tensor]:
     return {
         name: local(parameter)
         for name, parameter in model.named_parameters()
-        if is_divided(parameter) and _division(parameter) == divided
+        if is_divided(parameter) and shares(parameter) == divided
     }
 
 
-def _divisions(model: nn.Module, ranks: int) -> list[tuple[Cut, ...]]:
-    """Return how ranks divide parameters, where several have the same part; equal on all ranks."""
-    found = {_division(parameter) for parameter in model.parameters() if is_divided(parameter)}
-    return sorted(divided for divided in found if share_count(divided) < ranks)
+def _divisions(model: nn.Module, comm: Comm) -> list[tuple[Cut, ...]]:
+    """Return how ranks share parameters, where several have the same part; equal on all ranks.
 
-
-def _division(parameter: DTensor | StageParameter) -> tuple[Cut, ...]:
-    """Return the cuts of a parameter, as if each were of dimension 0: which ranks have the same part."""
-    return tuple(cut._replace(dim=0) for cut in cuts(parameter))
+    Collective: yes, if ranks divide the model.
+    """
+    own = {shares(parameter) for parameter in model.parameters() if is_divided(parameter)}
+    everyone = allgather_json(comm, sorted(own), name="drift/divisions") if own else []
+    found = {tuple(Cut(*cut) for cut in divided) for each in everyone for divided in each}
+    return sorted(divided for divided in found if share_count(divided) < comm.size)
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
@@ -163,14 +158,14 @@ def find_unequal(
     """
     if comm.size == 1:
         return {}
-    everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
+    everyone = allgather_json(comm, dict(zip(tensors, digests(tensors.values()).tolist(), strict=True)), name=name)
     first: dict[int, int] = {}
-    unequal = everyone != everyone[[first.setdefault(share_of(rank, divided), rank) for rank in range(comm.size)]]
-    return {
-        tensor: unequal[:, index].nonzero().view(-1).tolist()
-        for index, tensor in enumerate(tensors)
-        if bool(unequal[:, index].any())
+    expected = [everyone[first.setdefault(share_of(rank, divided), rank)] for rank in range(comm.size)]
+    found = {
+        tensor: [rank for rank in range(comm.size) if everyone[rank].get(tensor) != expected[rank].get(tensor)]
+        for tensor in dict.fromkeys(tensor for mine in everyone for tensor in mine)
     }
+    return {tensor: ranks for tensor, ranks in found.items() if ranks}
 
 
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
@@ -184,7 +179,7 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
             the first rank with the same part.
     """
     found = find_unequal(replicated(model), comm, name=name)
-    for divided in _divisions(model, comm.size):
+    for divided in _divisions(model, comm):
         found |= find_unequal(own_parts(model, divided), comm, name=name, divided=divided)
     parameters = dict(model.named_parameters())
     wrong = [tensor for tensor in found if tensor in parameters]

@@ -102,7 +102,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         sink = StepFile(path, recorder.warn, clocks, origin_us, recorder.show)
         line = StartLine(VERSION, start, comm.size, started_at, list(hosts), list(ids), origin_us, link)
         stages = dimensions_of(current.run.config).pp
-        sink.start(msgspec.structs.replace(line, devices=list(devices), stages=stages), now_us)
+        sink.start(msgspec.structs.replace(line, devices=list(devices), consecutive_stages=stages), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu).device)
     experts = make_routers(worker.state.model)

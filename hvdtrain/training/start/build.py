@@ -123,7 +123,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     place, places, records = dimensions.samples(comm.rank, comm.size)
-    counts, passes_count = dimensions.loss_counts(comm.rank), dimensions.pass_counts(comm.rank)
+    counts, passes_count = dimensions.loss_counts(comm.rank, comm.size), dimensions.pass_counts(comm.rank)
     stepper = Stepper(
         task=task,
         model=worker.state.model,
