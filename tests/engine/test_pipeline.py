@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.pipeline import PipelineEngine, Stage
 from hvdtrain.engine.stages import _divide_evenly, end_with_stage, first_blocks
@@ -108,7 +107,7 @@ class Projected(nn.Module):
 )
 def test_a_model_without_stages_is_refused(build: Callable[[], nn.Module], what: str, next_step: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
-        Stage(build(), SoloComm(), PP2, CPU)
+        Stage(build(), ImaginedComm(2), PP2, CPU)
     assert next_step in str(caught.value.next_step)
 
 

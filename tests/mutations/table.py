@@ -706,9 +706,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "engine/fsdp_collectives.py",
-        "                coding.decode(received, out.view(self._comm.size, -1))\n",
+        "                coding.decode(received, out.view(comm.size, -1))\n",
         "                kept = own.clone()\n"
-        "                coding.decode(received, out.view(self._comm.size, -1))\n"
+        "                coding.decode(received, out.view(comm.size, -1))\n"
         "                own.copy_(kept)\n",
         "an owner computes with parameters that are not rounded, unlike the other ranks",
         "tests/engine/test_fsdp_collectives.py",
