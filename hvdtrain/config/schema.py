@@ -76,7 +76,7 @@ class ParallelConfig:
             have the same samples, and exchange heads of attention in each pass. With any engine, tp and ep
         pp: number of ranks that divide the layers, as stages of a pipeline (pipeline parallelism). They have the same
             samples, and send activations to the next stage: only little crosses a link. Use at least four times as many
-            micro-batches a step. Without tp, ep and cp
+            micro-batches a step. The ranks of a stage follow each other; tp, ep and cp divide its layers
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
