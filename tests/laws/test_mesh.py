@@ -43,6 +43,7 @@ def test_rounded_parts_have_nearly_the_same_sum(job: str, gallery: Gallery, tmp_
 def test_law_10_a_run_goes_on_with_other_dimensions(name: str, gallery: Gallery, tmp_path: Path) -> None:
     found = _recorded(gallery, f"stages/{name}")
     assert [event["size"] for event in found.events("started")] == [2, 4, 1]
+    assert len({event["parameters"] for event in found.events("started")}) == 1
     check_equal(train_whole(tmp_path, *STAGES[name][2], common=DIVIDED), found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
+from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.records.energy_use import EnergyUse
 from hvdtrain.training.records.job_facts import JobFacts, gather_facts
@@ -132,8 +134,8 @@ def describe_start(current: Round) -> EnergyUse:
 def _describe(current: Round, job: JobFacts) -> None:
     worker, recorder, size = current.worker, current.recorder, current.comm.size
     task, train = worker.task, current.run.config.train
-    parameters = sum(p.numel() for p in task.model.parameters())
-    trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    parameters = sum(math.prod(whole_shape(p)) for p in task.model.parameters())
+    trained = sum(math.prod(whole_shape(p)) for p in task.model.parameters() if p.requires_grad)
     facts = {
         "size": size,
         "parameters": parameters,
