@@ -29,7 +29,7 @@ def verdicts(analysis: Analysis) -> dict[str, str]:
 def _slow_ranks(blame: Blame) -> Iterator[tuple[str, str]]:
     rows = {row.rank: row for row in blame.ranks}
     hosts = {rank: host for host, ranks in blame.slow_hosts().items() for rank in ranks}
-    for rank in blame.late:
+    for rank in blame.first_late():
         spells = blame.spells_of(rank)
         if spells and not spells[-1].lasts:
             continue
@@ -41,8 +41,8 @@ def _slow_ranks(blame: Blame) -> Iterator[tuple[str, str]]:
         if rank in hosts:
             yield f"host {host}", f"host {host} is slow{when}{why}"
         else:
-            on = f" on {host}" if host else ""
-            yield f"rank {rank}", f"rank {rank}{on} is slow{when} and costs {wording.ms(cost.value)} ms per step{why}"
+            text = f"{wording.straggler(blame, rank)} is slow{when} and costs {wording.ms(cost.value)} ms per step{why}"
+            yield f"rank {blame.group_of(rank)[0]}", text
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -156,5 +156,17 @@ def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
             return f"host {host}", f"{ms(sum(rows[rank].cost_ms.value for rank in ranks))} ms per step", ranks
     own = blame.spells_of(first)
     cost = max([spell.cost_ms for spell in own], key=lambda each: each.value, default=rows[first].cost_ms)
-    name = f"rank {first}{' on ' + rows[first].host if rows[first].host else ''}"
-    return name, f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(own), [first]
+    found = f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(own)
+    return straggler(blame, first), found, [rank for rank in blame.group_of(first) if rank in blame.late]
+
+
+def behind(late_ms: float) -> str:
+    """Format how much later than others a rank is, less its waits for them: ``4.00 ms behind``, or ``ahead of``."""
+    return f"{ms(abs(late_ms))} ms {'behind' if late_ms >= 0 else 'ahead of'}"
+
+
+def straggler(blame: Blame, rank: int, *, on: bool = True) -> str:
+    """Return the name of a straggler, such as ``rank 3 on a`` or ``one of ranks 2, 3 on a``; `on`: with its host."""
+    group = blame.group_of(rank)
+    name = ranks(group, {row.rank: row.host for row in blame.ranks} if on else ())
+    return f"one of {name}" if len(group) > 1 else name

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 SHARES = {"data": 0.05, "copy": 0.0, "forward": 0.3, "backward": 0.55, "clip": 0.02, "optimizer": 0.08}
 
 
-_BEFORE = ("data", "copy", "activations", "forward", "backward")
+_BEFORE = ("data", "copy", "gather", "activations", "forward", "backward")
 """Parts before a rank is ready."""
 
 
@@ -41,7 +41,7 @@ def table_of(
     ranks, steps = work_ms.shape
     more = dict(more_ms or {})
     parts = {name: share * work_ms * 1e3 + 1e3 * more.get(name, 0.0) for name, share in SHARES.items()}
-    parts |= {name: 1e3 * more.get(name, np.zeros_like(work_ms)) for name in ("activations", "aside", "gc")}
+    parts |= {name: 1e3 * more.get(name, np.zeros_like(work_ms)) for name in ("gather", "activations", "aside", "gc")}
     start, ready, released, end = (np.zeros((ranks, steps)) for _ in range(4))
     now = np.full(ranks, origin_us)
     for step in range(steps):

@@ -168,7 +168,18 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in stragglers.late for spell in stragglers.spells(rank)]
     late = list(stragglers.late)
-    return Blame(rounds.source, rounds.work_ms.shape[1], rows, late, causes, stragglers.reason, spells)
+    together = _together(run, parts)
+    return Blame(rounds.source, rounds.work_ms.shape[1], rows, late, causes, stragglers.reason, spells, together)
+
+
+def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:
+    """Return how many consecutive ranks wait for each other within passes, by waits that were not measured."""
+    options = run.config.get("parallel")
+    tp, cp, ep = (options.get(each) if isinstance(options, Mapping) else 1 for each in ("tp", "cp", "ep"))
+    widths = [each if isinstance(each, int) and each > 0 else 1 for each in (tp, cp, ep)]
+    is_measured = budget.ACTIVATIONS in parts and bool(np.any(parts[budget.ACTIVATIONS] > 0))
+    found = widths[0] if is_measured else max(widths[0] * widths[1], widths[2])
+    return found if run.size % found == 0 else 1
 
 
 def _spell(rank: int, found: Stragglers, rounds: Rounds) -> Spell:

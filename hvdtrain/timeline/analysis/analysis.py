@@ -127,7 +127,8 @@ class RankRow:
         cost_ms: how much shorter a step would be if the rank were like the others.
         parts_ms: mean per step, by part.
         clock_error_ms: bound of the error of the rank's times, compared with rank 0's.
-        behind_ms: how much later the rank is ready than the median of the others: median over steps.
+        behind_ms: how much later the rank is ready than the median of the others, less its waits for activations and
+            parameters of others: median over steps.
     """
 
     rank: Count
@@ -242,6 +243,8 @@ class Blame:
         causes: of each straggler, largest first.
         reason: why there is no straggler.
         spells: of stragglers that were none in some of the steps, in their order.
+        together: number of consecutive ranks that wait for each other within passes, where nobody measures it: any of
+            them may be the slow one.
     """
 
     source: Literal["stamps", "ticks", "none"]
@@ -251,6 +254,16 @@ class Blame:
     causes: Annotated[Mapping[int, Sequence[Cause]], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
     reason: str = ""
     spells: Sequence[Spell] = ()
+    together: Count = 1
+
+    def group_of(self, rank: int) -> list[int]:
+        """Return the ranks that are slow together with a rank."""
+        first = rank // self.together * self.together
+        return list(range(first, first + self.together))
+
+    def first_late(self) -> list[int]:
+        """Return the stragglers, most costly first; of a group, one."""
+        return list({rank // self.together: rank for rank in reversed(self.late)}.values())[::-1]
 
     def spells_of(self, rank: int) -> list[Spell]:
         """Return the spells of a rank, in their order."""

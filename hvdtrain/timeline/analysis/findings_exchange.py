@@ -33,13 +33,16 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
     """Report exposed communication, without the waits for stragglers and for activations."""
     assert facts.budget is not None
     pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name not in (LATE, ACTIVATIONS)]
-    cost = sum(piece.ms.value for piece in pieces)
+    costs = {piece.name: piece.ms.value for piece in pieces}
+    if facts.blame.late and PARAMETERS in costs:  # the others wait for a straggler in each block
+        costs[PARAMETERS] = min(row.parts_ms.get(PARAMETERS, 0.0) for row in facts.blame.ranks)
+    cost = sum(costs.values())
     if cost < _SHARE * facts.step_ms:
         return
-    largest = max(pieces, key=lambda piece: piece.ms.value)
-    mostly = f", mostly {largest.name}" if len(pieces) > 1 else ""
+    largest = max(costs, key=lambda name: costs[name])
+    mostly = f", mostly {largest}" if len(pieces) > 1 else ""
     text = f"exposed communication takes {facts.per_step(cost)}{mostly}"
-    yield Finding("exposed", text, cost, _faster_exchange(facts, largest.name, cost))
+    yield Finding("exposed", text, cost, _faster_exchange(facts, largest, cost))
 
 
 def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:

@@ -67,19 +67,18 @@ def _late(facts: Facts) -> Iterator[Finding]:
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
         yield _late_together(facts, ranks, f"host {host} with {wording.ranks(ranks)} is slow", advice)
         left = [rank for rank in left if rank not in ranks]
-    for rank in left:
+    for rank in (each for each in facts.blame.first_late() if each in left):
         row, spells = rows[rank], facts.blame.spells_of(rank)
         causes = facts.blame.causes.get(rank, ())
         why = f"; {causes[0].text}" if causes else ""
         of: RankRow | Spell = max(spells, key=lambda spell: spell.cost_ms.value, default=row)
-        side = "after" if of.behind_ms >= 0 else "before"
-        behind = f"it is ready {wording.ms(abs(of.behind_ms))} ms {side} the others (median)"
+        behind = f"it is {wording.behind(of.behind_ms)} the others (median)"
         costs = f"costs {_ms(row.cost_ms)} per step"
         if spells:
             costs = f"costs {_ms(of.cost_ms)} per step there, {wording.ms(row.cost_ms.value)} ms over all steps"
         steps = "these steps" if spells else "steps"
         text = (
-            f"rank {rank}{' on ' + row.host if row.host else ''} is a straggler{wording.spells(spells)} and {costs}"
+            f"{wording.straggler(facts.blame, rank)} is a straggler{wording.spells(spells)} and {costs}"
             f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
@@ -97,7 +96,7 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
     named = Counter(causes[0].name for rank in ranks if (causes := facts.blame.causes.get(rank, ())))
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
-    text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: ready {wording.ms(behind)} ms after the others{why}"
+    text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: {wording.behind(behind)} the others{why}"
     return Finding("straggler", text, cost, advice)
 
 

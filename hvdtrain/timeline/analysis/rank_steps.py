@@ -21,6 +21,8 @@ _MOST = 1 << 18
 """Largest number of values used; longer runs are sampled in stretches."""
 _STRETCH = 20
 _LEAST_TURNS = 4
+_WAITS = ("gather", "activations")
+"""Parts in which a rank waits for others."""
 """Exchanges of a tensor."""
 
 
@@ -88,6 +90,8 @@ def follows(step: Ints) -> NDArray[np.bool_]:
 def from_stamps(table: StepTable) -> Rounds | None:
     """Return the rounds of a step table; None with fewer than two ranks or two steps.
 
+    Waits for other ranks before the sums, for activations and parameters, are no work of a rank.
+
     Steps after an evaluation or a checkpoint are excluded if enough others remain: they do not begin with the sums of
     the step before.
     """
@@ -97,7 +101,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
     released = np.roll(np.median(table.released_us, axis=0), 1)
     chained = follows(table.step)
     begin = np.where(chained, released, np.median(table.start_us, axis=0))
-    work = (table.ready_us - begin) / 1e3
+    work = (table.ready_us - begin - sum(table.parts_us[part] for part in _WAITS if part in table.parts_us)) / 1e3
     length = np.median(table.end_us, axis=0) - begin
     warm = np.arange(steps) >= warm_up(table)
     step_ms = float(np.median(length[warm])) / 1e3

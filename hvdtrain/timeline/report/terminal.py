@@ -113,13 +113,14 @@ def _blame(blame: Blame) -> Iterator[str]:
         yield f"stragglers: unknown{'; ' + blame.reason if blame.reason else ''}"
         return
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
-    late = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"none ({blame.reason})"
-    more = f" and {len(blame.late) - 8} more" if len(blame.late) > 8 else ""
+    found = blame.first_late()
+    late = ", ".join(wording.straggler(blame, rank, on=False) for rank in found[:8]) or f"none ({blame.reason})"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
-        behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
-        yield f"  {name:<24} ready {behind}, last in {row.last_share:4.0%} of steps, costs {quantity(row.cost_ms)} ms"
+        behind, last = wording.behind(row.behind_ms), f"last in {row.last_share:4.0%} of steps"
+        yield f"  {name:<24} {behind} the others, {last}, costs {quantity(row.cost_ms)} ms"
         if spells := blame.spells_of(row.rank):
             worst = max((spell.cost_ms for spell in spells), key=lambda each: each.value)
             yield f"    straggler{wording.spells(spells)}: there it costs {quantity(worst)} ms"

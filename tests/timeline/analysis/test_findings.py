@@ -17,6 +17,8 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
 from hvdtrain.timeline.report.terminal import to_text
+from hvdtrain.timeline.verdicts import verdicts
+from hvdtrain.timeline.wording import worst_straggler
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
 
@@ -191,6 +193,43 @@ def test_the_order_of_stages_makes_no_straggler(slow: int | None) -> None:
     assert found.blame.late == ([] if slow is None else [slow])
     assert all(row.cost_ms.value == pytest.approx(3.0, rel=0.1) for row in found.blame.ranks if row.rank == slow)
     assert analyse(run_of(replace(table, stages=1), config=PIPELINE)).blame.late, "without stages"
+
+
+@pytest.mark.parametrize("part", ["activations", "gather"])
+def test_ranks_that_wait_for_others_within_passes_are_no_stragglers(part: str) -> None:
+    """Rank 2 computes 8 ms longer than rank 3, which waits for it and is ready with it; others wait a little less."""
+    waits = _each(1.0) + _each(7.0) - _each(7.0, rank=2) + _each(1.0, rank=3)
+    table = table_of(_work(), more_ms={part: waits, "forward": _each(8.0, rank=2)})
+    found = analyse(run_of(table))
+    assert found.blame.late == [2] and found.blame.ranks[0].cost_ms.value == pytest.approx(8.0, rel=0.1)
+    assert [cause.name for cause in found.blame.causes[2]][0] == "forward"
+    text = next(f for f in found.findings if f.kind == "straggler").text
+    assert "rank 2 on" in text and re.search(r"8\.[01]\d ms behind the others", text)
+    (exposed,) = [f for f in found.findings if f.kind == "exposed"]
+    assert exposed.cost_ms == pytest.approx(2.0 if part == "gather" else 1.0, rel=0.1), "as rank 2 waits"
+
+
+@pytest.mark.parametrize(
+    ("options", "measured", "name"),
+    [({"tp": 2}, False, "one of ranks 2, 3"), ({"tp": 2, "cp": 2}, False, "one of ranks 0, 1, 2, 3"),
+     ({"cp": 2}, False, "one of ranks 2, 3"), ({"cp": 2}, True, "rank 3"), ({"tp": 2, "cp": 2}, True, "one of ranks 2, 3"),
+     ({"tp": 1, "ep": 4}, False, "one of ranks 0, 1, 2, 3"), ({"tp": 3}, False, "rank 3"), ({"tp": "2"}, False, "rank 3"),
+     ({}, False, "rank 3")],
+)  # fmt: skip
+def test_where_waits_are_not_measured_a_group_has_the_slow_rank(
+    options: dict[str, Any], measured: bool, name: str
+) -> None:
+    more = {"forward": _each(8.0, rank=2) + _each(8.5, rank=3), "activations": _each(0.5 * measured)}
+    if name == "rank 3":
+        more["forward"] = _each(8.0, rank=3)
+    found = analyse(run_of(table_of(_work(), more_ms=more), config={"parallel": options}))
+    (finding,) = [f for f in found.findings if f.kind == "straggler"]
+    assert finding.text.startswith(f"{name} on ")
+    who, _, ranks = worst_straggler(found.blame)
+    assert who.startswith(name) and ranks == ([3] if name == "rank 3" else [2, 3])
+    assert f"stragglers (step stamps of 198 steps): {name}\n" in to_text(found)
+    (text,) = [text for key, text in verdicts(found).items() if key.startswith("rank")]
+    assert text.startswith(f"{name} on ")
 
 
 def test_the_least_wait_of_a_pipeline_is_reported() -> None:
@@ -522,7 +561,7 @@ def test_a_rank_that_is_late_seldom_is_usually_ready_before_the_others() -> None
     work[3] -= 1.0
     work[3, ::5] += 20.0
     text = next(f.text for f in analyse(run_of(table_of(work))).findings if f.kind == "straggler")
-    assert re.search(r"ready [\d.]+ ms before the others", text)
+    assert re.search(r"[\d.]+ ms ahead of the others", text)
 
 
 def test_a_slow_bus_is_reported_with_the_speed_of_the_link() -> None:
