@@ -26,6 +26,7 @@ import hvdtrain
 OURS: Mapping[str, Mapping[str, object]] = {
     "replicated": {},
     "ep": {"parallel.ep": 2},
+    "ep_fsdp": {"parallel.ep": 2, "parallel.engine": "fsdp"},
     "tp": {"parallel.tp": 2},
     "cp": {"parallel.cp": 2},
     "pp": {"parallel.pp": 2},
@@ -36,6 +37,7 @@ PEER = "engine_loops:transformers_ep"
 PAIRS = {
     "ep_over_replicated": ("ep", "replicated"),
     "ep_over_transformers_ep": ("ep", PEER),
+    "ep_fsdp_over_replicated": ("ep_fsdp", "replicated"),
     "cp_over_replicated": ("cp", "replicated"),
     "tp_over_replicated": ("tp", "replicated"),
     "pp_over_replicated": ("pp", "replicated"),

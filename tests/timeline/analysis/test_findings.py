@@ -202,7 +202,7 @@ def test_ranks_that_wait_for_others_within_passes_are_no_stragglers(part: str) -
     table = table_of(_work(), more_ms={part: waits, "forward": _each(8.0, rank=2)})
     found = analyse(run_of(table))
     assert found.blame.late == [2] and found.blame.ranks[0].cost_ms.value == pytest.approx(8.0, rel=0.1)
-    assert [cause.name for cause in found.blame.causes[2]][0] == "forward"
+    assert _causes(found, 2)[0].name == "forward"
     text = next(f for f in found.findings if f.kind == "straggler").text
     assert "rank 2 on" in text and re.search(r"8\.[01]\d ms behind the others", text)
     (exposed,) = [f for f in found.findings if f.kind == "exposed"]
