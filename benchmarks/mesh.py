@@ -4,8 +4,8 @@
 Without clipping: torch cannot clip gradients of several meshes, as the peer has them.
 `ep_expert_state`: the parameters of experts and their optimizer state on the rank with most, over those of a rank that
 has all. `A_over_B`: the median over rounds of the ratio of the steps of one round, in which all jobs take turns (see
-jobs.py). `transformers_ep` is `from_pretrained` with a `DistributedConfig` and a plain loop. torchtitan is not among them: its trainer
-needs a GPU.
+jobs.py). `transformers_ep` is `from_pretrained` with a `DistributedConfig` and a plain loop. torchtitan is missing: its
+trainer needs a GPU.
 """
 
 from __future__ import annotations
