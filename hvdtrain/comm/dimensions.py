@@ -131,7 +131,7 @@ class Dimensions:
         if not self or size == 1:
             return []
         self.check(size)
-        widths = (self.tp, self.experts)
+        widths = (1, self.tp, self.experts)
         found = [self.copies(rank, size, width) for width in widths for rank in range(size)]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         found += [self.sequence(rank) for rank in range(size)]

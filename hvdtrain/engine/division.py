@@ -24,6 +24,8 @@ COPIES = "copies"
 """Name of the dimension of a mesh of ranks with copies of a part; see `name_of_parts`."""
 
 _GROUP_BYTES = 16 << 20
+_PARTIAL = "replicated_with_grad_allreduce"
+"""Style of transformers for norms of heads: each rank has some heads."""
 _EXCHANGE = "hvdtrain"
 """Name of our exchange of tokens in transformers' registry."""
 
@@ -43,12 +45,14 @@ def divide_model(
     hosts: list[Any],
     divide: Callable[[nn.Module], object] | None = None,
     layers: Layers | None = None,
-) -> None:
+) -> set[str]:
     """Replace parameters of the model by this rank's parts of rank 0's values, and let modules exchange activations.
 
     `hosts`: of all ranks, as of `gather_hosts`. `divide` is called with each block, and then with the model, when it
     has this rank's parts, and may divide them among their copies, by torch. `layers`: of this rank, if not all. The
-    model, or all of it that this rank holds, is on the device then. Collective: yes.
+    model, or all of it that this rank holds, is on the device then. Returns the names of parameters that ranks have
+    whole, but with a part of the gradient: the sum over ranks of `--parallel.tp` is left to the caller, without
+    `divide`. Collective: yes.
 
     Errors:
         ConfigError: transformers is too old, or the model cannot be divided.
@@ -68,6 +72,9 @@ def divide_model(
 
     model, comm, dimensions = parts.model, parts.comm, parts.dimensions
     tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
+    partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == _PARTIAL and divide is None)
+    # transformers sums the gradient of all passes so far after each pass; FSDP has taken those of the others away.
+    tensor_styles = {n: s for n, s in tensor_styles.items() if s != _PARTIAL or divide is not None}
     whole = dict(model.named_parameters())
     first = {parameter: name for name, parameter in whole.items()}
     ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}
@@ -96,6 +103,7 @@ def divide_model(
         return take_rows(value, layout[name], parts.device) if is_divided(layout[name]) else value.to(parts.device)
 
     distribute(parts, whole, ties, take, divide)
+    return {name for name, _ in model.named_parameters() if name.startswith(partial_in)}
 
 
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.divisible import DividedEngine, own_rows, use_owned
-from hvdtrain.engine.fsdp_checks import ELSEWHERE, check_fsdp
+from hvdtrain.engine.fsdp_checks import check_fsdp, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
@@ -48,7 +49,7 @@ class FsdpEngine(DividedEngine):
 
     def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None = None) -> None:
         super().__init__(parts.optimizer, parts.model, mesh.shard)
-        self.compression = parts.compression
+        self.compression, self._elsewhere = parts.compression, elsewhere(parts)
         self._collectives = collectives
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
@@ -92,7 +93,7 @@ class FsdpEngine(DividedEngine):
             raise TaskError(
                 "parameters were added, frozen or freed during training, which --parallel.engine fsdp does not support",
                 expected="the same trained parameters in every step",
-                next_step=ELSEWHERE,
+                next_step=self._elsewhere,
             )
         self._model.zero_grad()
         self.optimizer.zero_grad()
@@ -105,7 +106,7 @@ class FsdpEngine(DividedEngine):
         try:
             return call()
         except RuntimeError as error:
-            raise _explained(error) from error
+            raise self._explained(error) from error
 
     def backward(self, loss: Tensor) -> None:
         """Sum the gradients of `loss` at their owners. Collective: yes."""
@@ -115,7 +116,7 @@ class FsdpEngine(DividedEngine):
         try:
             torch.autograd.backward(loss)
         except RuntimeError as error:
-            raise _explained(error) from error
+            raise self._explained(error) from error
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of this rank's rows. Collective: yes."""
@@ -166,11 +167,27 @@ class FsdpEngine(DividedEngine):
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
+    def _explained(self, error: RuntimeError) -> RuntimeError | HvdtrainError:
+        """Return the error to raise for one of torch's."""
+        if is_lost_rank(error):
+            return lost_rank(error, "a collective of FSDP")
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return TaskError(
+                "the model uses a parameter while the block that owns it does not run",
+                expected="blocks that are called, and parameters that only their own block uses",
+                found=str(error).partition("\n")[0],
+                next_step=f"see the stack trace for the place; or {self._elsewhere}",
+            )
+        return error
 
-def divide_part(parts: EngineParts, part: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh."""
+
+def divide_part(parts: EngineParts, part: nn.Module, mesh: DeviceMesh, *, casts_inputs: bool = True) -> None:
+    """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh.
+
+    `casts_inputs`: whether the part gets what it is called with in the format of its parameters.
+    """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
-    formats = _formats(parts.weights, is_root=part is parts.model)
+    formats = replace(_formats(parts.weights, is_root=part is parts.model), cast_forward_inputs=casts_inputs)
     fully_shard(part, mesh=mesh, mp_policy=formats, offload_policy=offload)
 
 
@@ -204,18 +221,13 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
     return found
 
 
-def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
-    """Return the error to raise for one of torch's."""
-    if is_lost_rank(error):
-        return lost_rank(error, "a collective of FSDP")
-    if "mixed torch.Tensor and DTensor" in str(error):
-        return TaskError(
-            "the model uses a parameter while the block that owns it does not run",
-            expected="blocks that are called, and parameters that only their own block uses",
-            found=str(error).partition("\n")[0],
-            next_step=f"see the stack trace for the place; or {ELSEWHERE}",
+def refuse_buckets(parts: EngineParts) -> None:
+    """Check that a job without buckets gives them no size. Errors: ConfigError: it does."""
+    if parts.bucket_mib is not None:
+        raise ConfigError(
+            "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",
+            next_step="leave it out",
         )
-    return error
 
 
 def make_fsdp(parts: EngineParts) -> FsdpEngine:
@@ -230,9 +242,5 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
             " torch copies sums to the host before ours have arrived",
             next_step="leave one of them out, or --parallel.engine horovod --parallel.shard gradients",
         )
-    if parts.bucket_mib is not None:
-        raise ConfigError(
-            "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",
-            next_step="leave it out",
-        )
+    refuse_buckets(parts)
     return FsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))

@@ -14,8 +14,12 @@ from hvdtrain.engine.divisible import BY_ELEMENT, refuse_one_rank, refuse_what_c
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError
 
-ELSEWHERE = "--parallel.engine horovod, with --parallel.shard gradients if memory is short"
-"""Options for what FSDP does not support."""
+
+def elsewhere(parts: EngineParts) -> str:
+    """Return options for what FSDP does not support."""
+    divided = parts.dimensions.divides_model
+    return "--parallel.engine horovod" + ("" if divided else ", with --parallel.shard gradients if memory is short")
+
 
 _METHODS = ("set_force_sum_reduction_for_comms", "set_custom_all_gather", "set_custom_reduce_scatter")
 """Methods that the engine needs, and older versions of torch lack."""
@@ -31,13 +35,15 @@ def check_fsdp(parts: EngineParts) -> None:
     # On the rank that certainly has values: a `Placeholder` shares no memory.
     check = partial(refuse_what_cannot_be_divided, parts.model, parts.parameters)
     on_rank_0(parts.comm, check, name="divisible")
-    _check_model(parts.model)
+    _check_model(parts.model, elsewhere(parts))
     if not updates_by_element(parts.optimizer):
         raise ConfigError(
             "--parallel.engine fsdp gives each rank rows of tensors, but the optimizer may need whole tensors",
             expected=f"an optimizer of torch.optim that updates each element by itself: {', '.join(BY_ELEMENT)}",
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
-            next_step="--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
+            next_step="one of these optimizers"
+            if parts.dimensions.divides_model
+            else "--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
         )
 
 
@@ -52,8 +58,8 @@ def _check_job(parts: EngineParts) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
-    found = require_blocks(model, "--parallel.engine fsdp", "divide", ELSEWHERE)
+def _check_model(model: nn.Module, otherwise: str) -> None:
+    found = require_blocks(model, "--parallel.engine fsdp", "divide", otherwise)
     names = {module: name for name, module in model.named_modules()}
     inside = {module: block for block in found for module in block.modules()}
     user: dict[nn.Parameter, tuple[nn.Module, str]] = {}
@@ -62,13 +68,13 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"--parallel.engine fsdp divides parameters by rows, but {name} has no dimension",
                 expected="shape (1,) or larger",
-                next_step=f"make it nn.Parameter(torch.ones(1)), or {ELSEWHERE}",
+                next_step=f"make it nn.Parameter(torch.ones(1)), or {otherwise}",
             )
         if not parameter.is_contiguous():
             raise ConfigError(
                 f"--parallel.engine fsdp divides parameters by rows, but {name} is not contiguous",
                 expected="a contiguous parameter: not transposed, and not in the memory format channels_last",
-                next_step=f"make it contiguous, or {ELSEWHERE}",
+                next_step=f"make it contiguous, or {otherwise}",
             )
         module = inside.get(model.get_submodule(name.rpartition(".")[0]), model)
         other, other_name = user.setdefault(parameter, (module, name))
@@ -77,5 +83,5 @@ def _check_model(model: nn.Module) -> None:
                 f"{other_name} and {name} are one parameter, in {names[other] or 'the model'} and in"
                 f" {names[module] or 'the model'}",
                 expected="a parameter in one block only, or only outside of blocks: each is gathered by itself",
-                next_step=f"do not share it, or {ELSEWHERE}",
+                next_step=f"do not share it, or {otherwise}",
             )

@@ -40,7 +40,7 @@ class FsdpCollectives:
     rank owns them. Gradients are summed in fp32.
 
     Args:
-        comm: the ranks.
+        comm: the ranks that divide a module, unless it has others.
         coding: None to send values as they are.
         spans: records the waits for parameters in a step.
 
@@ -76,8 +76,11 @@ class FsdpCollectives:
             module.set_custom_reduce_scatter(_ReduceScatter(self, name, comm))  # type: ignore[arg-type]
             if names[name]:
                 self.parameter_names |= {f"{kind}/{name}": names[name] for kind in ("parameters", "gradients")}
-        for module, following in itertools.pairwise(modules.values()):
-            module.set_modules_to_forward_prefetch([following])
+        # Not by modules within blocks: where backward computes activations again, their forward pass comes late.
+        blocks = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
+        for name, following in itertools.pairwise(blocks):
+            within = [other for other in modules if other.startswith(f"{name}.")]
+            modules[name].set_modules_to_forward_prefetch([modules[other] for other in [*within, following]])
 
     def begin(self) -> None:
         """Start a step."""

@@ -49,17 +49,17 @@ class MeshEngine(DividedEngine):
 
     Args:
         parts: the model's parameters become those of rank 0.
-        place: gives each rank its part of them.
+        place: gives each rank its part of them; returns the names of those with a part of the gradient.
     """
 
     uniform_passes = True
 
-    def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], None] = divide_model) -> None:
+    def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], set[str]] = divide_model) -> None:
         super().__init__(parts.optimizer, parts.model, parts.comm)
         self.compression, self._options = parts.compression, parts.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
         hosts = gather_hosts(parts.comm)
-        place(parts, hosts)
+        self._partial = place(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._held = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
         self._owned = self._held
@@ -92,14 +92,14 @@ class MeshEngine(DividedEngine):
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
         found: list[tuple[list[str], _Copies | None]] = []
-        for width in dict.fromkeys((dimensions.tp, dimensions.experts)):
+        for width in dict.fromkeys((dimensions.tp, dimensions.experts, *([1] if self._partial else []))):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
                 for name, parameter in reversed(self._parameters.items())
                 if parameter.requires_grad
                 and (rows := self._held[name].parameter) is not None
-                and max(_width(parameter), dimensions.tp) == width
+                and (1 if name in self._partial else max(_width(parameter), dimensions.tp)) == width
             ]
             ranks = dimensions.copies(comm.rank, comm.size, width)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
@@ -107,6 +107,7 @@ class MeshEngine(DividedEngine):
             if len(ranks) > 1 and held:
                 among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
             prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
+            prefix = "partial" if width == 1 < dimensions.tp else prefix
             spans = parts.spans or Spans()
             if among is None or parts.shard == "none":
                 exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, prefix)
@@ -147,7 +148,8 @@ class MeshEngine(DividedEngine):
             if share.place is not None:
                 whole = held.place or Place(tuple(parameter.shape), (0,) * parameter.dim(), ())
                 offset = tuple(a + b for a, b in zip(whole.offset, share.place.offset, strict=True))
-                ranks = dimensions.block(comm.rank, dimensions.tp) if _width(parameter) == 1 else [comm.rank]
+                is_alike = _width(parameter) == 1 and name not in self._partial
+                ranks = dimensions.block(comm.rank, dimensions.tp) if is_alike else [comm.rank]
                 place = Place(whole.shape, offset, tuple(ranks))
             owned[name] = Owned(share.parameter, place)
         for name in {name for each in everyone for name in each}:

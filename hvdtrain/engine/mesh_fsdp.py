@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import Mesh, gather_hosts, subset
+from hvdtrain.comm.mesh import Mesh, gather_hosts, make_mesh, subset
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
 from hvdtrain.engine.division import COPIES, divide_model, mesh_of_parts
-from hvdtrain.engine.fsdp import FsdpEngine, divide_part
+from hvdtrain.engine.fsdp import FsdpEngine, divide_part, refuse_buckets
 from hvdtrain.engine.fsdp_checks import check_fsdp
 from hvdtrain.engine.fsdp_collectives import make_collectives
 from hvdtrain.engine.mesh import check_mesh
@@ -38,8 +38,7 @@ class MeshFsdpEngine(FsdpEngine):
     def __init__(self, parts: EngineParts) -> None:
         self._hosts = gather_hosts(parts.comm)
         self._experts: list[str] = []  # names of modules
-        everyone = Mesh(parts.comm, parts.comm, list(range(parts.comm.size)))
-        super().__init__(parts, everyone, make_collectives(parts))
+        super().__init__(parts, make_mesh(parts.comm, None), make_collectives(parts))
         # See `_copy_view`. A model may return a view: what is outside of blocks stays gathered after forward.
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(parts.model).__name__}\) returned a view")
 
@@ -47,13 +46,14 @@ class MeshFsdpEngine(FsdpEngine):
         """Divide each block into parts, then this rank's part among the ranks with copies of it. Collective: yes."""
         tp, experts = parts.dimensions.tp, parts.dimensions.experts
         names = {module: name for name, module in parts.model.named_modules()}
+        copies, copies_of_experts = (mesh_of_parts(parts, width)[COPIES] for width in (tp, experts))
 
         def divide(part: nn.Module) -> None:
-            for module in _modules_of_experts(part, experts) if experts != tp else ():
+            for module in _modules_of_experts(part, experts, names) if experts != tp else ():
                 module.register_forward_hook(_copy_view)
-                divide_part(parts, module, mesh_of_parts(parts, experts)[COPIES])
+                divide_part(parts, module, copies_of_experts, casts_inputs=False)  # the block has cast tokens
                 self._experts.append(names[module])
-            divide_part(parts, part, mesh_of_parts(parts, tp)[COPIES])
+            divide_part(parts, part, copies)
 
         divide_model(parts, self._hosts, divide)
 
@@ -75,21 +75,24 @@ class MeshFsdpEngine(FsdpEngine):
         return norm_of_parts(self._owned, self._comm, self._model)
 
 
-def _modules_of_experts(part: nn.Module, ranks: int) -> list[nn.Module]:
+def _modules_of_experts(part: nn.Module, ranks: int, names: Mapping[nn.Module, str]) -> list[nn.Module]:
     """Return the modules with parameters of experts, which `ranks` ranks divide, and FSDP does not yet.
+
+    `names`: of all modules of the model.
 
     Errors:
         ConfigError: one has other parameters, too.
     """
     found = []
-    for name, module in part.named_modules():
+    for module in part.modules():
         if any(_is_of_experts(parameter, ranks) for parameter in module.parameters(recurse=False)):
             found.append(module)
             others = [other for other, parameter in module.named_parameters() if not _is_of_experts(parameter, ranks)]
             if others:
                 raise ConfigError(
-                    f"--parallel.engine fsdp with --parallel.ep: {name} has experts, and {others[0]}, which is of none",
+                    f"--parallel.engine fsdp with --parallel.ep: {names[module]} has experts, and other parameters",
                     expected="a module of experts that has parameters of experts only",
+                    found=others[0],
                     next_step="move the other parameters to another module, or --parallel.engine horovod",
                     everywhere=True,
                 )
@@ -109,10 +112,11 @@ def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
 def make_mesh_fsdp(parts: EngineParts) -> MeshFsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors: those of `check_mesh` and `check_fsdp`; ConfigError: no part has copies.
+    Errors: those of `check_mesh`, `check_fsdp` and `refuse_buckets`; ConfigError: no part has copies.
     """
     check_mesh(parts)
     check_fsdp(parts)
+    refuse_buckets(parts)
     dimensions = parts.dimensions
     if parts.comm.size == dimensions.tp:
         raise ConfigError(

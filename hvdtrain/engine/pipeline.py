@@ -122,15 +122,15 @@ class Stage:
                 if isinstance(module, nn.Embedding) and module.weight in early:
                     module.forward = partial(self._no_embedding, module)  # type: ignore[method-assign]
 
-    def place(self, parts: EngineParts, hosts: list[Any]) -> None:
-        """Give each rank its stage of rank 0's values. Collective: yes."""
+    def place(self, parts: EngineParts, hosts: list[Any]) -> set[str]:
+        """Give each rank its stage of rank 0's values; see `divide_model`. Collective: yes."""
         whole = dict(parts.model.named_parameters())
         self._stage_by_name = {name: self._stage_of[parameter] for name, parameter in whole.items()}
         self._stage_of = {}
         if parts.dimensions.experts > 1:
-            divide_model(parts, hosts, layers=self)
-        else:
-            distribute(parts, whole, {}, self.take)
+            return divide_model(parts, hosts, layers=self)
+        distribute(parts, whole, {}, self.take)
+        return set()
 
     def holds(self, name: str) -> bool:
         """Return whether this rank has a parameter, or a part of it."""

@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
     "heads": ("--kind=llama",),
+    "norms": ("--kind=qwen",),
     "tied": ("--kind=llama", "--tied=true"),
     "momentum": ("--method=momentum",),
     "adamw": ("--method=adamw",),
@@ -86,6 +87,14 @@ FOUR = {
     "tp2zero/wide": (TP + "2", ZERO, "--parallel.bucket_mib=0.25", *VARIANTS["wide"]),
     "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
     "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
+    "tp2/norms": (TP + "2", *VARIANTS["norms"]),
+    "tp2zero/norms": (TP + "2", ZERO, *VARIANTS["norms"]),
+    "tp2fsdp/norms": (TP + "2", FSDP, *VARIANTS["norms"]),
+    "pp2tp2/norms": (PP + "2", TP + "2", *VARIANTS["norms"]),
+    "ep2fsdp/frozen": (EP + "2", FSDP, *VARIANTS["frozen"]),
+    "ep2fsdp/recomputed": (EP + "2", FSDP, *VARIANTS["recomputed"]),
+    "ep2fsdp/bf16-weights": (EP + "2", FSDP, *ROUNDED["bf16-weights"]),
+    "cp2tp2ep4fsdp/latent": (CP + "2", TP + "2", EP + "4", FSDP),
     "tp2fsdp/own": (TP + "2", FSDP, *VARIANTS["own"]),
     "tp2fsdp/tied": (TP + "2", FSDP, *VARIANTS["tied"]),
     "ep2fsdp/adamw": (EP + "2", FSDP, *VARIANTS["adamw"]),
@@ -187,12 +196,12 @@ def divided(
         model: torch.nn.Module = Own()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Task(model, _own_loss, data, data, optimizer=optimizer, nominal_weight=8.0, plan=OWN_PLAN)
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
-    if kind == "llama":
-        config: Any = LlamaConfig(
-            **_SIZES, **_TOKENS, num_key_value_heads=4, intermediate_size=72, tie_word_embeddings=tied
-        )
+    if kind == "qwen":
+        config: Any = Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+    elif kind == "llama":
+        config = LlamaConfig(**_SIZES, **_TOKENS, num_key_value_heads=4, intermediate_size=72, tie_word_embeddings=tied)
     else:
         sizes = {"hidden_size": 512, "intermediate_size": 512, "kv_lora_rank": 136} if kind == "wide" else {}
         config = DeepseekV3Config(

@@ -263,7 +263,10 @@ class Blame:
 
     def first_late(self) -> list[int]:
         """Return the stragglers, most costly first; of a group, one."""
-        return list({rank // self.together: rank for rank in reversed(self.late)}.values())[::-1]
+        found: dict[int, int] = {}
+        for rank in self.late:
+            found.setdefault(rank // self.together, rank)
+        return list(found.values())
 
     def spells_of(self, rank: int) -> list[Spell]:
         """Return the spells of a rank, in their order."""
