@@ -44,7 +44,8 @@ class StartLine(Struct, tag_field="event", tag="start"):
         link: allreduces measured at the start: pairs of bytes and seconds.
         clock: offsets at the start; older versions have none.
         devices: of the ranks, the UUID of the GPU, or its PCI address; empty for CPUs. Older versions have none.
-        consecutive_stages: number of stages of each pipeline, of equally many consecutive ranks.
+        consecutive_stages: number of stages of each pipeline, of equally many consecutive ranks. Older
+            versions have none.
     """
 
     version: int

@@ -29,12 +29,11 @@ def verdicts(analysis: Analysis) -> dict[str, str]:
 def _slow_ranks(blame: Blame) -> Iterator[tuple[str, str]]:
     rows = {row.rank: row for row in blame.ranks}
     hosts = {rank: host for host, ranks in blame.slow_hosts().items() for rank in ranks}
-    for rank in blame.first_late():
-        spells = blame.spells_of(rank)
-        if spells and not spells[-1].lasts:
-            continue
+    ended = {rank for rank in blame.late if (spells := blame.spells_of(rank)) and not spells[-1].lasts}
+    for group in blame.late_groups([rank for rank in blame.late if rank not in ended]):
+        rank, spells = group[0], blame.spells_of(group[0])
         host = rows[rank].host
-        cost = spells[-1].cost_ms if spells else rows[rank].cost_ms
+        cost = wording.total(own[-1].cost_ms if (own := blame.spells_of(r)) else rows[r].cost_ms for r in group)
         when = wording.spells(spells[-1:])
         causes = blame.causes.get(rank, ())
         why = f": {causes[0].text}" if causes else ""

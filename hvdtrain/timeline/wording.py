@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.timeline.analysis.analysis import Blame, Change, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
 from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
@@ -154,10 +154,19 @@ def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
     for host, ranks in blame.slow_hosts().items():
         if first in ranks:
             return f"host {host}", f"{ms(sum(rows[rank].cost_ms.value for rank in ranks))} ms per step", ranks
-    own = blame.spells_of(first)
-    cost = max([spell.cost_ms for spell in own], key=lambda each: each.value, default=rows[first].cost_ms)
-    found = f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(own)
-    return straggler(blame, first), found, [rank for rank in blame.group_of(first) if rank in blame.late]
+    group = blame.late_groups()[0]
+    cost = total(
+        max([spell.cost_ms for spell in blame.spells_of(rank)], key=lambda each: each.value, default=rows[rank].cost_ms)
+        for rank in group
+    )
+    found = f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(blame.spells_of(first))
+    return straggler(blame, first), found, group
+
+
+def total(estimates: Iterable[Estimate]) -> Estimate:
+    """Add estimates, with the widest possible interval."""
+    every = list(estimates)
+    return Estimate(*(sum(getattr(each, end) for each in every) for end in ("value", "low", "high")))
 
 
 def behind(late_ms: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -173,12 +174,15 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:
-    """Return how many consecutive ranks wait for each other within passes, by waits that were not measured."""
+    """Return how many consecutive ranks wait for each other within passes, by waits that were not measured.
+
+    On CPUs, those of `--parallel.tp` are not, nor are the exchanges of tokens together with it.
+    """
     options = run.config.get("parallel")
-    tp, cp, ep = (options.get(each) if isinstance(options, Mapping) else 1 for each in ("tp", "cp", "ep"))
-    widths = [each if isinstance(each, int) and each > 0 else 1 for each in (tp, cp, ep)]
+    given = [options.get(each) if isinstance(options, Mapping) else 1 for each in ("tp", "cp", "ep")]
+    tp, cp, ep = (each if isinstance(each, int) and each > 0 else 1 for each in given)
     is_measured = budget.ACTIVATIONS in parts and bool(np.any(parts[budget.ACTIVATIONS] > 0))
-    found = widths[0] if is_measured else max(widths[0] * widths[1], widths[2])
+    found = math.lcm(tp, ep if tp > 1 else 1) if is_measured else math.lcm(tp * cp, ep)
     return found if run.size % found == 0 else 1
 
 

@@ -261,11 +261,11 @@ class Blame:
         first = rank // self.together * self.together
         return list(range(first, first + self.together))
 
-    def first_late(self) -> list[int]:
-        """Return the stragglers, most costly first; of a group, one."""
-        found: dict[int, int] = {}
-        for rank in self.late:
-            found.setdefault(rank // self.together, rank)
+    def late_groups(self, ranks: Sequence[int] | None = None) -> list[list[int]]:
+        """Return those of the stragglers in `ranks` (default: all) that wait for each other, most costly first."""
+        found: dict[int, list[int]] = {}
+        for rank in self.late if ranks is None else ranks:
+            found.setdefault(rank // self.together, []).append(rank)
         return list(found.values())
 
     def spells_of(self, rank: int) -> list[Spell]:

@@ -27,9 +27,10 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
     stages, size = facts.option("parallel", "pp"), facts.run.size
     batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
-    if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch)) or stages < 2:
+    tp, cp = (facts.option("parallel", name) or 1 for name in ("tp", "cp"))
+    if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch, tp, cp)) or stages < 2:
         return
-    sharing = stages * (facts.option("parallel", "tp") or 1) * (facts.option("parallel", "cp") or 1)
+    sharing = stages * tp * cp
     passes = -(-batch // micro_batch) // max(1, size // sharing)
     share = (stages - 1) / (stages - 1 + passes)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
@@ -39,7 +40,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         cost = float(waits.mean())
         text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
         by_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
-        if by_stage.max() - by_stage.min() >= _HALF * cost:
+        is_known = facts.run.steps is not None and facts.run.steps.stages == stages  # older runs had another order
+        if is_known and by_stage.max() - by_stage.min() >= _HALF * cost:
             text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
     elif share >= _IDLE:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)

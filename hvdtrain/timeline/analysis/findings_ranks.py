@@ -56,7 +56,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
 def _late(facts: Facts) -> Iterator[Finding]:
     rows = {row.rank: row for row in facts.blame.ranks}
     whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
-    together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late) > 1 else ""
+    together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late_groups()) > 1 else ""
     left = list(facts.blame.late)
     if 2 * len(left) > len(rows) > 2:
         fast = wording.ranks(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
@@ -67,15 +67,17 @@ def _late(facts: Facts) -> Iterator[Finding]:
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
         yield _late_together(facts, ranks, f"host {host} with {wording.ranks(ranks)} is slow", advice)
         left = [rank for rank in left if rank not in ranks]
-    for rank in (each for each in facts.blame.first_late() if each in left):
+    for group in facts.blame.late_groups(left):
+        rank = group[0]
         row, spells = rows[rank], facts.blame.spells_of(rank)
         causes = facts.blame.causes.get(rank, ())
         why = f"; {causes[0].text}" if causes else ""
         of: RankRow | Spell = max(spells, key=lambda spell: spell.cost_ms.value, default=row)
         behind = f"it is {wording.behind(of.behind_ms)} the others (median)"
-        costs = f"costs {_ms(row.cost_ms)} per step"
+        cost = wording.total(rows[each].cost_ms for each in group)
+        costs = f"costs {_ms(cost)} per step"
         if spells:
-            costs = f"costs {_ms(of.cost_ms)} per step there, {wording.ms(row.cost_ms.value)} ms over all steps"
+            costs = f"costs {_ms(of.cost_ms)} per step there, {wording.ms(cost.value)} ms over all steps"
         steps = "these steps" if spells else "steps"
         text = (
             f"{wording.straggler(facts.blame, rank)} is a straggler{wording.spells(spells)} and {costs}"
@@ -85,7 +87,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
         if causes and _may_balance(facts, causes[0].name):
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
-        yield Finding("straggler", text, row.cost_ms.value, advice)
+        yield Finding("straggler", text, cost.value, advice)
 
 
 def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:

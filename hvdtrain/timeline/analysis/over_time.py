@@ -69,6 +69,7 @@ def _spells(blame: Blame) -> Iterator[Mark]:
     for spell in blame.spells:
         causes = blame.causes.get(spell.rank, ())
         why = f": {causes[0].text}" if causes else ""
-        yield Mark("straggler", spell.first_step, f"rank {spell.rank} becomes a straggler{why}")
+        who = wording.straggler(blame, spell.rank, on=False)
+        yield Mark("straggler", spell.first_step, f"{who} becomes a straggler{why}")
         if not spell.lasts:
-            yield Mark("straggler", spell.last_step, f"rank {spell.rank} is no straggler any more")
+            yield Mark("straggler", spell.last_step, f"{who} is no straggler any more")

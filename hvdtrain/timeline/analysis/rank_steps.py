@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
+WAITS = ("gather", "activations")
+"""Parts in which a rank waits for others: they are no work of its own."""
+
 _WARM_UP = 2
 """Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
@@ -21,8 +24,6 @@ _MOST = 1 << 18
 """Largest number of values used; longer runs are sampled in stretches."""
 _STRETCH = 20
 _LEAST_TURNS = 4
-_WAITS = ("gather", "activations")
-"""Parts in which a rank waits for others."""
 """Exchanges of a tensor."""
 
 
@@ -32,7 +33,7 @@ class Rounds:
 
     Attributes:
         source: our stamps, or ticks of Horovod.
-        work_ms: from the common start until the rank is ready [ranks, rounds].
+        work_ms: from the common start until the rank is ready, less its `WAITS` [ranks, rounds].
         column: of each round in the step table; for ticks, which have none, as `step` [rounds].
         weight: number of steps that each represents [rounds].
         step_ms: the median time from a round to the next.
@@ -101,7 +102,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
     released = np.roll(np.median(table.released_us, axis=0), 1)
     chained = follows(table.step)
     begin = np.where(chained, released, np.median(table.start_us, axis=0))
-    work = (table.ready_us - begin - sum(table.parts_us[part] for part in _WAITS if part in table.parts_us)) / 1e3
+    work = (table.ready_us - begin - sum(table.parts_us[part] for part in WAITS if part in table.parts_us)) / 1e3
     length = np.median(table.end_us, axis=0) - begin
     warm = np.arange(steps) >= warm_up(table)
     step_ms = float(np.median(length[warm])) / 1e3

@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Cause
 from hvdtrain.timeline.analysis.lateness import tamed
-from hvdtrain.timeline.analysis.rank_steps import follows
+from hvdtrain.timeline.analysis.rank_steps import WAITS, follows
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 
 _LEAST_MS = 0.05
@@ -21,11 +21,10 @@ _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
 _EXPLAINS = 0.5
 _PARTS = ("data", "copy", "gather", "activations", "forward", "backward")
+"""Of a step, in order."""
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
     "copy": "it copies batches for {mine} ms per step, others for {others} ms",
-    "gather": "it waits {mine} ms per step for parameters of other ranks, others {others} ms",
-    "activations": "it waits {mine} ms per step for activations of other ranks, others {others} ms",
     "forward": "forward takes {mine} ms per step, others {others} ms",
     "backward": "backward takes {mine} ms per step, others {others} ms",
     "optimizer": "clipping and the optimizer take {mine} ms per step, others {others} ms",
@@ -46,7 +45,7 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
     If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
     """
     measured = [part for part in _PARTS if part in table.parts_us]
-    parts = {part: _mean(table, part, column, steady) for part in measured}
+    parts = {part: _mean(table, part, column, steady) for part in measured if part not in WAITS}
     inside = (table.ready_us - table.start_us)[:, column]
     known = sum(table.parts_us[part][:, column] for part in measured)
     parts["rest"] = _average(inside - known, steady)

@@ -60,7 +60,7 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
         of_a, of_b = ({part.name: part.ms for part in budget.parts} for budget in (a.budget, b.budget))
         of_a, of_b = (_pooled(of_a) if EXCHANGE in of_b else of_a), (_pooled(of_b) if EXCHANGE in of_a else of_b)
         rows += [_row(name, of_a.get(name, _NOTHING), of_b.get(name, _NOTHING)) for name in {**of_a, **of_b}]
-    late = [_sum([row.cost_ms for row in each.blame.ranks if row.rank in each.blame.late]) for each in (a, b)]
+    late = [wording.total([row.cost_ms for row in each.blame.ranks if row.rank in each.blame.late]) for each in (a, b)]
     if any(each.value for each in late):
         rows.append(_row("late ranks", *late))
     left, right = flatten(config_a), flatten(config_b)
@@ -106,12 +106,7 @@ def _pooled(parts: Mapping[str, Estimate]) -> dict[str, Estimate]:
     """Merge the phases of the exchange into one part, as in a run without phases; with the widest possible interval."""
     pieces = [ms for name, ms in parts.items() if name in _PIECES]
     rest = {name: ms for name, ms in parts.items() if name not in _PIECES}
-    return {**rest, EXCHANGE: _sum(pieces)} if pieces else rest
-
-
-def _sum(estimates: Sequence[Estimate]) -> Estimate:
-    """Add estimates, with the widest possible interval."""
-    return Estimate(*(sum(getattr(each, end) for each in estimates) for end in ("value", "low", "high")))
+    return {**rest, EXCHANGE: wording.total(pieces)} if pieces else rest
 
 
 def _row(name: str, a: Estimate, b: Estimate) -> Row:

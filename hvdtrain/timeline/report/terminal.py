@@ -113,8 +113,8 @@ def _blame(blame: Blame) -> Iterator[str]:
         yield f"stragglers: unknown{'; ' + blame.reason if blame.reason else ''}"
         return
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
-    found = blame.first_late()
-    late = ", ".join(wording.straggler(blame, rank, on=False) for rank in found[:8]) or f"none ({blame.reason})"
+    found = blame.late_groups()
+    late = ", ".join(wording.straggler(blame, group[0], on=False) for group in found[:8]) or f"none ({blame.reason})"
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
