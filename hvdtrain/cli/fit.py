@@ -179,7 +179,7 @@ def _predict(
             fits = False
             done: set[str] = set()
             ways = [Way(shard, shard_options(shard)) for shard in shards if count > 1 or shard == "none"]
-            for way, mode in itertools.product([*ways, *meshes_to_try(meshes, count)], modes):
+            for way, mode in itertools.product([*ways, *meshes_to_try(meshes, count, given.engine)], modes):
                 if way.family and ((meshes is None and (fits or gib is None or has_mesh)) or way.family in done):
                     continue
                 line = predict(count, way, mode)

@@ -92,7 +92,8 @@ def divide_model(
         name = "all_reduce" if dimensions.experts == dimensions.tp else "all_to_all"
         if dimensions.tp == 1:
             name = _EXCHANGE
-            rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans, by_torch=divide is not None)
+            by_torch = divide is not None or dimensions.pp > 1
+            rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans, by_torch=by_torch)
             EPImplementationInterface.register(name, implementation(rows, equal=isinstance(comm, ImaginedComm)))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())

@@ -33,7 +33,7 @@ def divide_sequences(
 ) -> Task:
     """Return the task with the loss over this rank's part of each sequence. Collective: yes.
 
-    `by_torch`: whether torch exchanges the parameters.
+    `by_torch`: whether torch has other exchanges in the same passes.
 
     Errors:
         ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.

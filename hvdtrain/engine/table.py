@@ -200,6 +200,13 @@ def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
     return lambda size: [*mesh_groups(size, parallel.dp_shard), *workers(size), *dimensions.groups(size)]
 
 
+def uses_torch_in_passes(config: Config) -> bool:
+    """Return whether torch has exchanges in passes on GPUs: of activations, or of FSDP's parameters, uncompressed."""
+    parallel = config.parallel
+    by_fsdp = parallel.engine == "fsdp" and (parallel.compression == "none" or parallel.dp_shard is not None)
+    return by_fsdp or parallel.tp > 1 or parallel.pp > 1
+
+
 def needs_horovod(engine: str) -> bool:
     """Return whether an engine needs Horovod."""
     return any(kind.horovod for kind in TABLE if kind.name == engine)

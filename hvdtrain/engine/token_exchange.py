@@ -62,7 +62,7 @@ def rows_among(
     """Return an exchange among some ranks of a communicator, on a device. Collective: yes.
 
     It is torch's, but on GPUs under Horovod: NCCL needs one order of all collectives, which Horovod gives to its own.
-    `by_torch`: torch also exchanges parameters and gradients, so this must be torch's. And it is the communicator's
+    `by_torch`: torch has other exchanges in the same passes, so this must be torch's. And it is the communicator's
     where ranks share a GPU, which NCCL does not support.
     """
     through_host = getattr(comm, "through_host", False)
@@ -70,7 +70,7 @@ def rows_among(
     if through_host or by_horovod or isinstance(comm, ImaginedComm):
         rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
     else:
-        rows = rows_by_torch(lasting_group(comm, ranks))
+        rows = rows_by_torch(lasting_group(comm, ranks, prefix))  # NCCL exchanges of one group wait for each other
     return rows if spans is None else partial(_timed, rows, spans)
 
 

@@ -71,10 +71,10 @@ def shard_options(shard: str) -> tuple[str, ...]:
     return (f"--parallel.shard={shard}", *(["--parallel.engine=fsdp"] if shard == "parameters" else []))
 
 
-def meshes_to_try(text: str | None, count: int) -> Iterator[Way]:
-    """Yield the meshes to try. Errors: ConfigError: one is not a mesh."""
+def meshes_to_try(text: str | None, count: int, engine: str) -> Iterator[Way]:
+    """Yield the meshes to try in a job with an engine. Errors: ConfigError: one is not a mesh."""
     if text in (None, "auto"):
-        for more, (name, most) in product(("", f"x{_FSDP}"), _MOST.items()):
+        for more, (name, most) in product(("", f"x{_FSDP}")[: 1 + (engine != _FSDP)], _MOST.items()):
             width = 2
             while width <= min(most, count) and count % width == 0:
                 yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
@@ -88,7 +88,8 @@ def meshes_to_try(text: str | None, count: int) -> Iterator[Way]:
 
 def _way(mesh: str) -> Way:
     shard = "parameters" if mesh.endswith(_FSDP) else "none"
-    return Way(shard, tuple(option.replace(" ", "=") for option in _mesh_options(mesh)), mesh)
+    options = [option.replace(" ", "=") for option in _mesh_options(mesh)]
+    return Way(shard, (*options, *(["--parallel.shard=parameters"] if shard == "parameters" else [])), mesh)
 
 
 def _mesh_options(mesh: str) -> list[str]:

@@ -7,8 +7,9 @@
 //
 // When the thread ends, it empties the queue once more. A Python thread that checked `shut_down` just before it was set
 // may enqueue a tensor after Horovod has emptied the queue, and would wait for its result forever. If such a thread does
-// so even after that, a thread of its own empties the queue: releasing a tensor takes Python's global lock, which the
-// one that enqueues may hold.
+// so even after that, another thread empties the queue: releasing a tensor takes Python's global lock, which the one
+// that enqueues may hold. This is the queue of all ranks, which lives as long as the process; others end with their set
+// of ranks.
 //
 // Exceptions after init are thrown as before. Of the calls of `thread`, only the one that starts Horovod's thread has
 // two arguments.
@@ -20,27 +21,37 @@
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <system_error>
 #include <thread>
 
 #include "tensor_queue.h"
 
 namespace hvdtrain {
 
-inline std::atomic<bool> thread_is_over{false};
+// The queue of a thread that is over; none while one runs.
+inline std::atomic<horovod::common::TensorQueue*> left_queue{nullptr};
 
-inline void end_late_work(horovod::common::TensorQueue& queue) {
-  if (thread_is_over)
-    std::thread([&queue] { queue.FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR); }).detach();
+inline void end_late_work(horovod::common::TensorQueue* queue) {
+  if (queue != left_queue)
+    return;
+  try {
+    std::thread([queue] {
+      if (queue == left_queue)
+        queue->FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR);
+    }).detach();
+  } catch (const std::system_error&) {
+    // There is no thread left: the tensor waits, as in stock Horovod.
+  }
 }
 
 template <class Loop> auto caught(Loop* loop) {
   return [loop](auto reference) {
     auto& state = reference.get();
-    thread_is_over = false;
+    left_queue = nullptr;
     try {
       loop(state);
-      thread_is_over = true;
-      state.process_set_table.Get(0).tensor_queue.FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR);
+      left_queue = &state.process_set_table.Get(0).tensor_queue;
+      left_queue.load()->FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR);
     } catch (const std::exception& error) {
       if (state.initialization_done)
         throw;

@@ -33,7 +33,7 @@ struct Queued {
   ~Queued() {
     if (prompt())
       work.ring();
-    end_late_work(queue);
+    end_late_work(&queue);
   }
 };
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.state.pieces import Place
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -83,6 +84,11 @@ def name_of_parts(stages: int) -> str:
     return f"{_PARTS}/{stages}"
 
 
+def _stages_of(mesh: DeviceMesh) -> int:
+    """Return the number of stages in `name_of_parts`; 1 for other meshes."""
+    return next((int(name.partition("/")[2]) for name in mesh.mesh_dim_names or () if "/" in name), 1)
+
+
 def share_count(shares: Sequence[Cut]) -> int:
     """Return how many ranks have all of a tensor together."""
     return math.prod(cut.parts for cut in shares)
@@ -102,7 +108,7 @@ def shares(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
         return (Cut(0, len(tensor.ranks[0]), len(tensor.ranks)),)
     from torch.distributed import get_world_size
 
-    stages = next((int(name.partition("/")[2]) for name in tensor.device_mesh.mesh_dim_names or () if "/" in name), 1)
+    stages = _stages_of(tensor.device_mesh)
     own = tuple(cut._replace(dim=0) for cut in cuts(tensor))
     return (Cut(0, get_world_size() // stages, stages), *own) if stages > 1 else own
 

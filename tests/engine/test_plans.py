@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.engine import mesh_fsdp
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.mesh import make_mesh_engine
+from hvdtrain.engine.mesh_fsdp import make_mesh_fsdp
 from hvdtrain.engine.plans import plans_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.lora import add_adapters, parse_lora
@@ -114,3 +117,38 @@ def test_two_matrices_in_one_are_refused() -> None:
 
 def test_dropout_of_attention_does_not_keep_experts_from_ranks() -> None:
     assert plans_of(_dropping(), {}, Dimensions(1, 2))[1]
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "bucket_mib", "message"),
+    [(Dimensions(2), None, "divides parts among the ranks with copies of them"),
+     (Dimensions(1, 2), 8.0, "has no buckets"), (Dimensions(3), None, "do not have the dimensions")],
+)  # fmt: skip
+def test_what_fsdp_cannot_divide_further_is_refused(
+    dimensions: Dimensions, bucket_mib: float | None, message: str
+) -> None:
+    task = divided()
+    parts: Any = SimpleNamespace(
+        comm=ImaginedComm(2), dimensions=dimensions, model=task.model, optimizer=task.optimizer, bucket_mib=bucket_mib,
+        parameters=list(task.model.named_parameters()), shard="none",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        make_mesh_fsdp(parts)
+
+
+def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are gathered among other ranks."""
+    monkeypatch.setattr(mesh_fsdp, "_is_of_experts", lambda parameter, ranks: parameter.dim() == 3)
+    model = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Module(), "norm": nn.LayerNorm(2)})})
+    experts: Any = model["block"]["experts"]  # type: ignore[index]
+    experts.matrices = nn.Parameter(torch.zeros(2, 2, 2))
+    names = {module: name for name, module in model.named_modules()}
+    assert mesh_fsdp._modules_of_experts(model["block"], 2, names) == [experts]
+    experts.bias = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"block.experts has experts, and other parameters(?s:.*)found: bias"):
+        mesh_fsdp._modules_of_experts(model["block"], 2, names)
+
+
+def test_norms_of_heads_have_a_part_of_their_gradient() -> None:
+    tensors, _ = plans_of(_model(kind="qwen"), {}, Dimensions(2))
+    assert tensors["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"

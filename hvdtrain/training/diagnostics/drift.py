@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -158,14 +160,18 @@ def find_unequal(
     """
     if comm.size == 1:
         return {}
-    everyone = allgather_json(comm, dict(zip(tensors, digests(tensors.values()).tolist(), strict=True)), name=name)
+    found, names = digests(tensors.values()), crc32(json.dumps([*tensors]).encode())
     first: dict[int, int] = {}
-    expected = [everyone[first.setdefault(share_of(rank, divided), rank)] for rank in range(comm.size)]
-    found = {
-        tensor: [rank for rank in range(comm.size) if everyone[rank].get(tensor) != expected[rank].get(tensor)]
-        for tensor in dict.fromkeys(tensor for mine in everyone for tensor in mine)
-    }
-    return {tensor: ranks for tensor, ranks in found.items() if ranks}
+    alike = [first.setdefault(share_of(rank, divided), rank) for rank in range(comm.size)]
+    if len(set(comm.allgather(torch.tensor([names]), name=f"{name}/names").wait().tolist())) == 1:
+        everyone = comm.allgather(found.unsqueeze(0), name=name).wait()
+        unequal = everyone != everyone[alike]
+        ranks = {tensor: unequal[:, index].nonzero().view(-1).tolist() for index, tensor in enumerate(tensors)}
+    else:  # stages divide other tensors
+        named = allgather_json(comm, dict(zip(tensors, found.tolist(), strict=True)), name=name)
+        every = dict.fromkeys(tensor for mine in named for tensor in mine)
+        ranks = {t: [r for r, other in enumerate(alike) if named[r].get(t) != named[other].get(t)] for t in every}
+    return {tensor: differing for tensor, differing in ranks.items() if differing}
 
 
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
 from hvdtrain.engine.stages import end_with_stage
-from hvdtrain.engine.table import dimensions_of
+from hvdtrain.engine.table import dimensions_of, uses_torch_in_passes
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
@@ -81,7 +81,7 @@ def engine_of_worker(
     Where ranks divide sequences, the worker's task has the loss of this rank's part from now on.
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
-    by_torch = parallel.engine == "fsdp" and (parallel.compression == "none" or parallel.dp_shard is not None)
+    by_torch = uses_torch_in_passes(config)
     worker.task = divide_sequences(worker.task, comm, dimensions, worker.device, spans, by_torch=by_torch)
     worker.task = end_with_stage(worker.task, dimensions)
 

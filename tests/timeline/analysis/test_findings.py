@@ -214,7 +214,8 @@ def test_ranks_that_wait_for_others_within_passes_are_no_stragglers(part: str) -
     [({"tp": 2}, False, "one of ranks 2, 3"), ({"tp": 2, "cp": 2}, False, "one of ranks 0, 1, 2, 3"),
      ({"cp": 2}, False, "one of ranks 2, 3"), ({"cp": 2}, True, "rank 3"),
      ({"tp": 2, "cp": 2}, True, "one of ranks 2, 3"), ({"tp": 1, "ep": 4}, False, "one of ranks 0, 1, 2, 3"),
-     ({"tp": 2, "ep": 4}, True, "one of ranks 0, 1, 2, 3"), ({"tp": 3}, False, "rank 3"), ({"tp": "2"}, False, "rank 3"), ({}, False, "rank 3")],
+     ({"tp": 2, "ep": 4}, True, "one of ranks 0, 1, 2, 3"),
+     ({"tp": 3}, False, "rank 3"), ({"tp": "2"}, False, "rank 3"), ({}, False, "rank 3")],
 )  # fmt: skip
 def test_where_waits_are_not_measured_a_group_has_the_slow_rank(
     options: dict[str, Any], measured: bool, name: str
