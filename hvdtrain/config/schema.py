@@ -73,7 +73,7 @@ class ParallelConfig:
         ep: number of ranks that divide the experts of each layer (expert parallelism), each with samples of its own:
             tokens go to the ranks that have their experts, and none is dropped. With tp, a multiple of it
         cp: number of ranks that divide each sequence (context parallelism), for texts that are too long for one. They
-            have the same samples, and exchange heads of attention in each pass. With any engine, tp and ep
+            have the same samples, and exchange heads of attention in each pass. With any engine, tp, ep and pp
         pp: number of ranks that divide the layers, as stages of a pipeline (pipeline parallelism). They have the same
             samples, and send activations to the next stage: only little crosses a link. Use at least four times as many
             micro-batches a step. The ranks of a stage follow each other; tp, ep and cp divide its layers

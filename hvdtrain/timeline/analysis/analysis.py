@@ -148,7 +148,7 @@ class Spell:
         first_step, last_step: numbers of recorded steps.
         cost_ms: how much shorter each of these steps would be if the rank were like the others.
         last_share: share of these steps in which it was the last to be ready, 0 to 1.
-        behind_ms: how much later it was ready than the median of the others: median over these steps.
+        behind_ms: as of `RankRow`, in these steps.
         lasts: whether it still was one in the last recorded step.
     """
 
