@@ -88,7 +88,7 @@ def test_where_torch_exchanges_parameters_on_gpus_it_exchanges_activations(
 ) -> None:
     """Horovod begins its collectives in another order than torch."""
     monkeypatch.setattr(token_exchange, "by_nccl_of_horovod", lambda comm, device: True)
-    monkeypatch.setattr(token_exchange, "lasting_group", lambda comm, ranks: None)
+    monkeypatch.setattr(token_exchange, "lasting_group", lambda comm, ranks, use: None)
     rows = rows_among(SoloComm(), [0], ["host"], torch.device("cpu"), "experts", by_torch=by_torch)
     assert rows.__qualname__.partition(".")[0] == ("rows_by_torch" if by_torch else "rows_by_comm")
 
