@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.plans import plans_of
+from hvdtrain.engine.plans import PARTIAL, plans_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
@@ -24,8 +24,6 @@ COPIES = "copies"
 """Name of the dimension of a mesh of ranks with copies of a part; see `name_of_parts`."""
 
 _GROUP_BYTES = 16 << 20
-_PARTIAL = "replicated_with_grad_allreduce"
-"""Style of transformers for norms of heads: each rank has some heads."""
 _EXCHANGE = "hvdtrain"
 """Name of our exchange of tokens in transformers' registry."""
 
@@ -72,9 +70,9 @@ def divide_model(
 
     model, comm, dimensions = parts.model, parts.comm, parts.dimensions
     tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
-    partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == _PARTIAL and divide is None)
+    partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == PARTIAL and divide is None)
     # transformers sums the gradient of all passes so far after each pass; FSDP has taken those of the others away.
-    tensor_styles = {n: s for n, s in tensor_styles.items() if s != _PARTIAL or divide is not None}
+    tensor_styles = {n: s for n, s in tensor_styles.items() if s != PARTIAL or divide is not None}
     whole = dict(model.named_parameters())
     first = {parameter: name for name, parameter in whole.items()}
     ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}

@@ -27,6 +27,11 @@ _LATENT = {
 }
 """Multi-head latent attention, which plans of transformers leave out for some models: heads are divided."""
 
+PARTIAL = "replicated_with_grad_allreduce"
+"""Style of parameters that ranks have whole, but with a part of the gradient, such as norms of heads."""
+_AFTER = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}
+"""Modules with parameters, by name, that see only the output of another one: plans of some models leave them out."""
+
 _NEXT_STEP = "use a model with a plan, give the Task one (Task.plan), or leave out the option"
 
 
@@ -44,7 +49,8 @@ def plans_of(model: nn.Module, own: Mapping[str, str], dimensions: Dimensions) -
     within = tuple(f"{name}." for name in expert_styles)
     tensor_styles = {}
     if dimensions.tp > 1:
-        found = _by_name(model, tensors) | (_latent_attention(model) if not own else {})
+        found = _by_name(model, tensors)
+        found |= {} if own else _latent_attention(model) | _after_divided(model, found)
         tensor_styles = {n: s for n, s in found.items() if n not in expert_styles and not n.startswith(within)}
     for option, ranks, styles, what in (
         ("--parallel.tp", dimensions.tp, tensor_styles, "tensor"),
@@ -88,6 +94,17 @@ def _latent_attention(model: nn.Module) -> dict[str, str]:
                     found[f"{name}.{child}"] = style
                     if style != "mla_kv_a_proj":
                         found[f"{name}.{child}.weight"] = style
+    return found
+
+
+def _after_divided(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of modules of `_AFTER` that have none, where the other one is divided by columns."""
+    found = {}
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        is_unplanned = last in _AFTER and name not in styles and any(True for _ in module.parameters())
+        if is_unplanned and styles.get(f"{parent}.{_AFTER[last]}") == "colwise":
+            found[name] = PARTIAL
     return found
 
 

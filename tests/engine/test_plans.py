@@ -16,7 +16,7 @@ from hvdtrain.engine import mesh_fsdp
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.mesh import make_mesh_engine
 from hvdtrain.engine.mesh_fsdp import make_mesh_fsdp
-from hvdtrain.engine.plans import plans_of
+from hvdtrain.engine.plans import PARTIAL, plans_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.lora import add_adapters, parse_lora
 from tests.support.divided_models import divided
@@ -149,6 +149,21 @@ def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
         mesh_fsdp._modules_of_experts(model["block"], 2, names)
 
 
-def test_norms_of_heads_have_a_part_of_their_gradient() -> None:
-    tensors, _ = plans_of(_model(kind="qwen"), {}, Dimensions(2))
-    assert tensors["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+@pytest.mark.parametrize(
+    ("plan", "given", "has_part"),
+    [({"q_proj": "colwise"}, {}, True), ({"q_proj": "colwise", "q_norm": "sequence_parallel"}, {}, False),
+     ({"q_proj": "colwise_gather_output"}, {}, False), ({}, {"layers.*.q_proj": "colwise"}, False)],
+)  # fmt: skip
+def test_norms_of_heads_have_a_part_of_their_gradient(
+    plan: dict[str, str], given: dict[str, str], has_part: bool
+) -> None:
+    """Also where the plan of the model leaves them out, not that of a task. Activations may have parameters, too."""
+    model: Any = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})
+    model["layers"][0].update({"q_proj": nn.Linear(4, 4), "q_norm": nn.RMSNorm(2)})
+    model["layers"][0].update({"up_proj": nn.Linear(4, 4), "act_fn": nn.PReLU()})
+    model.tp_plan = {f"layers.*.{name}": style for name, style in {**plan, "up_proj": "colwise"}.items()}
+    tensors, _ = plans_of(model, given, Dimensions(2))
+    assert (tensors.get("layers.0.q_norm") == PARTIAL) == has_part
+    assert (tensors.get("layers.0.act_fn") == PARTIAL) == (not given)
+    model["layers"][0]["act_fn"] = nn.SiLU()
+    assert "layers.0.act_fn" not in plans_of(model, given, Dimensions(2))[0]

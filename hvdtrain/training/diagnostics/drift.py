@@ -50,7 +50,9 @@ class Drift:
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
         found = [0] * (2 + 2 * sum(map(share_count, self._divisions)))
-        if self.comm.size == 1 or not self.every or self.state.progress.step % self.every:
+        step = self.state.progress.step
+        is_first = step == 1 and bool(self._divisions)  # a plan that leaves out a parameter shows at once
+        if self.comm.size == 1 or not self.every or (step % self.every and not is_first):
             return found
         if self.state.exchange is not None:
             self.state.exchange.complete()
@@ -195,6 +197,7 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
     raise DriftError(
         f"parameters are not equal on all ranks: {wrong[0]} differs on rank(s) {', '.join(map(str, ranks))}",
         expected="bit-equal parameters after every step",
-        next_step="possible causes: a forward pass that writes to parameters, or different CPUs or GPUs;"
-        " resume from the last checkpoint with the same command",
+        next_step="possible causes: a forward pass that writes to parameters, different CPUs or GPUs, or a model that"
+        " --parallel.tp cannot divide (hvdtrain verify plan shows it); resume from the last checkpoint with the same"
+        " command",
     )
