@@ -240,8 +240,9 @@ def find_engine(
     kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
     if dimensions.divides_model and (kind is None or dp_shard is not None):
+        groups = f" with --parallel.dp_shard {dp_shard}" if dp_shard is not None else ""
         raise ConfigError(
-            f"{options} does not support {dimensions.options}",
+            f"{options}{groups} does not support {dimensions.options}",
             expected="--parallel.engine horovod with --parallel.shard none or optimizer, or (not with --parallel.pp)"
             " --parallel.engine fsdp; without --parallel.dp_shard",
         )
