@@ -86,7 +86,7 @@ def test_data_parallel_ranks_need_no_groups() -> None:
     [(4, Dimensions(3, 1), "--parallel.tp 2"), (6, Dimensions(1, 4), "--parallel.ep 3"),
      (8, Dimensions(4, 2), "--parallel.tp 4"), (8, Dimensions(1, 16), "--parallel.ep 8"),
      (6, Dimensions(2, 1, 2), "--parallel.cp 2"), (4, Dimensions(cp=3), "--parallel.cp 2"),
-     (4, Dimensions(pp=3), "--parallel.pp 2")],
+     (4, Dimensions(pp=3), "--parallel.pp 2"), (4, Dimensions(ep=4, pp=2), "--parallel.ep 4")],
 )  # fmt: skip
 def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimensions, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{size} rank.s. do not have the dimensions {dimensions.options}") as caught:
