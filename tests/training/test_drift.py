@@ -11,6 +11,7 @@ from torch import nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
+from hvdtrain.state.divided import StageParameter
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics import drift
 from hvdtrain.training.diagnostics.drift import _BITS, Drift, digests, replicated, tensors_hash
@@ -87,6 +88,28 @@ def test_one_rank_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.values() == [0, 0]
     watch.on_sums(0, [0, 0])
     assert drift.check_equal(model, SoloComm(), name="drift") == {}
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_model_that_ranks_divide_is_compared_after_its_first_step(divided: bool) -> None:
+    """Pairs of ranks have the same part."""
+
+    def body(comm: ThreadComm) -> list[tuple[int, list[bool]]]:
+        state = _state()
+        if divided:
+            held = StageParameter(torch.ones(2, 2), (2, 2), comm.rank // 2, [(0, 1), (2, 3)])
+            state.model.register_parameter("part", held)
+        watch = Drift(state, comm, 100, lambda found: None, pytest.fail)
+        found = []
+        for step in (1, 2, 100):
+            state.progress = Progress(step=step)
+            found.append((step, [bool(number) for number in watch.values()]))
+        return found
+
+    for rank, found in enumerate(on_ranks(4, body)):
+        own = [True, True, *([n // 2 == rank // 2 for n in range(4)] if divided else [])]
+        none = [False] * len(own)
+        assert found == [(1, own if divided else none), (2, none), (100, own)]
 
 
 def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:
