@@ -131,8 +131,8 @@ class Dimensions:
         if not self or size == 1:
             return []
         self.check(size)
-        widths = (1, self.tp, self.experts)
-        found = [self.copies(rank, size, width) for width in widths for rank in range(size)]
+        stages, widths = self.pipeline(0, size), (1, self.tp, self.experts)
+        found = [self.copies(first + part, size, each) for first in stages for each in widths for part in range(each)]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         found += [self.sequence(rank) for rank in range(size)]
         return [list(ranks) for ranks in dict.fromkeys(map(tuple, found)) if 1 < len(ranks) < size]

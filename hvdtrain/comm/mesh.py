@@ -67,6 +67,11 @@ def subset(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Comm:
     return comm.subset(ranks, here.index(comm.rank), len(here))
 
 
+def comm_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Comm:
+    """Return `comm` itself if these are all its ranks, else a `subset`. Collective: yes, among them."""
+    return comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
+
+
 def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
     """Make the communicators of a mesh. Collective: yes.
 

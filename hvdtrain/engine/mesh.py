@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.mesh import gather_hosts, subset
+from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.engine.base import Loss
@@ -105,7 +105,7 @@ class MeshEngine(DividedEngine):
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
             among = None
             if len(ranks) > 1 and held:
-                among = comm if len(ranks) == comm.size else subset(comm, ranks, hosts)
+                among = comm_among(comm, ranks, hosts)
             prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
             prefix = "partial" if width == 1 < dimensions.tp else prefix
             spans = parts.spans or Spans()

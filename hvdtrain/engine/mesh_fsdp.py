@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import Mesh, gather_hosts, make_mesh, subset
+from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
 from hvdtrain.engine.division import COPIES, divide_model, mesh_of_parts
@@ -63,9 +63,7 @@ class MeshFsdpEngine(FsdpEngine):
 
         def among(width: int) -> Comm:
             ranks = dimensions.copies(comm.rank, comm.size, width)
-            if len(ranks) in (1, comm.size):
-                return SoloComm() if len(ranks) == 1 else comm
-            return subset(comm, ranks, self._hosts)
+            return comm_among(comm, ranks, self._hosts) if len(ranks) > 1 else SoloComm()
 
         others = dict.fromkeys(self._modules, among(dimensions.tp))
         return {**others, **dict.fromkeys(self._experts, among(dimensions.experts))}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.imagined import ImaginedComm
-from hvdtrain.comm.mesh import subset
+from hvdtrain.comm.mesh import comm_among
 from hvdtrain.comm.torch_group import TorchComm, lasting_group
 from hvdtrain.spans import Spans
 
@@ -68,7 +68,7 @@ def rows_among(
     through_host = getattr(comm, "through_host", False)
     by_horovod = not by_torch and by_nccl_of_horovod(comm, device)
     if through_host or by_horovod or isinstance(comm, ImaginedComm):
-        rows = rows_by_comm(comm if len(ranks) == comm.size else subset(comm, ranks, hosts), prefix)
+        rows = rows_by_comm(comm_among(comm, ranks, hosts), prefix)
     else:
         rows = rows_by_torch(lasting_group(comm, ranks, prefix))  # NCCL exchanges of one group wait for each other
     return rows if spans is None else partial(_timed, rows, spans)

@@ -159,7 +159,8 @@ def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
         return tensor.ranks[tensor.stage]
     from torch.distributed import get_rank, get_world_size
 
-    divided, of_stage = cuts(tensor), shares(tensor)[: len(shares(tensor)) - len(cuts(tensor))]
+    divided, shared = cuts(tensor), shares(tensor)
+    of_stage = shared[: len(shared) - len(divided)]
     ranks = (rank for rank in range(get_world_size()) if share_of(rank, of_stage) == share_of(get_rank(), of_stage))
     return tuple(rank for rank in ranks if all(_box(tensor, divided, rank)[1]))
 
