@@ -135,7 +135,7 @@ def test_seldom_pauses_are_told_with_their_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_garbage_is_named_as_the_cause(tmp_path: Path) -> None:
-    analysis = _planted(tmp_path, 2, "gc", 0)
+    analysis = _planted(tmp_path, 2, "gc", 100)
     assert analysis.blame.late == [1] and analysis.blame.causes[1][0].name == "gc", analysis.blame
 
 

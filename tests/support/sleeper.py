@@ -37,6 +37,16 @@ def _stop_often(stopped_s: float) -> None:
     subprocess.Popen(["sh", "-c", f"while {signals}; do sleep 1; done"], stdin=subprocess.DEVNULL)
 
 
+class _Garbage:
+    """In a cycle of references, so only the garbage collector ends it, which takes this long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.cycle = seconds, self
+
+    def __del__(self) -> None:
+        time.sleep(self.seconds)
+
+
 def sleeper(
     step_ms: float = 100.0, late_rank: int = -1, late_ms: float = 0.0, late_in: str = "forward", moves_at: int = 0
 ) -> Task:
@@ -47,7 +57,7 @@ def sleeper(
         late_rank: the rank that sleeps longer; -1 for none
         late_ms: by how much
         late_in: forward or data; two: forward, also of the next rank; often: forward in four of five passes; seldom:
-            forward in every 16th pass; gc: a collection of all garbage, however long; length: of all ranks, by as much
+            forward in every 16th pass; gc: while garbage is collected, in every pass; length: of all ranks, by as much
             for a text of mean length; stops: the process of the late rank is stopped for this time, once a second
         moves_at: pass from which the next rank is late instead; 0 for none
     """
@@ -69,6 +79,7 @@ def sleeper(
         if late_in == "length":
             late_s = late_ms / 1e3 * batch.numel() / LENGTH
         if late_in == "gc" and is_late:
+            _Garbage(more_s)
             gc.collect()
         if moves_at and number >= moves_at:
             late_s = late_ms / 1e3 if rank == late_rank + 1 else 0.0
