@@ -115,6 +115,10 @@ class Dimensions:
         first = rank // length * length
         return range(first, first + length)
 
+    def ends(self, rank: int, size: int) -> list[int]:
+        """Return the ranks that hold what the first stage and the last one have whole, with this one if it does."""
+        return [other for end in (0, size - 1) for other in self.stage(end, size)[rank % self.tp :: self.tp]]
+
     def pipeline(self, rank: int, size: int) -> list[int]:
         """Return the ranks that a micro-batch of this one passes through, in this order."""
         length = size // self.pp
@@ -133,6 +137,7 @@ class Dimensions:
         self.check(size)
         stages, widths = self.pipeline(0, size), (1, self.tp, self.experts)
         found = [self.copies(first + part, size, each) for first in stages for each in widths for part in range(each)]
+        found += [self.ends(part, size) for part in range(self.tp) if self.pp > 1]
         found += [self.block(rank, self.experts) for rank in range(0, size, self.experts)]
         found += [self.sequence(rank) for rank in range(size)]
         return [list(ranks) for ranks in dict.fromkeys(map(tuple, found)) if 1 < len(ranks) < size]

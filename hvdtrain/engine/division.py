@@ -34,6 +34,9 @@ class Layers(Protocol):
     def holds(self, name: str) -> bool:
         """Return whether this rank has a parameter, or a part of it."""
 
+    def at_both_ends(self, name: str) -> bool:
+        """Return whether a parameter is on the first stage and the last one, or a module has only such parameters."""
+
     def take(self, name: str, value: Tensor) -> Tensor:
         """Return the whole parameter on the device, or on ranks of other stages one without elements."""
 
@@ -73,9 +76,9 @@ def divide_model(
     partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == PARTIAL and divide is None)
     # transformers sums the gradient of all passes so far after each pass; FSDP has taken those of the others away.
     tensor_styles = {n: s for n, s in tensor_styles.items() if s != PARTIAL or divide is not None}
-    whole = dict(model.named_parameters())
-    first = {parameter: name for name, parameter in whole.items()}
-    ties = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False) if n not in whole}
+    if layers is not None:  # the ranks of two stages have them whole: the meshes of torch are those of one
+        tensor_styles = {n: s for n, s in tensor_styles.items() if not layers.at_both_ends(n)}
+    whole, ties = dict(model.named_parameters()), ties_of(model)
     for name, parameter in whole.items():  # torch divides shapes; values follow
         _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
     for name, other in ties.items():
@@ -103,6 +106,13 @@ def divide_model(
 
     distribute(parts, whole, ties, take, divide)
     return {name for name, _ in model.named_parameters() if name.startswith(partial_in)}
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters that have several, with the first one."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in named if first[parameter] != name}
 
 
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:

@@ -92,22 +92,28 @@ class MeshEngine(DividedEngine):
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
         found: list[tuple[list[str], _Copies | None]] = []
-        for width in dict.fromkeys((dimensions.tp, dimensions.experts, *([1] if self._partial else []))):
+        widths: dict[str, int] = {}  # how many ranks of a stage divide a parameter, or more
+        for name, parameter in self._parameters.items():
+            at_ends = isinstance(parameter, StageParameter) and len(parameter.stages) > 1
+            width = 1 if name in self._partial else max(_width(parameter), dimensions.tp)
+            widths[name] = _AT_ENDS if at_ends else width
+        for width in dict.fromkeys((dimensions.tp, dimensions.experts, *sorted(widths.values()))):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
                 for name, parameter in reversed(self._parameters.items())
                 if parameter.requires_grad
                 and (rows := self._held[name].parameter) is not None
-                and (1 if name in self._partial else max(_width(parameter), dimensions.tp)) == width
+                and widths[name] == width
             ]
-            ranks = dimensions.copies(comm.rank, comm.size, width)
+            at_ends = width == _AT_ENDS
+            ranks = (dimensions.ends if at_ends else partial(dimensions.copies, width=width))(comm.rank, comm.size)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
             among = None
             if len(ranks) > 1 and held:
                 among = comm_among(comm, ranks, hosts)
             prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
-            prefix = "partial" if width == 1 < dimensions.tp else prefix
+            prefix = "ends" if at_ends else "partial" if width == 1 < dimensions.tp else prefix
             spans = parts.spans or Spans()
             if among is None or parts.shard == "none":
                 exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, prefix)
@@ -115,7 +121,7 @@ class MeshEngine(DividedEngine):
                 continue
             # What neighbours have whole is in buckets of its own, so that they own the same rows of it.
             alike = [each for each in held if _width(self._parameters[each[0]]) < width]
-            apart = [each for each in held if _width(self._parameters[each[0]]) == width]
+            apart = [each for each in held if _width(self._parameters[each[0]]) >= width]
             for named, name in ((apart, prefix), (alike, f"{prefix}/alike")):
                 whole = whole_parameters(parts.optimizer, [parameter for _, parameter in named])
                 found.append(([each for each, _ in named], DividedCopies(named, whole, among, limit, spans, name)))
@@ -266,6 +272,9 @@ class MeshEngine(DividedEngine):
         for hook in self._hooks:
             hook.remove()
 
+
+_AT_ENDS = 0
+"""Instead of a number of ranks that divide a parameter: those of the first and the last stage have it whole."""
 
 _Copies = BetweenCopies | DividedCopies
 """What exchanges the gradients of a part between its copies."""

@@ -2,7 +2,8 @@
 
 Each rank calls the task's loss function with the whole batch. Blocks of other stages do nothing: the first block of a
 rank gets the output of the stage before, and the pass ends after its last block. Parameters before the blocks are those
-of the first stage, parameters after them those of the last one, which alone has a loss.
+of the first stage, parameters after them those of the last one, which alone has a loss. Embeddings that are used after
+the blocks, too, are on both of these stages: their gradients are summed.
 
 The order of passes is 1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503.
 torch.distributed.pipelining is not used: its stages are modules from tensors to tensors, it splits batches along a
@@ -24,8 +25,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
-from hvdtrain.engine.division import distribute, divide_model
+from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.mesh import MeshEngine
+from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.engine.stages import EndOfStage, first_blocks, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
@@ -82,7 +84,8 @@ class Stage:
         self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
     ) -> None:
         self._option, count = dimensions.options, dimensions.pp
-        blocks = require_blocks(model, self._option, "divide", "leave out --parallel.pp")
+        found = require_blocks(model, self._option, "divide", "leave out --parallel.pp")
+        blocks = [block for block in found if not getattr(block, "takes_embeddings", False)]
         if len(blocks) < count:
             raise ConfigError(
                 f"{self._option}, but the model has {len(blocks)} block(s)",
@@ -91,11 +94,12 @@ class Stage:
                 everywhere=True,
             )
         refuse_what_has_no_stages(model, self._option)
+        self._model, self._drops = model, bool(dropout_of(model))
         ranks = dimensions.pipeline(comm.rank, comm.size)
         self._number = ranks.index(comm.rank)
         self.to_end = count - self._number
         firsts = first_blocks(model, blocks, count)
-        self._stage_of = stages_of(model, blocks, firsts, self._option)
+        self._stages_of = stages_of(model, blocks, firsts, self._option)
         self._ranks = [tuple(dimensions.stage(rank, comm.size)) for rank in ranks]
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
         groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
@@ -108,39 +112,50 @@ class Stage:
         self._is_checked = not self._number  # the first stage computes all that its blocks get
         self._hooks: list[Any] = []
         for position, block in enumerate(blocks):
+            # What a block computes is compiled below, without what it sends and gets.
+            is_compiled, block._compiled_call_impl = block._compiled_call_impl is not None, None
             if firsts[self._number] <= position < firsts[self._number + 1]:
                 self._hooks.append(block.register_forward_pre_hook(self._check_inputs, with_kwargs=True))
                 if self._number and position == firsts[self._number]:
                     self._hooks.append(block.register_forward_pre_hook(self._receive))
-                block.forward = partial(self._own_forward, block.forward)
+                inner = torch.compile(block.forward) if is_compiled else block.forward
+                block.forward = partial(self._own_forward, inner, position + 1 == firsts[self._number + 1])
                 continue
             is_next = position == firsts[self._number + 1]
             block.forward = self._end if is_next else _skip
-        if self._number:
-            early = {parameter for parameter, stage in self._stage_of.items() if not stage}
-            for module in model.modules():
-                if isinstance(module, nn.Embedding) and module.weight in early:
-                    module.forward = partial(self._no_embedding, module)  # type: ignore[method-assign]
+        for name, module in model.named_modules() if self._number else ():
+            if isinstance(module, nn.Embedding) and 0 in (
+                stages := self._stages_of[model.get_parameter(f"{name}.weight")]
+            ):
+                inner = module.forward if self._number in stages else None
+                module.forward = partial(self._embed, module, inner)  # type: ignore[method-assign]
 
     def place(self, parts: EngineParts, hosts: list[Any]) -> set[str]:
         """Give each rank its stage of rank 0's values; see `divide_model`. Collective: yes."""
         whole = dict(parts.model.named_parameters())
-        self._stage_by_name = {name: self._stage_of[parameter] for name, parameter in whole.items()}
-        self._stage_of = {}
+        # With the names of tied parameters.
+        named = parts.model.named_parameters(remove_duplicate=False)
+        self._stages_by_name = {name: self._stages_of[parameter] for name, parameter in named}
+        self._stages_of = {}
         if parts.dimensions.experts > 1:
             return divide_model(parts, hosts, layers=self)
-        distribute(parts, whole, {}, self.take)
+        distribute(parts, whole, ties_of(parts.model), self.take)
         return set()
 
     def holds(self, name: str) -> bool:
         """Return whether this rank has a parameter, or a part of it."""
-        return self._stage_by_name[name] == self._number
+        return self._number in self._stages_by_name[name]
+
+    def at_both_ends(self, name: str) -> bool:
+        """Return whether a parameter is on the first stage and the last one, or a module has only such parameters."""
+        stages = {s for each, s in self._stages_by_name.items() if each == name or each.startswith(f"{name}.")}
+        return bool(stages) and all(len(each) > 1 for each in stages)
 
     def take(self, name: str, value: Tensor) -> Tensor:
         """Return the whole parameter on the device, or on ranks of other stages one without elements."""
         is_held = self.holds(name)
         held = value.to(self._device) if is_held else value.new_empty(0, *value.shape[1:], device=self._device)
-        return StageParameter(held, value.shape, self._stage_by_name[name], self._ranks)
+        return StageParameter(held, value.shape, self._stages_by_name[name], self._ranks)
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.
@@ -168,14 +183,13 @@ class Stage:
         self._passes.append({})
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of the oldest forward pass; `loss` is that of the last stage."""
+        """Run the backward pass of the oldest forward pass; `loss` has gradients if this stage adds to it."""
         passed = self._passes.popleft()
-        if (sent := passed.get("sent")) is None:
-            torch.autograd.backward(loss)
-        else:
-            gradient = self._back.receive(sent, self._number + 1)
-            if sent.requires_grad:
-                torch.autograd.backward(sent, gradient)
+        gradients = {loss: torch.ones_like(loss)}
+        if (sent := passed.get("sent")) is not None:
+            gradients[sent] = self._back.receive(sent, self._number + 1)
+        if gradients := {output: gradient for output, gradient in gradients.items() if output.requires_grad}:
+            torch.autograd.backward([*gradients], [*gradients.values()])
         if (received := passed.get("received")) is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
             self._back.send(gradient, self._number - 1)
@@ -203,8 +217,12 @@ class Stage:
         if self._dry is not None:
             self._others += others
 
-    def _own_forward(self, inner: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def _own_forward(
+        self, inner: Callable[..., Any], is_last: bool, hidden: Tensor, *arguments: Any, **keywords: Any
+    ) -> Any:
         if self._dry is not None:
+            if is_last:
+                raise EndOfStage
             return hidden
         output = inner(hidden, *arguments, **keywords)
         if not isinstance(output, Tensor) or (output.shape, output.dtype) != (hidden.shape, hidden.dtype):
@@ -222,20 +240,30 @@ class Stage:
         if self._dry is not None:
             return arguments
         received = self._onward.receive(arguments[0], self._number - 1)
+        if self._draws:
+            set_random_state(self._onward.receive(random_state(self._device), self._number - 1), self._device)
         if torch.is_grad_enabled():
             self._passes[-1]["received"] = received.requires_grad_()
         return received, *arguments[1:]
 
     def _end(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         """Send the output of this rank's last block to the next stage."""
-        if self._dry is None:
-            if torch.is_grad_enabled():
-                self._passes[-1]["sent"] = hidden
-            self._onward.send(hidden, self._number + 1)
+        if torch.is_grad_enabled():
+            self._passes[-1]["sent"] = hidden
+        self._onward.send(hidden, self._number + 1)
+        if self._draws:
+            self._onward.send(random_state(self._device), self._number + 1)
         raise EndOfStage
 
-    def _no_embedding(self, module: nn.Embedding, ids: Tensor) -> Tensor:
-        """Return what has the form of an embedding that the first stage has; its values do not count."""
+    @property
+    def _draws(self) -> bool:
+        """Whether this pass draws random numbers: each stage goes on where the one before has ended."""
+        return self._drops and self._model.training
+
+    def _embed(self, module: nn.Embedding, inner: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:
+        """Return embeddings, or where only the first stage has them, what has their form: its values do not count."""
+        if inner is not None and self._dry is None:
+            return inner(ids)
         return module.weight.new_full((*ids.shape, module.embedding_dim), self._dry or 0.0)
 
 
@@ -262,6 +290,19 @@ class Link:
         with self._spans.waiting_for(like):
             dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
         return found.to(like.device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's random numbers on a device, there: uint8."""
+    return torch.cuda.get_rng_state(device).to(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of torch's random numbers on a device."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -46,7 +46,9 @@ def divide_sequences(
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
     rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans, by_torch=by_torch)
-    part = SequencePart(ranks.index(comm.rank), len(ranks), partial(_exchange, rows=rows, count=len(ranks)))
+    exchange = partial(_exchange, rows=rows, count=len(ranks))
+    exchange = torch.compiler.disable(exchange, reason="ranks exchange")  # type: ignore[no-untyped-call]
+    part = SequencePart(ranks.index(comm.rank), len(ranks), exchange)
     found = task.by_part(part)
     loss, metrics = found if isinstance(found, tuple) else (found, None)
     if task.metrics is not None and metrics is None:
@@ -75,18 +77,22 @@ def refuse_dropout(model: nn.Module, option: str) -> None:
     Errors:
         ConfigError: it has dropout.
     """
+    for name, value in dropout_of(model).items():
+        raise ConfigError(
+            f"{option} does not support dropout, which {name} sets",
+            expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
+            found=f"a dropout of {value:g}",
+            next_step=f"--model.dropout 0, or leave out {option}",
+            everywhere=True,
+        )
+
+
+def dropout_of(model: nn.Module) -> dict[str, float]:
+    """Return the probabilities with which a model drops values, by the names of its modules or in its config."""
     found = {n: m.p for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):  # transformers also drops without a module
         unused = ("summary", "classifier")  # of heads for other tasks
         values = config.to_dict().items()
         found |= {f"config.{n}": value for n, value in values if "drop" in n and not n.startswith(unused)}
-    for name, value in found.items():
-        if isinstance(value, float) and value:
-            raise ConfigError(
-                f"{option} does not support dropout, which {name} sets",
-                expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
-                found=f"a dropout of {value:g}",
-                next_step=f"--model.dropout 0, or leave out {option}",
-                everywhere=True,
-            )
+    return {name: value for name, value in found.items() if isinstance(value, float) and value}

@@ -294,12 +294,6 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
             next_step="--parallel.balance equal, or --parallel.compression none and"
             f" {_with(dimensions, lambda k: bool(k.balances))}",
         )
-    if (parallel.cp > 1 or parallel.pp > 1) and config.train.compile:
-        raise ConfigError(
-            f"{dimensions.options} does not support --train.compile",
-            expected="blocks that are not compiled: they exchange activations",
-            next_step="leave out one of them",
-        )
     plan = outer_plan(config)
     if plan is not None:
         parse_outer(plan.coding)

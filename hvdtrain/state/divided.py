@@ -1,4 +1,4 @@
-"""Tensors that are divided among ranks: by torch, by rows or columns (DTensors), or whole on the ranks of a stage."""
+"""Tensors that are divided among ranks: by torch, by rows or columns (DTensors), or whole on the ranks of stages."""
 
 from __future__ import annotations
 
@@ -19,27 +19,36 @@ if TYPE_CHECKING:
 
 
 class StageParameter(nn.Parameter):
-    """A parameter that the ranks of one stage of a pipeline hold. On other ranks it has no elements: its length is 0.
+    """A parameter that the ranks of one stage of a pipeline hold, or of the first stage and the last one.
+
+    On other ranks it has no elements: its length is 0.
 
     Attributes:
         whole: its shape on the ranks that hold it.
-        stage: which rank of each pipeline holds it.
+        stages: which ranks of each pipeline hold it.
         ranks: of each stage, which follow each other.
     """
 
     whole: tuple[int, ...]
-    stage: int
+    stages: tuple[int, ...]
     ranks: list[tuple[int, ...]]
 
-    def __new__(cls, held: Tensor, whole: Sequence[int], stage: int, ranks: list[tuple[int, ...]]) -> StageParameter:
+    def __new__(
+        cls, held: Tensor, whole: Sequence[int], stages: tuple[int, ...], ranks: list[tuple[int, ...]]
+    ) -> StageParameter:
         """Return the parameter of this rank, with the memory of `held`; it has one dimension or more."""
         found: StageParameter = torch.Tensor._make_subclass(cls, held.detach(), held.requires_grad)
-        found.whole, found.stage, found.ranks = tuple(whole), stage, ranks
+        found.whole, found.stages, found.ranks = tuple(whole), stages, ranks
         return found
 
     def like(self, held: Tensor) -> StageParameter:
         """Return another tensor that is divided like this one."""
-        return StageParameter(held, self.whole, self.stage, self.ranks)
+        return StageParameter(held, self.whole, self.stages, self.ranks)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that hold it."""
+        return tuple(rank for stage in self.stages for rank in self.ranks[stage])
 
     @property
     def is_held(self) -> bool:
@@ -105,7 +114,9 @@ def share_of(rank: int, shares: Sequence[Cut]) -> int:
 def shares(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
     """Return how ranks share a tensor, as cuts of dimension 0: by stages of a pipeline, then by parts."""
     if isinstance(tensor, StageParameter):
-        return (Cut(0, len(tensor.ranks[0]), len(tensor.ranks)),)
+        # The first stage and the last one have equal remainders by the number of stages less one.
+        parts = len(tensor.ranks) - len(tensor.stages) + 1
+        return (Cut(0, len(tensor.ranks[0]), parts),) if parts > 1 else ()
     from torch.distributed import get_world_size
 
     stages = _stages_of(tensor.device_mesh)
@@ -142,8 +153,8 @@ def place_of(tensor: DTensor | StageParameter) -> Place:
     """Return the place of this rank's part: torch gives each rank as many rows or columns, the last ones fewer."""
     if isinstance(tensor, StageParameter):
         if tensor.is_held:
-            return Place(tensor.whole, (0,) * tensor.dim(), tensor.ranks[tensor.stage])
-        others = sorted(rank for stage, ranks in enumerate(tensor.ranks) if stage != tensor.stage for rank in ranks)
+            return Place(tensor.whole, (0,) * tensor.dim(), tensor.holders)
+        others = [rank for stage, ranks in enumerate(tensor.ranks) if stage not in tensor.stages for rank in ranks]
         return Place(tensor.whole, (tensor.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
     from torch.distributed import get_rank, get_world_size
 
@@ -156,7 +167,7 @@ def place_of(tensor: DTensor | StageParameter) -> Place:
 def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
     """Return the ranks that hold a part."""
     if isinstance(tensor, StageParameter):
-        return tensor.ranks[tensor.stage]
+        return tensor.holders
     from torch.distributed import get_rank, get_world_size
 
     divided, shared = cuts(tensor), shares(tensor)

@@ -127,6 +127,8 @@ def _layer(kind: Any) -> Any:
     from torch import nn
 
     class Layer(kind):  # type: ignore[misc]
+        takes_embeddings = True  # after the model's last layer
+
         def __init__(self, config: Any, index: int, norm: Any) -> None:
             super().__init__(config, index)
             width, eps = config.hidden_size, config.rms_norm_eps

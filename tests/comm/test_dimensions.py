@@ -43,6 +43,10 @@ def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) ->
         exchanging = [dimensions.copies(rank, size, width) for width in (dimensions.tp, dimensions.experts)]
         for ranks in [*exchanging, dimensions.sequence(rank)]:
             assert rank in ranks and (tuple(ranks) in made or len(ranks) in (1, size))
+        ends, stages = dimensions.ends(rank, size), (dimensions.stage(0, size), dimensions.stage(size - 1, size))
+        if dimensions.pp > 1:
+            assert ends == [r for stage in stages for r in stage if (r - rank) % dimensions.tp == 0]
+            assert tuple(ends) in made or len(ends) == size
     assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
 
 

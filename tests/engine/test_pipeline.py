@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,9 +20,19 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.pipeline import PipelineEngine, Stage
-from hvdtrain.engine.stages import _divide_evenly, end_with_stage, first_blocks
+from hvdtrain.engine.stages import EndOfStage, _divide_evenly, end_with_stage, first_blocks
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
-from hvdtrain.state.divided import StageParameter, copy_of, is_divided, local, place_of, ranks_with_rows, take_rows
+from hvdtrain.state.divided import (
+    StageParameter,
+    copy_of,
+    is_divided,
+    local,
+    place_of,
+    ranks_with_rows,
+    share_of,
+    shares,
+    take_rows,
+)
 from hvdtrain.task.presets import preset_config
 
 PP2, CPU = Dimensions(pp=2), torch.device("cpu")
@@ -70,14 +82,22 @@ def _with(model: nn.Module, **children: nn.Module) -> nn.Module:
     return model
 
 
-def _tied() -> nn.Module:
-    model = Model()
+def _tied() -> Any:
+    model: Any = Model()
     model.head.weight = model.embedding.weight
     return model
 
 
-def _dropping() -> nn.Module:
-    return _with(Model(), dropout=nn.Dropout(0.5))
+def _tied_blocks() -> nn.Module:
+    model: Any = Model()
+    model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    return model  # type: ignore[no-any-return]
+
+
+def _skipping() -> nn.Module:
+    model: Any = Model()
+    model.config = SimpleNamespace(to_dict=lambda: {"layerdrop": 0.5, "dropout": 0.1})
+    return model  # type: ignore[no-any-return]
 
 
 def _scaled() -> nn.Module:
@@ -98,8 +118,8 @@ class Projected(nn.Module):
     [
         (lambda: nn.Linear(2, 2), "the model has no blocks to divide", "leave out --parallel.pp"),
         (partial(Model, blocks=1), r"the model has 1 block\(s\)", "--parallel.pp 1 or fewer"),
-        (_tied, "embedding.weight and head.weight, which are one parameter", "tie_word_embeddings"),
-        (_dropping, "does not support dropout, which dropout sets", "--model.dropout 0"),
+        (_tied_blocks, "blocks.0.linear.weight and blocks.1.linear.weight, which are one parameter", "another model"),
+        (_skipping, "skipping blocks at random, which config.layerdrop sets", "leave out"),
         (_scaled, "head.scale, a parameter without dimensions", "leave out"),
         (lambda: _with(Model(), bn=nn.BatchNorm1d(3)), "running statistics, which bn has", "leave out"),
         (Projected, "projection.weight, a parameter before the blocks", "leave out"),
@@ -111,11 +131,70 @@ def test_a_model_without_stages_is_refused(build: Callable[[], nn.Module], what:
     assert next_step in str(caught.value.next_step)
 
 
-def test_metrics_need_the_whole_model() -> None:
-    task = Task(Model(), lambda model, batch: (model(batch).sum(), 1), [1], metrics=lambda model, batch: {})
-    with pytest.raises(ConfigError, match=r"--parallel.pp 2, but the task has metrics"):
-        end_with_stage(task, PP2)
-    assert end_with_stage(task, Dimensions()) is task
+def test_a_stage_before_the_last_one_has_no_metrics() -> None:
+    metrics = lambda model, batch: {"sum": (model(batch).sum(), 1.0), "auc": (batch,)}  # noqa: E731
+    for rank, expected in ((0, {"auc": ()}), (1, {"sum", "auc"})):
+        model = Model()
+        task = Task(model, _loss, [1], metrics=metrics, metric_objects={"auc": object()})  # type: ignore[dict-item]
+        stage = _stage(model, rank)
+        stage._onward = SimpleNamespace(send=lambda *_: None, receive=lambda like, _: torch.ones_like(like))  # type: ignore[assignment]
+        found = end_with_stage(task, PP2).metrics
+        assert found is not None
+        with torch.no_grad():
+            assert {*found(model, torch.tensor([1, 2]))} == {*expected}
+        assert end_with_stage(task, Dimensions()) is task
+
+
+def test_a_pass_runs_the_model_once() -> None:
+    model = Model()
+    task = end_with_stage(Task(model, lambda model, batch: _loss(model, model(batch).argmax(dim=-1)), [1]), PP2)
+    for _ in range(2):
+        with pytest.raises(TaskError, match=r"--parallel.pp 2 does not support a task that runs"):
+            task.loss(model, torch.tensor([1, 2]))
+
+
+def test_embeddings_that_are_used_after_the_blocks_are_at_both_ends() -> None:
+    tied, after = _tied(), Model()
+    after.norm.takes_embeddings = True  # type: ignore[assignment]
+    for model, expected in ((Model(), (0,)), (tied, (0, 1)), (after, (0, 1))):
+        stage = _stage(model, 1)
+        assert stage._stages_of[model.embedding.weight] == expected and stage._stages_of[model.head.bias] == (1,)
+        embedded = model.embedding(torch.tensor([1, 2]))
+        assert torch.equal(embedded, model.embedding.weight[1:3]) == (len(expected) == 2)
+
+
+def test_only_what_a_block_computes_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    for block in model.blocks:
+        block._compiled_call_impl = block._call_impl  # type: ignore[assignment]  # as after its `compile`
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    _stage(model, 1)
+    assert [function.__self__ for function in compiled] == [model.blocks[1]]
+    assert not any(block._compiled_call_impl for block in model.blocks)
+
+
+def test_random_numbers_go_on_where_the_stage_before_has_ended() -> None:
+    model = _with(Model(), dropout=nn.Dropout(0.5))
+    sent: list[Tensor] = []
+    onward: Any = SimpleNamespace(send=lambda tensor, _: sent.append(tensor), receive=lambda like, _: sent.pop(0))
+    stages = [_stage(copy.deepcopy(model), rank) for rank in (0, 1)]
+    drawn = []
+    for number, stage in enumerate(stages):
+        stage._onward = onward
+        stage._passes.append({})
+        torch.manual_seed(7)
+        if not number:
+            torch.rand(3)
+        with contextlib.suppress(EndOfStage):
+            stage._model(torch.tensor([1, 2]))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn) and not sent
+    for stage in stages:
+        stage._model.eval()
+        with torch.no_grad(), contextlib.suppress(EndOfStage):
+            stage._model(torch.tensor([1, 2]))
+        assert len(sent) == 1 - stage._number  # the output alone
 
 
 def _half(ids: Tensor, x: Tensor) -> Tensor:
@@ -141,11 +220,13 @@ def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, wh
 def test_what_follows_from_the_ids_is_the_same_on_all_stages() -> None:
     model = Model(lambda ids, x: (torch.arange(len(ids)), ids.to(x)))
     stage = _stage(model, 1)
-    seen: list[Tensor] = []
-    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    stage.begin(partial(model, torch.tensor([1, 2])))
-    assert len(seen) == 2  # one dry pass for each value of the embeddings, once
-    stage.begin(partial(model, torch.tensor([1, 2])))
+    call = partial(end_with_stage(Task(model, _loss, [1]), PP2).loss, model, torch.tensor([1, 2]))
+    seen, after = [], []
+    model.embedding.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model.head.register_forward_hook(lambda module, inputs, output: after.append(output))
+    stage.begin(call)
+    assert len(seen) == 2 and not after  # one dry pass for each value of the embeddings, once, up to the last block
+    stage.begin(call)
     assert len(seen) == 2
 
 
@@ -210,7 +291,18 @@ def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(to_end: int, order: 
 
 def _parameter(stage: int, own: int) -> StageParameter:
     value = torch.arange(6.0).view(3, 2)
-    return StageParameter(value if stage == own else value[:0], (3, 2), stage, [(0, 2), (1, 3)])
+    return StageParameter(value if stage == own else value[:0], (3, 2), (stage,), [(0, 2), (1, 3)])
+
+
+def test_ranks_of_two_stages_hold_a_parameter() -> None:
+    """They are one share; those between have none of it."""
+    value, ranks = torch.ones(3, 2), [(0, 1), (2, 3), (4, 5)]
+    here, elsewhere = (StageParameter(held, (3, 2), (0, 2), ranks) for held in (value, value[:0]))
+    assert here.is_held and place_of(here).ranks == ranks_with_rows(elsewhere) == (0, 1, 4, 5)
+    assert place_of(elsewhere).ranks == (2, 3)
+    found = shares(here)
+    assert [share_of(rank, found) for rank in range(6)] == [0, 0, 1, 1, 0, 0] and shares(elsewhere) == found
+    assert shares(StageParameter(value, (3, 2), (0, 1), ranks[:2])) == ()
 
 
 def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
@@ -289,5 +381,6 @@ def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
 def test_a_rank_has_the_blocks_of_its_stage(width: int, blocks_of_0: int) -> None:
     model = Model(blocks=4)
     model.head = nn.Linear(3, width)
-    stages = _stage(model)._stage_of
-    assert [stages[block.linear.weight] for block in model.blocks] == [0] * blocks_of_0 + [1] * (4 - blocks_of_0)  # type: ignore[union-attr,index]
+    stages = _stage(model)._stages_of
+    expected = [(0,)] * blocks_of_0 + [(1,)] * (4 - blocks_of_0)
+    assert [stages[block.linear.weight] for block in model.blocks] == expected  # type: ignore[union-attr,index]

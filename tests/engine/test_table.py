@@ -83,7 +83,6 @@ def test_any_engine_may_have_parts_of_sequences(engine: str) -> None:
         ({}, {}, True, "does not support an elastic job"),
         ({"balance": "speed"}, {}, False, "--parallel.cp 2 .*does not support --parallel.balance speed"),
         ({"sync": "diloco:2", "workers": 2}, {}, False, "--parallel.cp 2 does not support --parallel.sync"),
-        ({}, {"compile": True}, False, "does not support --train.compile"),
     ],
 )
 def test_what_ranks_with_parts_of_sequences_do_not_support(

@@ -51,13 +51,27 @@ def test_experts(family: str, job: Comm, tmp_path: Path) -> None:
     _compare(family, "ep", job, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])
+def test_layers(family: str, job: Comm, tmp_path: Path) -> None:
+    """Both use their embeddings as LM head; GPT-2 has dropout."""
+    _compare(family, "pp", job, tmp_path)
+
+
+def test_layers_for_tokens_further_ahead(job: Comm) -> None:
+    """They use the embeddings of the first stage."""
+    _compare_gradients(["--model.preset=tiny", "--model.mtp_layers=1", "--parallel.pp=2"], job)
+
+
 def _compare(family: str, dimension: str, job: Comm, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**_SIZES, **_FAMILIES.get(family, {}), "model_type": family}))
+    _compare_gradients([f"--model.config={folder / 'config.json'}", f"--parallel.{dimension}=2"], job)
+
+
+def _compare_gradients(options: list[str], job: Comm) -> None:
     if job.size != 2:
         pytest.skip("2 ranks divide the model: mpirun -np 2")
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers is older than 5.23")
-    (folder / "config.json").write_text(json.dumps({**_SIZES, **_FAMILIES[family], "model_type": family}))
-    options = [f"--model.config={folder / 'config.json'}", "--data.seq_len=16", "--parallel.device=cpu"]
-    argv = [*options, f"--parallel.{dimension}=2"]
+    argv = [*options, "--data.seq_len=16", "--parallel.device=cpu"]
     function = load_task_function(task_spec(argv))
     run = for_plan(parse_argv(argv, function))
     found = compare_gradients(run, partial(function, **run.task_args), job, INFO)

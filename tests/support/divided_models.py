@@ -43,6 +43,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "frozen": ("--frozen=true",),
     "own": ("--kind=own",),
     "many": ("--method=adamw", "--train.global_batch=10"),
+    "dropping": ("--kind=gpt2", "--train.global_batch=10"),
+    "balanced": ("--train.balance_loss=0.05",),
 }
 """Options of trainings. Two pipelines of two ranks need the many micro-batches. Rows of wide matrices are divided, and
 Adagrad has state before a step."""
@@ -55,7 +57,11 @@ ENGINES = {
 }
 """Options of engines that any ranks may have that divide sequences."""
 TWO = {
-    **{f"tp2/{name}": (TP + "2", *options) for name, options in VARIANTS.items() if name not in ("many", "wide")},
+    **{
+        f"tp2/{name}": (TP + "2", *options)
+        for name, options in VARIANTS.items()
+        if name not in ("many", "wide", "dropping", "balanced")
+    },
     **{
         f"ep2/{name}": (EP + "2", *VARIANTS[name])
         for name in ("latent", "adamw", "averaged", "recomputed", "frozen", "own")
@@ -63,7 +69,7 @@ TWO = {
     **{f"cp2/{name}": (CP + "2", *VARIANTS[name]) for name in ("latent", "heads", "adamw", "recomputed")},
     **{
         f"pp2/{name}": (PP + "2", *VARIANTS[name])
-        for name in ("latent", "heads", "adamw", "averaged", "recomputed", "frozen")
+        for name in ("latent", "heads", "adamw", "averaged", "recomputed", "frozen", "tied", "dropping", "balanced")
     },
     **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
     **{f"tp2/{name}": (TP + "2", *options) for name, options in ROUNDED.items()},
@@ -104,6 +110,9 @@ FOUR = {
     "pp2tp2/latent": (PP + "2", TP + "2"),
     "pp2ep2/many": (PP + "2", EP + "2", *VARIANTS["many"]),
     "pp2cp2/heads": (PP + "2", CP + "2", *VARIANTS["heads"]),
+    "pp4/dropping": (PP + "4", *VARIANTS["dropping"]),
+    "pp2zero/dropping": (PP + "2", ZERO, *VARIANTS["dropping"]),
+    "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
 }
 """Of four ranks."""
 STAGES = {
@@ -190,16 +199,18 @@ class Tokens(torch.utils.data.Dataset[Any]):
 def divided(
     kind: str = "deepseek", method: str = "sgd", queries: int | None = 16, tied: bool = False, frozen: bool = False
 ) -> Task:
-    """Make the task: a DeepSeek-V3 with 8 experts a layer, or a Llama with 2 heads for keys and values."""
+    """Make the task: a DeepSeek-V3 with 8 experts a layer, or another kind of model."""
     data = Tokens()
     if kind == "own":
         model: torch.nn.Module = Own()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Task(model, _own_loss, data, data, optimizer=optimizer, nominal_weight=8.0, plan=OWN_PLAN)
-    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
-    if kind == "qwen":
-        config: Any = Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+    if kind == "gpt2":  # tied, with dropout everywhere
+        config: Any = GPT2Config(**_TOKENS, n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=16)
+    elif kind == "qwen":
+        config = Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=8, intermediate_size=48)
     elif kind == "llama":
         config = LlamaConfig(**_SIZES, **_TOKENS, num_key_value_heads=4, intermediate_size=72, tie_word_embeddings=tied)
     else:

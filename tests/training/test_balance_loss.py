@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
+from hvdtrain.training.loop.router_loads import routers_of
 from tests.laws.test_fsdp import check_equal
 from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
@@ -89,7 +90,6 @@ def test_hooks_go_with_the_run(tmp_path: Path) -> None:
 def test_what_it_does_not_support_is_refused() -> None:
     model: Any = divided().model
     for dimensions, compiled, option in (
-        (Dimensions(pp=2), False, "pp"),
         (Dimensions(cp=2), False, "cp"),
         (Dimensions(), True, "compile"),
     ):
@@ -97,4 +97,7 @@ def test_what_it_does_not_support_is_refused() -> None:
             make_balance_loss(model, 0.1, dimensions, compiled=compiled)
     with pytest.raises(TaskError, match="no routers"):
         make_balance_loss(nn.Linear(2, 2), 0.1, Dimensions(), compiled=False)
-    assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(pp=2), compiled=True) is None
+    assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(cp=2), compiled=True) is None
+    for router in routers_of(model).values():
+        router.weight = nn.Parameter(torch.empty(0, 32))  # type: ignore[assignment]
+    assert make_balance_loss(model, 0.1, Dimensions(pp=2), compiled=False) is None  # of another stage

@@ -97,7 +97,7 @@ def test_a_model_that_ranks_divide_is_compared_after_its_first_step(divided: boo
     def body(comm: ThreadComm) -> list[tuple[int, list[bool]]]:
         state = _state()
         if divided:
-            held = StageParameter(torch.ones(2, 2), (2, 2), comm.rank // 2, [(0, 1), (2, 3)])
+            held = StageParameter(torch.ones(2, 2), (2, 2), (comm.rank // 2,), [(0, 1), (2, 3)])
             state.model.register_parameter("part", held)
         watch = Drift(state, comm, 100, lambda found: None, pytest.fail)
         found = []
@@ -110,6 +110,23 @@ def test_a_model_that_ranks_divide_is_compared_after_its_first_step(divided: boo
         own = [True, True, *([n // 2 == rank // 2 for n in range(4)] if divided else [])]
         none = [False] * len(own)
         assert found == [(1, own if divided else none), (2, none), (100, own)]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 2])
+def test_what_the_first_and_the_last_stage_have_is_compared(wrong: int | None) -> None:
+    def body(comm: ThreadComm) -> None:
+        state = _state()
+        value = torch.full((2 if comm.rank != 1 else 0, 2), 2.0 if comm.rank == wrong else 1.0)
+        state.model.register_parameter("part", StageParameter(value, (2, 2), (0, 2), [(0,), (1,), (2,)]))
+        watch = Drift(state, comm, 1, lambda found: None, pytest.fail)
+        sums = comm.allreduce(torch.tensor(watch.values(), dtype=torch.float64), name="sums").wait()
+        watch.on_sums(1, [int(number) for number in sums])
+
+    if wrong is None:
+        on_ranks(3, body)
+    else:
+        with pytest.raises(DriftError, match="part"):
+            on_ranks(3, body)
 
 
 def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:

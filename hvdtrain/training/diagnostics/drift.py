@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -72,8 +73,10 @@ class Drift:
         Errors:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        counts = [1, *map(share_count, self._divisions)]
-        ranks = [self.comm.size // count for count in counts for _ in range(count)]
+        ranks = [self.comm.size]
+        for divided in self._divisions:
+            counts = Counter(share_of(rank, divided) for rank in range(self.comm.size))
+            ranks += [counts[share] for share in range(share_count(divided))]
         if any(n * squares != total * total for n, total, squares in zip(ranks, sums[::2], sums[1::2], strict=True)):
             found = check_equal(self.state.model, self.comm, name="drift/found")
             self.share(found)

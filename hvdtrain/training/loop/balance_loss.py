@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.divided import local
 from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens
 from hvdtrain.training.loop.router_loads import BIAS, routers_of
 
@@ -89,21 +90,19 @@ class BalanceLoss:
 
 
 def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *, compiled: bool) -> BalanceLoss | None:
-    """Return the loss; None if `factor` is 0.
+    """Return the loss of this rank's routers; None if it has none, or if `factor` is 0.
 
     Errors:
-        ConfigError: ranks divide the passes, or blocks are compiled.
+        ConfigError: ranks divide sequences, or blocks are compiled.
         TaskError: the model has no routers.
     """
     if not factor:
         return None
-    for is_set, option in (
-        (dimensions.pp > 1, "--parallel.pp"), (dimensions.cp > 1, "--parallel.cp"), (compiled, "--train.compile"),
-    ):  # fmt: skip
+    for is_set, option in ((dimensions.cp > 1, "--parallel.cp"), (compiled, "--train.compile")):
         if is_set:
             raise ConfigError(
                 f"{_OPTION} does not support {option}",
-                expected="whole passes with hooks on the routers",
+                expected="whole sequences, and hooks on the routers",
                 next_step=f"leave out {option}, or {_OPTION} 0; --train.router_bias balances experts, too",
                 everywhere=True,
             )
@@ -115,4 +114,5 @@ def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *
             next_step=f"leave out {_OPTION}",
             everywhere=True,
         )
-    return BalanceLoss(routers.values(), factor)
+    own = [router for router in routers.values() if all(local(each).numel() for each in router.parameters())]
+    return BalanceLoss(own, factor) if own else None
