@@ -58,8 +58,8 @@ class Dimensions:
         """The options of the command line."""
         return " ".join(f"--parallel.{name} {value}" for name, value in vars(self).items() if value > 1)
 
-    def check(self, size: int) -> None:
-        """Check that `size` ranks have these dimensions.
+    def check(self, size: int, of_what: str = "") -> None:
+        """Check that `size` ranks have these dimensions; `of_what`: where these ranks are not all.
 
         Errors:
             ConfigError: they do not; with the nearest ones that fit.
@@ -70,7 +70,7 @@ class Dimensions:
         fitting = [each for each in starmap(Dimensions, product(divisors, repeat=4)) if each and each._fits(size)]
         nearest = min(fitting, key=self._distance, default=None)
         raise ConfigError(
-            f"{size} rank(s) do not have the dimensions {self.options}",
+            f"{size} rank(s){of_what and f' {of_what}'} do not have the dimensions {self.options}",
             expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
             " divide the ranks of a stage; --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
@@ -104,9 +104,12 @@ class Dimensions:
         first = rank // width * width
         return list(range(first, first + width))
 
-    def copies(self, rank: int, size: int, width: int) -> list[int]:
-        """Return the ranks that hold the same part, with this one, of what `width` ranks of its stage divide."""
-        ranks = self.stage(rank, size)
+    def copies(self, rank: int, size: int, width: int, within: int | None = None) -> list[int]:
+        """Return the ranks that hold the same part, with this one, of what `width` ranks of its stage divide.
+
+        `within`: only those of its block of so many ranks, which have the whole model.
+        """
+        ranks = self.stage(rank, size) if within is None else self.block(rank, within)
         return list(ranks[rank % width :: width])
 
     def stage(self, rank: int, size: int) -> range:
@@ -130,11 +133,16 @@ class Dimensions:
         first = rank // width * width + rank % self.tp
         return list(range(first, first + width, self.tp))
 
-    def groups(self, size: int) -> list[list[int]]:
-        """Return the ranks of each group that exchanges apart. Errors: ConfigError: see `check`."""
+    def groups(self, size: int, within: int | None = None) -> list[list[int]]:
+        """Return the ranks of each group that exchanges apart; `within`: see `copies`. Errors: those of `check`."""
         if not self or size == 1:
             return []
         self.check(size)
+        if within is not None:
+            self.check(within)
+            return [
+                [first + rank for rank in ranks] for first in range(0, size, within) for ranks in self.groups(within)
+            ]
         stages, widths = self.pipeline(0, size), (1, self.tp, self.experts)
         found = [self.copies(first + part, size, each) for first in stages for each in widths for part in range(each)]
         found += [self.ends(part, size) for part in range(self.tp) if self.pp > 1]

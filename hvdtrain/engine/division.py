@@ -118,12 +118,13 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
     """Return the mesh of the ranks of a stage: `width` of them divide something, the others have `COPIES` of it.
 
-    Collective: yes.
+    With `--parallel.dp_shard`, of so many ranks. Collective: yes.
     """
-    comm, dimensions = parts.comm, parts.dimensions
-    ranks = dimensions.copies(comm.rank, comm.size, width), dimensions.block(comm.rank, width)
+    comm, dimensions, within = parts.comm, parts.dimensions, parts.dp_shard
+    ranks = dimensions.copies(comm.rank, comm.size, width, within), dimensions.block(comm.rank, width)
     groups = [lasting_group(comm, each) for each in ranks]
-    every = torch.tensor(dimensions.stage(comm.rank, comm.size)).view(-1, width)
+    stage = dimensions.stage(comm.rank, comm.size) if within is None else dimensions.block(comm.rank, within)
+    every = torch.tensor(stage).view(-1, width)
     names = (COPIES, name_of_parts(dimensions.pp))
     return DeviceMesh.from_group(groups, parts.device.type, every, mesh_dim_names=names)
 

@@ -172,14 +172,28 @@ def make_hybrid(parts: EngineParts) -> FsdpEngine:
         LaunchError: a group that fits on one host is on several.
     """
     check_fsdp(parts)
+    return make_between_groups(parts, HybridEngine, FsdpEngine)
+
+
+def make_between_groups(
+    parts: EngineParts,
+    several: type[HybridEngine],
+    one: Callable[[EngineParts, Mesh, FsdpCollectives | None], FsdpEngine],
+) -> FsdpEngine:
+    """Make the engine of `several` groups of ranks, or of `one`. Collective: yes.
+
+    Errors:
+        ConfigError: the ranks cannot form groups, or torchrun started them and they compress.
+        LaunchError: a group that fits on one host is on several.
+    """
     mesh = make_mesh(parts.comm, parts.dp_shard)
     inside = replace(parts, comm=mesh.shard, compression="none")
     if mesh.replicas is None:
-        return FsdpEngine(inside, mesh, make_collectives(inside))
+        return one(replace(parts, compression="none"), mesh, make_collectives(inside))
     if isinstance(parts.comm, TorchComm) and parts.device.type == "cuda" and parts.compression != "none":
         raise ConfigError(
             f"--parallel.dp_shard with --parallel.compression {parts.compression}, but torchrun started the ranks",
             expected="one of Horovod's launchers: on GPUs, NCCL needs one order of all collectives",
             next_step="hvdtrain launch, mpirun or srun; or leave out --parallel.compression",
         )
-    return HybridEngine(parts, mesh, make_collectives(inside))
+    return several(parts, mesh, make_collectives(inside))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh
+from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh, mesh_groups
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
 from hvdtrain.engine.division import COPIES, divide_model, mesh_of_parts
 from hvdtrain.engine.fsdp import FsdpEngine, divide_part, refuse_buckets
 from hvdtrain.engine.fsdp_checks import check_fsdp
-from hvdtrain.engine.fsdp_collectives import make_collectives
+from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
+from hvdtrain.engine.hybrid import HybridEngine, make_between_groups
 from hvdtrain.engine.mesh import check_mesh
 from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError
 from hvdtrain.state.divided import is_divided, name_of_parts
 
@@ -33,12 +35,14 @@ class MeshFsdpEngine(FsdpEngine):
 
     Args:
         parts: the model's parameters become those of rank 0.
+        mesh: its `shard` ranks hold the whole model.
+        collectives: see `FsdpEngine`.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._hosts = gather_hosts(parts.comm)
+    def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
+        self._hosts, self._everyone = gather_hosts(parts.comm), parts.comm
         self._experts: list[str] = []  # names of modules
-        super().__init__(parts, make_mesh(parts.comm, None), make_collectives(parts))
+        super().__init__(parts, mesh, collectives)
         # See `_copy_view`. A model may return a view: what is outside of blocks stays gathered after forward.
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(parts.model).__name__}\) returned a view")
 
@@ -62,7 +66,7 @@ class MeshFsdpEngine(FsdpEngine):
         comm, dimensions = parts.comm, parts.dimensions
 
         def among(width: int) -> Comm:
-            ranks = dimensions.copies(comm.rank, comm.size, width)
+            ranks = dimensions.copies(comm.rank, comm.size, width, parts.dp_shard)
             return comm_among(comm, ranks, self._hosts) if len(ranks) > 1 else SoloComm()
 
         others = dict.fromkeys(self._modules, among(dimensions.tp))
@@ -70,7 +74,21 @@ class MeshFsdpEngine(FsdpEngine):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        return norm_of_parts(self._owned, self._comm, self._model)
+        return norm_of_parts(self._owned, self._everyone, self._model)
+
+
+class MeshHybridEngine(HybridEngine, MeshFsdpEngine):
+    """Each group of ranks has the whole model, divided as by `MeshFsdpEngine`; our exchange sums between groups."""
+
+    def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
+        # As of `MeshEngine`.
+        self._overlaps = parts.dimensions.tp == 1 or not by_nccl_of_horovod(parts.comm, parts.device)
+        super().__init__(parts, mesh, collectives)
+
+    def _on_sum(self, module: str, names: Sequence[str]) -> None:
+        """Exchange sums that have arrived, if no rank waits for activations of others meanwhile."""
+        if self._overlaps:
+            super()._on_sum(module, names)
 
 
 def _modules_of_experts(part: nn.Module, ranks: int, names: Mapping[nn.Module, str]) -> list[nn.Module]:
@@ -107,21 +125,39 @@ def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
     return output.clone() if output._is_view() else output
 
 
-def make_mesh_fsdp(parts: EngineParts) -> MeshFsdpEngine:
+def make_mesh_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
     Errors: those of `check_mesh`, `check_fsdp` and `refuse_buckets`; ConfigError: no part has copies.
     """
+    refuse_buckets(parts)
+    _check(parts)
+    return MeshFsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))
+
+
+def make_mesh_hybrid(parts: EngineParts) -> FsdpEngine:
+    """Make the engine of groups of `--parallel.dp_shard` ranks. Collective: yes.
+
+    Errors: those of `make_mesh_fsdp` and `make_between_groups`.
+    """
+    assert parts.dp_shard is not None
+    mesh_groups(parts.comm.size, parts.dp_shard)  # checks it
+    _check(parts)
+    parts.dimensions.check(parts.dp_shard, "in a group of --parallel.dp_shard")
+    return make_between_groups(parts, MeshHybridEngine, MeshFsdpEngine)
+
+
+def _check(parts: EngineParts) -> None:
     check_mesh(parts)
     check_fsdp(parts)
-    refuse_buckets(parts)
     dimensions = parts.dimensions
-    if parts.comm.size == dimensions.tp:
+    together = parts.comm.size if parts.dp_shard is None else parts.dp_shard
+    if together == dimensions.tp:
         raise ConfigError(
             f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
             expected=f"a multiple of {dimensions.tp} ranks",
-            found=f"{parts.comm.size} ranks, which hold one copy of each part",
-            next_step="--parallel.engine horovod, or start more ranks",
+            found=f"{together} ranks, which hold one copy of each part",
+            next_step="--parallel.engine horovod"
+            + (", or start more ranks" if parts.dp_shard is None else ", or a larger --parallel.dp_shard"),
             everywhere=True,
         )
-    return MeshFsdpEngine(parts)

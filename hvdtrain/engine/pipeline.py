@@ -127,8 +127,8 @@ class Stage:
             if isinstance(module, nn.Embedding) and 0 in (
                 stages := self._stages_of[model.get_parameter(f"{name}.weight")]
             ):
-                inner = module.forward if self._number in stages else None
-                module.forward = partial(self._embed, module, inner)  # type: ignore[method-assign]
+                own = module.forward if self._number in stages else None
+                module.forward = partial(self._embed, module, own)  # type: ignore[method-assign]
 
     def place(self, parts: EngineParts, hosts: list[Any]) -> set[str]:
         """Give each rank its stage of rank 0's values; see `divide_model`. Collective: yes."""

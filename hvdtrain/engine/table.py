@@ -113,6 +113,12 @@ class EngineKind:
 _CODED = tuple(kind.name for kind in COMPRESSIONS.values() if kind.coding)
 """Compressions for engines that divide parameters."""
 
+_BY_ELEMENT = tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback)
+"""Compressions in which what becomes of a number depends on no other one."""
+
+_BY_ROWS = tuple(name for name in COMPRESSIONS if name != "powersgd")
+"""Compressions of rows of parameters."""
+
 TABLE = (
     EngineKind(
         "horovod",
@@ -135,7 +141,7 @@ TABLE = (
     EngineKind(
         "horovod",
         "hvdtrain.engine.mesh:make_mesh_engine",
-        tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback),
+        _BY_ELEMENT,
         dimensions=("tp", "ep", "pp"),
         horovod=True,
         places_model=True,
@@ -174,10 +180,24 @@ TABLE = (
         casts_weights=True,
         places_model=True,
     ),
+    *(
+        EngineKind(
+            "fsdp",
+            "hvdtrain.engine.mesh_fsdp:make_mesh_hybrid",
+            compressions,
+            ("parameters", "none"),
+            groups=True,
+            dimensions=dimensions,
+            casts_weights=True,
+            places_model=True,
+        )
+        # Ranks that divide matrices have the rest whole, next to other matrices: with error feedback, it would differ.
+        for dimensions, compressions in ((("ep",), _BY_ROWS), (("tp", "ep"), _BY_ELEMENT))
+    ),
     EngineKind(
         "fsdp",
         "hvdtrain.engine.hybrid:make_hybrid",
-        tuple(name for name in COMPRESSIONS if name != "powersgd"),  # its state is not by rows
+        _BY_ROWS,
         ("parameters", "none"),
         groups=True,
         casts_weights=True,
@@ -197,7 +217,8 @@ def groups_of(config: Config) -> Callable[[int], list[list[int]]]:
 
     parallel = config.parallel
     dimensions, workers = dimensions_of(config), worker_groups(parallel.workers)
-    return lambda size: [*mesh_groups(size, parallel.dp_shard), *workers(size), *dimensions.groups(size)]
+    within = parallel.dp_shard if dimensions.divides_model else None
+    return lambda size: [*mesh_groups(size, parallel.dp_shard), *workers(size), *dimensions.groups(size, within)]
 
 
 def uses_torch_in_passes(config: Config) -> bool:
@@ -239,12 +260,12 @@ def find_engine(
     kinds = [kind for kind in every if kind.name == engine and shard in kind.shards]
     kind = next((kind for kind in kinds if kind.groups == (dp_shard is not None)), None)
     options = f"--parallel.engine {engine}" + (f" with --parallel.shard {shard}" if shard != "none" else "")
-    if dimensions.divides_model and (kind is None or dp_shard is not None):
+    if dimensions.divides_model and kind is None:
         groups = f" with --parallel.dp_shard {dp_shard}" if dp_shard is not None else ""
         raise ConfigError(
             f"{options}{groups} does not support {dimensions.options}",
             expected="--parallel.engine horovod with --parallel.shard none or optimizer, or (not with --parallel.pp)"
-            " --parallel.engine fsdp; without --parallel.dp_shard",
+            " --parallel.engine fsdp",
         )
     options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:

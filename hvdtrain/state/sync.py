@@ -49,7 +49,10 @@ def broadcast_state(
         if state.frozen is not None:
             frozen = {name: t for name, t in own_state.tensors["model"].items() if name in state.frozen.names}
             tensors["model"] = {**source.tensors["model"], **frozen}
-        own_state = StateDict(tensors, {**own_state.values, "optimizer": source.values["optimizer"]})
+        as_loaded = {
+            key: source.values.get(key) for key in ("optimizer", "exchange")
+        }  # not what `root` has made of them
+        own_state = StateDict(tensors, {**own_state.values, **as_loaded})
     here: dict[str, Tensor] = {}
     if placed and source is None:
         parameters = {name for name, _ in state.model.named_parameters(remove_duplicate=False)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
-from hvdtrain.state.divided import is_divided, local, place_of, take_rows, whole_shape
+from hvdtrain.state.divided import StageParameter, is_divided, local, place_of, take_rows, whole_shape
 from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
@@ -238,10 +238,11 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        # This rank may hold no rows of a divided tensor; the memory is there, for their padding.
+        # This rank may hold no rows of a divided tensor; torch has memory for their padding.
+        is_of_stage = isinstance(tensor, StageParameter)
         address = local(tensor).untyped_storage().data_ptr() if is_divided(tensor) else tensor.data_ptr()
-        place = (tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in seen:
+        place = (tensor.device, id(tensor) if is_of_stage else address, tensor.shape, tensor.stride(), tensor.dtype)
+        if (tensor.numel() or is_of_stage) and place in seen:
             aliases[name] = seen[place]
         else:
             kept[name] = tensor

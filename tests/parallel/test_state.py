@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.engine.divisible import DividedEngine
 from hvdtrain.errors import DriftError, LaunchError
+from hvdtrain.exchange.active_buckets import residual_key
+from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
@@ -52,6 +55,23 @@ def test_placed_parameters_are_not_sent_again(job: Comm, loaded: bool) -> None:
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in of.items())
     assert found["model"]["number"].item() == 0
     assert all(torch.equal(found["optimizer"][name], t) for name, t in source.tensors["optimizer"].items())
+
+
+def test_residuals_of_several_ranks_are_loaded_as_their_sum(job: Comm) -> None:
+    """Each rank multiplies what it gets: that of rank 0 is not sent once more after it has been."""
+    state, saved = _state(8, seed=0, steps=2), _state(8, seed=0, steps=2).state_dict()
+    engine = DividedEngine(state.optimizer, state.model, job)
+    engine._owned = {name: Owned(parameter) for name, parameter in state.model.named_parameters()}
+    state.exchange = engine
+    name = next(iter(engine._owned))
+    source = StateDict(
+        {**saved.tensors, "exchange": {residual_key(name): torch.ones(2)}},
+        {**saved.values, "exchange": {"plan": None, "ranks": 3}},
+    )
+    if job.rank == 0:
+        state.load_state_dict(source)
+    broadcast_state(state, job, source=source if job.rank == 0 else None)
+    assert engine._residuals[name].tolist() == [3, 3]
 
 
 def test_another_model_is_named_on_every_rank(job: Comm) -> None:

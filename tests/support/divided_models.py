@@ -110,6 +110,7 @@ FOUR = {
     "pp2tp2/latent": (PP + "2", TP + "2"),
     "pp2ep2/many": (PP + "2", EP + "2", *VARIANTS["many"]),
     "pp2cp2/heads": (PP + "2", CP + "2", *VARIANTS["heads"]),
+    "ep2groups/adamw": (EP + "2", FSDP, "--parallel.dp_shard=2", *VARIANTS["adamw"]),
     "pp4/dropping": (PP + "4", *VARIANTS["dropping"]),
     "pp2zero/dropping": (PP + "2", ZERO, *VARIANTS["dropping"]),
     "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
