@@ -54,8 +54,8 @@ def parser() -> Parser:
     )
     add("--shards", metavar="SHARD,...", help=shards)
     meshes = (
-        "meshes of --parallel.ep, tp and cp, such as ep8,tp2xcp4, or with --parallel.engine fsdp tp2xfsdp; auto: powers"
-        " of two of each, until one fits; none (default: auto if nothing else fits in --gib)"
+        "meshes of --parallel.ep, tp, cp and pp, such as ep8,tp2xpp4, or with --parallel.engine fsdp tp2xfsdp; auto:"
+        " powers of two of each, until one fits; none (default: auto if nothing else fits in --gib)"
     )
     add("--meshes", metavar="MESH,...", help=meshes)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")

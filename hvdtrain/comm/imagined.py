@@ -40,9 +40,10 @@ class Traffic:
 class ImaginedComm(SoloComm):
     """A job of `size` ranks on one host: all others send what this rank sends. `traffic` counts what it sends."""
 
-    def __init__(self, size: int, traffic: Traffic | None = None) -> None:
+    def __init__(self, size: int, traffic: Traffic | None = None, rank: int = 0) -> None:
         super().__init__()
-        self.size = self.local_size = size
+        self.size, self.rank = size, rank
+        self.local_size, self.local_rank = size, rank
         self.traffic = Traffic() if traffic is None else traffic
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
@@ -68,7 +69,7 @@ class ImaginedComm(SoloComm):
 
     def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
         """Return a communicator of as many ranks."""
-        return ImaginedComm(len(ranks), self.traffic)
+        return ImaginedComm(len(ranks), self.traffic, local_rank)
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Return a process group of torch among those of `imagined_ranks`. Its collectives do nothing."""
@@ -79,13 +80,24 @@ class ImaginedComm(SoloComm):
 
 
 @contextmanager
-def imagined_ranks(most: int) -> Iterator[None]:
-    """Make torch's default process group one of `most` ranks, as long as it lasts. Its collectives do nothing."""
+def imagined_ranks(most: int, rank: int = 0) -> Iterator[None]:
+    """Make torch's default process group one of `most` ranks, as long as it lasts. Its collectives do nothing.
+
+    This process is `rank`. Within another such context, its group is replaced.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=most)
+    def begin(rank: int, size: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    outer = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if outer is not None:
+        dist.destroy_process_group()
+    begin(rank, most)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        if outer is not None:
+            begin(*outer)

@@ -10,16 +10,17 @@ import torch
 
 from hvdtrain import errors
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.imagined import ImaginedComm
 
 T = TypeVar("T")
 
 
 def broadcast_json(comm: Comm, value: Any, *, name: str, root: int = 0) -> Any:
     """Return the value of `root` on every rank. JSON must be able to hold it. Collective: yes."""
-    data = _bytes(value) if comm.rank == root else torch.empty(0, dtype=torch.uint8)
+    data = _bytes(value) if _is_rank(comm, root) else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, name=f"{name}/length", root=root).wait()
-    if comm.rank != root:
+    if not _is_rank(comm, root):
         data = torch.empty(int(length), dtype=torch.uint8)
     return _value(comm.broadcast(data, name=name, root=root).wait())
 
@@ -42,7 +43,7 @@ def on_rank_0(comm: Comm, action: Callable[[], T], *, name: str) -> T:
     """
     outcome: dict[str, Any] = {}
     original: Exception | None = None
-    if comm.rank == 0:
+    if _is_rank(comm, 0):
         try:
             outcome = {"result": action()}
             json.dumps(outcome)  # a result that JSON cannot hold is an error of the action, on every rank
@@ -54,6 +55,11 @@ def on_rank_0(comm: Comm, action: Callable[[], T], *, name: str) -> T:
     if original is not None and not isinstance(original, errors.HvdtrainError | OSError):
         raise original
     raise _error(outcome["error"])
+
+
+def _is_rank(comm: Comm, rank: int) -> bool:
+    """Return whether this is a rank; in an imagined job, all others do what this one does."""
+    return comm.rank == rank or isinstance(comm, ImaginedComm)
 
 
 def _describe(error: Exception) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def lasting_group(comm: Comm, ranks: Sequence[int], use: str = "") -> dist.Proce
 
     torch remembers meshes by their ranks, and a mesh has its group. Collective: yes, among all ranks of `comm`.
     """
+    if isinstance(comm, ImaginedComm):  # its groups end with `imagined_ranks`
+        return new_group(comm, ranks)
     if (key := (use, tuple(ranks))) not in _lasting:
         _lasting[key] = new_group(comm, ranks)
     return _lasting[key]

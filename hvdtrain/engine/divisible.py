@@ -89,8 +89,8 @@ def refuse_what_cannot_be_divided(
 
 def own_rows(parameter: nn.Parameter) -> Owned:
     """Return this rank's part of a parameter that torch has divided, as one of its optimizer, in the same memory."""
-    part, place = local(parameter), place_of(parameter)  # type: ignore[arg-type]
-    owners = ranks_with_rows(parameter)  # type: ignore[arg-type]
+    part, place = local(parameter), place_of(parameter)
+    owners = ranks_with_rows(parameter)
     mine = nn.Parameter(part, requires_grad=parameter.requires_grad) if part.numel() else None
     return Owned(mine, place, owners)
 

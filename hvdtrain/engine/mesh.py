@@ -31,7 +31,7 @@ from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.divided_copies import DividedCopies
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import StageParameter, cuts, is_divided, local, share_count
+from hvdtrain.state.divided import cuts, is_divided, local, on_stages, share_count
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
 
@@ -94,7 +94,7 @@ class MeshEngine(DividedEngine):
         found: list[tuple[list[str], _Copies | None]] = []
         widths: dict[str, int] = {}  # how many ranks of a stage divide a parameter, or more
         for name, parameter in self._parameters.items():
-            at_ends = isinstance(parameter, StageParameter) and len(parameter.stages) > 1
+            at_ends = (place := on_stages(parameter)) is not None and len(place.stages) > 1
             width = 1 if name in self._partial else max(_width(parameter), dimensions.tp)
             widths[name] = _AT_ENDS if at_ends else width
         for width in dict.fromkeys((dimensions.tp, dimensions.experts, *sorted(widths.values()))):
@@ -219,7 +219,7 @@ class MeshEngine(DividedEngine):
         assert rows is not None
         if rows is not parameter and parameter.grad is not None:
             gradient: Tensor = parameter.grad
-            if not isinstance(parameter, StageParameter):
+            if on_stages(parameter) is None:
                 # torch may leave the gradient of a divided matrix whole, or a part of a sum.
                 placements = cast("DTensor", parameter).placements
                 gradient = cast("DTensor", gradient).redistribute(placements=placements)
@@ -282,8 +282,8 @@ _Copies = BetweenCopies | DividedCopies
 
 def _width(parameter: nn.Parameter) -> int:
     """Return how many ranks of a stage divide a parameter."""
-    is_whole = isinstance(parameter, StageParameter) or not is_divided(parameter)
-    return 1 if is_whole else share_count(cuts(cast("DTensor", parameter)))
+    is_whole = on_stages(parameter) is not None or not is_divided(parameter)
+    return 1 if is_whole else share_count(cuts(parameter))
 
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:

@@ -32,7 +32,7 @@ from hvdtrain.engine.stages import EndOfStage, first_blocks, refuse_what_has_no_
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import StageParameter
+from hvdtrain.state.divided import OnStages
 
 
 class PipelineEngine(MeshEngine):
@@ -100,7 +100,7 @@ class Stage:
         self.to_end = count - self._number
         firsts = first_blocks(model, blocks, count)
         self._stages_of = stages_of(model, blocks, firsts, self._option)
-        self._ranks = [tuple(dimensions.stage(rank, comm.size)) for rank in ranks]
+        self._ranks = tuple(tuple(dimensions.stage(rank, comm.size)) for rank in ranks)
         # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
         groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
         through_host = getattr(comm, "through_host", False)
@@ -155,7 +155,7 @@ class Stage:
         """Return the whole parameter on the device, or on ranks of other stages one without elements."""
         is_held = self.holds(name)
         held = value.to(self._device) if is_held else value.new_empty(0, *value.shape[1:], device=self._device)
-        return StageParameter(held, value.shape, self._stages_by_name[name], self._ranks)
+        return OnStages(tuple(value.shape), self._stages_by_name[name], self._ranks).of(held)
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.

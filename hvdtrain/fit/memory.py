@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.compression import base
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream, train_batches
+from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.errors import ConfigError, HvdtrainError
@@ -65,13 +66,28 @@ class Memory:
 def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memory:
     """Return the memory of a rank of a job of `ranks`, which has the most micro-batches.
 
+    Of the stages of a pipeline, it is that of the one that needs the most, with the most bytes in collectives of any.
+
     `build` makes the task of `run`. Its data must be there; its parameters need no memory, unless it reads them.
 
     Errors:
         ConfigError: an option that cannot be predicted, or steps that depend on computed values.
         Those of a job's start.
     """
-    parallel, comm = run.config.parallel, ImaginedComm(ranks)
+    dimensions = dimensions_of(run.config)
+    if dimensions.pp > 1 and run.config.train.micro_batch != "auto":
+        dimensions.check(ranks)
+        train = run.config.train
+        dimensions.check_passes(ranks, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+        stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
+        sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
+        return replace(max(stages, key=lambda each: each.peak), sent=sent, waited_for=waited)
+    return _predict(run, build, ranks)
+
+
+def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0) -> Memory:
+    """Return the memory of a rank."""
+    parallel, comm = run.config.parallel, ImaginedComm(ranks, rank=rank)
     if parallel.engine == "ddp":
         engine_of(run.config)  # refuses what DDP does not support
         comm = ImaginedDdp(ranks, parse(parallel.compression).kind.name)
@@ -83,12 +99,6 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
             expected="ranks that exchange in every step",
             next_step="predict --parallel.sync every_step; workers need in addition, for each that a rank serves, the"
             " parameters and the state of the optimizer, and once the parameters and the outer momentum",
-        )
-    if parallel.pp > 1:
-        raise ConfigError(
-            f"hvdtrain fit does not predict --parallel.pp {parallel.pp}: its ranks need different memory",
-            expected="ranks with equal parts of the model",
-            next_step="leave it out",
         )
     if run.config.train.micro_batch == "auto":
         raise ConfigError(
@@ -104,7 +114,8 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
         on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
-        with _explained(), _as_on_gpu() if on_gpu else nullcontext():
+        here = imagined_ranks(ranks, rank) if rank else nullcontext()
+        with _explained(), _as_on_gpu() if on_gpu else nullcontext(), here:
             return count_bytes(run, worker, imagined, comm)
 
 
@@ -151,7 +162,7 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     data = worker.task.train_data
     place, places, _ = dimensions_of(run.config).samples(comm.rank, comm.size)
     stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
-    passes = min(_PASSES, len(stream.step(0)))
+    passes = min(max(_PASSES, dimensions_of(run.config).pp), len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
     parameters = [p for p in worker.state.model.parameters() if p.requires_grad]
@@ -187,12 +198,14 @@ def _counted(comm: ImaginedComm) -> Iterator[list[int]]:
 def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes) -> None:
     """Do what `Stepper` does, but without its numbers."""
     engine.begin(len(batches))
+
+    def forward(batch: Any) -> Callable[[], None]:
+        with worker.precision.autocast():
+            loss, _ = engine.forward(partial(checked_loss, worker.task, worker.state.model, batch))
+        return partial(engine.backward, loss)
+
     with worker.precision.weights(engine.complete):
-        for batch in batches:
-            with worker.precision.autocast():
-                loss, _ = engine.forward(partial(checked_loss, worker.task, worker.state.model, batch))
-            engine.backward(loss)
-            del loss
+        engine.accumulate(partial(forward, batch) for batch in batches)
     live.assumed = _MANY  # rows of a gradient that are not zero: all of them are exchanged
     gradients = engine.finish()
     live.assumed = None

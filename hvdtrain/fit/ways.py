@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hvdtrain.fit.memory import Memory
 
 GIB = 1 << 30
-_MOST = {"ep": 64, "tp": 8, "cp": 8}
-"""Ranks that divide experts, matrices or sequences in the meshes that are tried, in this order."""
+_MOST = {"ep": 64, "tp": 8, "cp": 8, "pp": 8}
+"""Ranks that divide experts, matrices, sequences or layers in the meshes that are tried, in this order."""
 _FSDP = "fsdp"
 """The end of a mesh with `--parallel.engine fsdp`."""
 
@@ -77,11 +77,12 @@ def meshes_to_try(text: str | None, count: int, engine: str) -> Iterator[Way]:
         for more, (name, most) in product(("", f"x{_FSDP}")[: 1 + (engine != _FSDP)], _MOST.items()):
             width = 2
             while width <= min(most, count) and count % width == 0:
-                yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
+                if name != "pp" or not more:
+                    yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
                 width *= 2
         return
     for mesh in text.split(",") if text not in (None, "none") else []:
-        if not re.fullmatch(rf"(ep|tp|cp)\d+(x(ep|tp|cp)\d+)*(x{_FSDP})?", mesh):
+        if not re.fullmatch(rf"(ep|tp|cp|pp)\d+(x(ep|tp|cp|pp)\d+)*(x{_FSDP})?", mesh):
             raise ConfigError(f"invalid --meshes {text!r}", expected="such as ep8,tp2xcp4,tp2xfsdp", found=mesh)
         yield _way(mesh)
 

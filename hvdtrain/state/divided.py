@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,50 +16,44 @@ from hvdtrain.state.pieces import Place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
 
 
-class StageParameter(nn.Parameter):
-    """A parameter that the ranks of one stage of a pipeline hold, or of the first stage and the last one.
+@dataclass(frozen=True)
+class OnStages:
+    """Where a parameter is in a pipeline: whole on the ranks of one stage, or of the first stage and the last one.
 
-    On other ranks it has no elements: its length is 0.
+    On other ranks it has no elements: its length is 0. No class of parameters: tensors without memory have their own.
 
     Attributes:
-        whole: its shape on the ranks that hold it.
-        stages: which ranks of each pipeline hold it.
+        whole: its shape on the ranks that hold it; one dimension or more.
+        stages: those that hold it.
         ranks: of each stage, which follow each other.
     """
 
     whole: tuple[int, ...]
     stages: tuple[int, ...]
-    ranks: list[tuple[int, ...]]
-
-    def __new__(
-        cls, held: Tensor, whole: Sequence[int], stages: tuple[int, ...], ranks: list[tuple[int, ...]]
-    ) -> StageParameter:
-        """Return the parameter of this rank, with the memory of `held`; it has one dimension or more."""
-        found: StageParameter = torch.Tensor._make_subclass(cls, held.detach(), held.requires_grad)
-        found.whole, found.stages, found.ranks = tuple(whole), stages, ranks
-        return found
-
-    def like(self, held: Tensor) -> StageParameter:
-        """Return another tensor that is divided like this one."""
-        return StageParameter(held, self.whole, self.stages, self.ranks)
+    ranks: tuple[tuple[int, ...], ...]
 
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks that hold it."""
         return tuple(rank for stage in self.stages for rank in self.ranks[stage])
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this rank has the parameter."""
-        return self.shape == self.whole
+    def of(self, held: Tensor) -> nn.Parameter:
+        """Return what this rank holds as a parameter, with the memory of `held`, or another tensor with its place."""
+        found: Any = nn.Parameter(held.detach(), held.requires_grad)
+        found.on_stages = self
+        return found  # type: ignore[no-any-return]
 
 
-def is_divided(tensor: object) -> TypeIs[DTensor | StageParameter]:
+def on_stages(tensor: object) -> OnStages | None:
+    """Return where a parameter is in a pipeline; None if ranks do not divide it by stages."""
+    return getattr(tensor, "on_stages", None)
+
+
+def is_divided(tensor: object) -> bool:
     """Return whether a tensor is divided among ranks."""
-    if isinstance(tensor, StageParameter):
+    if on_stages(tensor) is not None:
         return True
     # Not imported: that takes most of a second, and where nobody has imported it, there are none.
     module = sys.modules.get("torch.distributed.tensor")
@@ -67,7 +62,8 @@ def is_divided(tensor: object) -> TypeIs[DTensor | StageParameter]:
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor, of all its parts together."""
-    return tensor.whole if isinstance(tensor, StageParameter) else tuple(tensor.shape)
+    place = on_stages(tensor)
+    return tuple(tensor.shape) if place is None else place.whole
 
 
 class Cut(NamedTuple):
@@ -111,28 +107,28 @@ def share_of(rank: int, shares: Sequence[Cut]) -> int:
     return found
 
 
-def shares(tensor: DTensor | StageParameter) -> tuple[Cut, ...]:
+def shares(tensor: Tensor) -> tuple[Cut, ...]:
     """Return how ranks share a tensor, as cuts of dimension 0: by stages of a pipeline, then by parts."""
-    if isinstance(tensor, StageParameter):
+    if (place := on_stages(tensor)) is not None:
         # The first stage and the last one have equal remainders by the number of stages less one.
-        parts = len(tensor.ranks) - len(tensor.stages) + 1
-        return (Cut(0, len(tensor.ranks[0]), parts),) if parts > 1 else ()
+        parts = len(place.ranks) - len(place.stages) + 1
+        return (Cut(0, len(place.ranks[0]), parts),) if parts > 1 else ()
     from torch.distributed import get_world_size
 
-    stages = _stages_of(tensor.device_mesh)
+    stages = _stages_of(cast("DTensor", tensor).device_mesh)
     own = tuple(cut._replace(dim=0) for cut in cuts(tensor))
     return (Cut(0, get_world_size() // stages, stages), *own) if stages > 1 else own
 
 
-def cuts(tensor: DTensor) -> tuple[Cut, ...]:
+def cuts(tensor: Tensor) -> tuple[Cut, ...]:
     """Return how the ranks of a stage divide a tensor; each cut divides a part of those before it.
 
     Empty: each rank has all of it.
     """
-    mesh = tensor.device_mesh
-    found = []
+    divided = cast("DTensor", tensor)
+    mesh, found = divided.device_mesh, []
     # FSDP is the first dimension of a mesh, and divides what the ranks of the second one hold.
-    for index, placement in reversed([*enumerate(tensor.placements)]):
+    for index, placement in reversed([*enumerate(divided.placements)]):
         assert not placement.is_partial()
         if (dim := getattr(placement, "dim", None)) is not None:
             ranks = mesh.mesh.movedim(index, 0).reshape(mesh.size(index), -1)[:, 0].tolist()
@@ -142,20 +138,20 @@ def cuts(tensor: DTensor) -> tuple[Cut, ...]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part that this rank holds, in the same memory; of other tensors, all."""
-    if isinstance(tensor, StageParameter) or not is_divided(tensor):
+    if on_stages(tensor) is not None or not is_divided(tensor):
         return tensor.detach()
     with torch.no_grad():
         rows: Tensor = cast("DTensor", tensor).to_local()
         return rows.detach()
 
 
-def place_of(tensor: DTensor | StageParameter) -> Place:
+def place_of(tensor: Tensor) -> Place:
     """Return the place of this rank's part: torch gives each rank as many rows or columns, the last ones fewer."""
-    if isinstance(tensor, StageParameter):
-        if tensor.is_held:
-            return Place(tensor.whole, (0,) * tensor.dim(), tensor.holders)
-        others = [rank for stage, ranks in enumerate(tensor.ranks) if stage not in tensor.stages for rank in ranks]
-        return Place(tensor.whole, (tensor.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
+    if (place := on_stages(tensor)) is not None:
+        if tensor.shape == place.whole:
+            return Place(place.whole, (0,) * tensor.dim(), place.holders)
+        others = [rank for stage, ranks in enumerate(place.ranks) if stage not in place.stages for rank in ranks]
+        return Place(place.whole, (place.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
     from torch.distributed import get_rank, get_world_size
 
     own, shared = get_rank(), shares(tensor)
@@ -164,10 +160,10 @@ def place_of(tensor: DTensor | StageParameter) -> Place:
     return Place(tuple(tensor.shape), offset, tuple(ranks))
 
 
-def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
+def ranks_with_rows(tensor: Tensor) -> tuple[int, ...]:
     """Return the ranks that hold a part."""
-    if isinstance(tensor, StageParameter):
-        return tensor.holders
+    if (place := on_stages(tensor)) is not None:
+        return place.holders
     from torch.distributed import get_rank, get_world_size
 
     divided, shared = cuts(tensor), shares(tensor)
@@ -176,7 +172,7 @@ def ranks_with_rows(tensor: DTensor | StageParameter) -> tuple[int, ...]:
     return tuple(rank for rank in ranks if all(_box(tensor, divided, rank)[1]))
 
 
-def _box(tensor: DTensor, divided: Sequence[Cut], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(tensor: Tensor, divided: Sequence[Cut], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offset and shape of the part of a rank; the offset of an empty part is at the end of the tensor."""
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     for cut in divided:
@@ -191,7 +187,7 @@ def _box(tensor: DTensor, divided: Sequence[Cut], rank: int) -> tuple[tuple[int,
 def copy_of(parameter: nn.Parameter) -> Tensor:
     """Return a copy of the value, divided as the parameter is."""
     copied = parameter.detach().clone()
-    return parameter.like(copied) if isinstance(parameter, StageParameter) else copied
+    return copied if (place := on_stages(parameter)) is None else place.of(copied)
 
 
 def take_rows(tensor: Tensor, divided: Tensor | None, device: torch.device | None = None) -> Tensor:
@@ -200,16 +196,17 @@ def take_rows(tensor: Tensor, divided: Tensor | None, device: torch.device | Non
     A tensor that has the shape of this rank's rows already is these rows. `device`: of the rows (default: that of
     `divided`).
     """
-    if not is_divided(divided):
+    if divided is None or not is_divided(divided):
         return tensor
     own = local(divided)
     if tensor.shape != own.shape:
         tensor = place_of(divided).cut(tensor, own.shape).clone()  # without the memory of the other rows
     placed = tensor.to(device or own.device, own.dtype)
-    if isinstance(divided, StageParameter):
-        return divided.like(placed)
+    if (place := on_stages(divided)) is not None:
+        return place.of(placed)
     from torch.distributed.tensor import DTensor
 
+    like = cast(DTensor, divided)
     return DTensor.from_local(
-        placed, divided.device_mesh, divided.placements, run_check=False, shape=divided.shape, stride=divided.stride()
+        placed, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

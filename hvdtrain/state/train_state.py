@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
-from hvdtrain.state.divided import StageParameter, is_divided, local, place_of, take_rows, whole_shape
+from hvdtrain.state.divided import is_divided, local, on_stages, place_of, take_rows, whole_shape
 from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
@@ -129,7 +129,7 @@ class TrainState:
     def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
         own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
-        if own_name and is_divided(parameter := self._parameter(own_name)):
+        if own_name and (parameter := self._parameter(own_name)) is not None and is_divided(parameter):
             return place_of(parameter).cut(whole, local(parameter).shape).clone()
         if group == "exchange" and self.exchange is not None and not self.exchange.keeps(name):
             return None
@@ -239,7 +239,7 @@ def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         # This rank may hold no rows of a divided tensor; torch has memory for their padding.
-        is_of_stage = isinstance(tensor, StageParameter)
+        is_of_stage = on_stages(tensor) is not None
         address = local(tensor).untyped_storage().data_ptr() if is_divided(tensor) else tensor.data_ptr()
         place = (tensor.device, id(tensor) if is_of_stage else address, tensor.shape, tensor.stride(), tensor.dtype)
         if (tensor.numel() or is_of_stage) and place in seen:

@@ -23,7 +23,7 @@ from hvdtrain.engine.pipeline import PipelineEngine, Stage
 from hvdtrain.engine.stages import EndOfStage, _divide_evenly, end_with_stage, first_blocks
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import (
-    StageParameter,
+    OnStages,
     copy_of,
     is_divided,
     local,
@@ -289,25 +289,25 @@ def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(to_end: int, order: 
     assert " ".join(done) == order
 
 
-def _parameter(stage: int, own: int) -> StageParameter:
+def _parameter(stage: int, own: int) -> nn.Parameter:
     value = torch.arange(6.0).view(3, 2)
-    return StageParameter(value if stage == own else value[:0], (3, 2), (stage,), [(0, 2), (1, 3)])
+    return OnStages((3, 2), (stage,), ((0, 2), (1, 3))).of(value if stage == own else value[:0])
 
 
 def test_ranks_of_two_stages_hold_a_parameter() -> None:
     """They are one share; those between have none of it."""
-    value, ranks = torch.ones(3, 2), [(0, 1), (2, 3), (4, 5)]
-    here, elsewhere = (StageParameter(held, (3, 2), (0, 2), ranks) for held in (value, value[:0]))
-    assert here.is_held and place_of(here).ranks == ranks_with_rows(elsewhere) == (0, 1, 4, 5)
+    value, ranks = torch.ones(3, 2), ((0, 1), (2, 3), (4, 5))
+    here, elsewhere = (OnStages((3, 2), (0, 2), ranks).of(held) for held in (value, value[:0]))
+    assert place_of(here).ranks == ranks_with_rows(elsewhere) == (0, 1, 4, 5)
     assert place_of(elsewhere).ranks == (2, 3)
     found = shares(here)
     assert [share_of(rank, found) for rank in range(6)] == [0, 0, 1, 1, 0, 0] and shares(elsewhere) == found
-    assert shares(StageParameter(value, (3, 2), (0, 1), ranks[:2])) == ()
+    assert shares(OnStages((3, 2), (0, 1), ranks[:2]).of(value)) == ()
 
 
 def test_a_parameter_is_whole_on_its_stage_and_nothing_elsewhere() -> None:
     here, elsewhere = _parameter(1, 1), _parameter(1, 0)
-    assert is_divided(here) and is_divided(elsewhere) and here.is_held and not elsewhere.is_held
+    assert is_divided(here) and is_divided(elsewhere)
     assert (place_of(here).offset, place_of(here).ranks) == ((0, 0), (1, 3))
     assert (place_of(elsewhere).offset, place_of(elsewhere).ranks) == ((3, 0), (0, 2))
     assert place_of(here).shape == place_of(elsewhere).shape == (3, 2)

@@ -20,7 +20,7 @@ def test_each_line_makes_an_engine_and_has_an_option(kind) -> None:  # type: ign
     assert set(kind.shards) <= set(get_args(options["shard"]))
     for compression in kind.compressions:
         for shard in kind.shards:
-            dimensions = Dimensions(2, 4) if kind.dimensions else ONE
+            dimensions = Dimensions(2 if "tp" in kind.dimensions else 1, 4) if kind.dimensions else ONE
             assert find_engine(kind.name, compression, shard, 2 if kind.groups else None, dimensions) is kind
 
 

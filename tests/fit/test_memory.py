@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.cli.fit import main
-from hvdtrain.comm import torch_group
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.errors import ConfigError
@@ -35,8 +34,7 @@ SPACE = 512
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_group, "_lasting", {})
+def ranks() -> Iterator[None]:
     with imagined_ranks(4):
         yield
 
@@ -74,6 +72,25 @@ def test_a_prediction_is_what_tensors_with_values_take(
     assert (predicted.model, predicted.optimizer) == (counted.model, counted.optimizer)
     assert predicted.peak == pytest.approx(counted.peak, abs=4 * SPACE, rel=2e-3)
     assert counted.peak > counted.model + counted.optimizer
+
+
+@pytest.mark.usefixtures("ranks")
+def test_of_stages_the_one_counts_that_needs_the_most() -> None:
+    """The first one keeps activations of more micro-batches."""
+    options = ("--model.preset=small", "--parallel.pp=4", "--train.global_batch=8", "--train.micro_batch=1")
+    run, build = _parsed(*options, "--model.mtp_layers=1")
+    found = []
+    for rank in range(4):
+        with imagined_ranks(4, rank):
+            worker = make_worker_state(run, build(), torch.device("cpu"), RankInfo("fit"))
+            found.append(count_bytes(run, worker, LiveBytes(), ImaginedComm(4, rank=rank)))
+    predicted, largest = predict_memory(run, build, 4), max(found, key=lambda each: each.peak)
+    assert (predicted.model, predicted.optimizer) == (largest.model, largest.optimizer)
+    assert predicted.peak == pytest.approx(largest.peak, abs=4 * SPACE, rel=2e-3)
+    assert len({each.peak for each in found}) == 4 and found[1].peak > found[2].peak
+    few = ("--train.global_batch=3", "--train.micro_batch=1")
+    with pytest.raises(ConfigError, match=r"a pipeline has 3 micro-batch\(es\)"):
+        predict_memory(*_parsed(*options[:-2], *few), 4)
 
 
 def test_bytes_that_are_freed_do_not_count() -> None:
@@ -240,7 +257,7 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
     few = ("--ranks=4", f"--gib={peaks['cp2'] / 2**30}", "--shards=none")
     found = _lines(tmp_path, *few)
     with_fsdp = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp"]
-    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2", *with_fsdp], "and no larger ones of those that fit"
+    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2", "pp2", *with_fsdp], "and no larger ones of those that fit"
     for name in ("ep2", "tp2", "cp2"):
         assert found[f"{name}xfsdp"]["memory"]["optimizer"] < 0.6 * found[name]["memory"]["optimizer"]
     fitting = {name: each for name, line in found.items() if (each := line["memory"])["peak"] <= peaks["cp2"]}
@@ -248,7 +265,7 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
     best = min(fitting, key=lambda name: fitting[name]["waited_for"])
     assert [name for name, line in found.items() if line["proposed"]] == [best]
     more = _lines(tmp_path, "--ranks=4", f"--gib={peaks['ep2'] / 2**30}", "--shards=none")
-    assert [*more] == ["none", "ep2", "tp2", "cp2", *with_fsdp], "not ep4, as ep2 fits"
+    assert [*more] == ["none", "ep2", "tp2", "cp2", "pp2", *with_fsdp], "not ep4, as ep2 fits"
     assert [*_lines(tmp_path, "--ranks=4", "--gib=1", "--shards=none")] == ["none"], "no mesh, as it fits without"
     for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
         with pytest.raises(ConfigError, match=message):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hvdtrain.comm.imagined import imagined_ranks
-from hvdtrain.state.divided import Cut, StageParameter, cuts, name_of_parts, place_of, ranks_with_rows, share_of, shares
+from hvdtrain.state.divided import Cut, OnStages, cuts, name_of_parts, place_of, ranks_with_rows, share_of, shares
 
 RANKS = 8
 
@@ -81,6 +81,6 @@ def test_each_stage_of_a_pipeline_has_parts_of_its_own() -> None:
     tensor = _divided((4, 2), 2, Shard(0), stages=2)
     assert shares(tensor) == (Cut(0, 4, 2), Cut(0, 1, 2))
     assert place_of(tensor).ranks == (0, 2) and ranks_with_rows(tensor) == (0, 1, 2, 3)
-    whole = StageParameter(torch.zeros(2, 2), (2, 2), (0,), [(0, 1, 2, 3), (4, 5, 6, 7)])
+    whole = OnStages((2, 2), (0,), ((0, 1, 2, 3), (4, 5, 6, 7))).of(torch.zeros(2, 2))
     assert shares(whole) == (Cut(0, 4, 2),) and place_of(whole).ranks == (0, 1, 2, 3)
     assert [share_of(rank, shares(tensor)) for rank in range(RANKS)] == [0, 1, 0, 1, 2, 3, 2, 3]

@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
-from hvdtrain.state.divided import StageParameter
+from hvdtrain.state.divided import OnStages
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics import drift
 from hvdtrain.training.diagnostics.drift import _BITS, Drift, digests, replicated, tensors_hash
@@ -97,7 +97,7 @@ def test_a_model_that_ranks_divide_is_compared_after_its_first_step(divided: boo
     def body(comm: ThreadComm) -> list[tuple[int, list[bool]]]:
         state = _state()
         if divided:
-            held = StageParameter(torch.ones(2, 2), (2, 2), (comm.rank // 2,), [(0, 1), (2, 3)])
+            held = OnStages((2, 2), (comm.rank // 2,), ((0, 1), (2, 3))).of(torch.ones(2, 2))
             state.model.register_parameter("part", held)
         watch = Drift(state, comm, 100, lambda found: None, pytest.fail)
         found = []
@@ -117,7 +117,7 @@ def test_what_the_first_and_the_last_stage_have_is_compared(wrong: int | None) -
     def body(comm: ThreadComm) -> None:
         state = _state()
         value = torch.full((2 if comm.rank != 1 else 0, 2), 2.0 if comm.rank == wrong else 1.0)
-        state.model.register_parameter("part", StageParameter(value, (2, 2), (0, 2), [(0,), (1,), (2,)]))
+        state.model.register_parameter("part", OnStages((2, 2), (0, 2), ((0,), (1,), (2,))).of(value))
         watch = Drift(state, comm, 1, lambda found: None, pytest.fail)
         sums = comm.allreduce(torch.tensor(watch.values(), dtype=torch.float64), name="sums").wait()
         watch.on_sums(1, [int(number) for number in sums])
