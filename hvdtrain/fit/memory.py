@@ -53,6 +53,7 @@ class Memory:
         host: state and parameters of an optimizer in the memory of the host.
         sent: bytes that a rank sends in a step; see `Traffic`.
         waited_for: those of activations, in which forward and backward wait.
+        bubble: share of a step in which stages of a pipeline wait at least.
     """
 
     model: int
@@ -61,6 +62,7 @@ class Memory:
     host: int = 0
     sent: int = 0
     waited_for: int = 0
+    bubble: float = 0.0
 
 
 def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memory:
@@ -78,10 +80,13 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
     if dimensions.pp > 1 and run.config.train.micro_batch != "auto":
         dimensions.check(ranks)
         train = run.config.train
-        dimensions.check_passes(ranks, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+        passes = count_micro_batches([(0, train.global_batch)], train.pass_samples)
+        dimensions.check_passes(ranks, passes)
+        first = dimensions.pp - 1  # passes of the others in which a stage waits
+        bubble = first / (first + passes // (ranks // dimensions.same_samples))
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
-        return replace(max(stages, key=lambda each: each.peak), sent=sent, waited_for=waited)
+        return replace(max(stages, key=lambda each: each.peak), sent=sent, waited_for=waited, bubble=bubble)
     return _predict(run, build, ranks)
 
 

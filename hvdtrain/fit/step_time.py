@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.parse import RunConfig
+from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job
@@ -59,7 +61,15 @@ class StepTimes:
                 found=str(given),
                 next_step="record a run of 15 steps with these options, on any number of ranks",
             )
-        parallel = run.config.parallel
+        parallel, dimensions = run.config.parallel, dimensions_of(run.config)
+        measured = self.config["parallel"]
+        for name, value in {**vars(dimensions), "dp_shard": parallel.dp_shard}.items():
+            if value != measured.get(name, getattr(ParallelConfig, name)):
+                raise ConfigError(
+                    f"the step's time is not predicted for --parallel.{name} other than {measured.get(name)}",
+                    expected="ranks that divide the model as in the run",
+                    next_step="train 15 steps with these options",
+                )
         change = Change(
             size=ranks,
             ranks_per_host=self.ranks_per_host,

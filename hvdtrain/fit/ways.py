@@ -117,13 +117,14 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
             f"proposal for {count} rank(s): {_options(best)}",
             f"  {others} a rank sends {sent},",
             f"  and waits for {waited} of them in forward and backward",
+            *([f"  its stages wait in {memory.bubble:.0%} of a step or more"] if memory.bubble else []),
         ]
     return lines, reasons
 
 
-def _cost(line: Line) -> tuple[float, int, int]:
+def _cost(line: Line) -> tuple[float, float, int, int]:
     assert line.memory is not None
-    return line.step_s or 0.0, line.memory.waited_for, line.memory.sent
+    return line.step_s or 0.0, line.memory.bubble, line.memory.waited_for, line.memory.sent
 
 
 def _options(line: Line) -> str:

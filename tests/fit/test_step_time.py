@@ -65,6 +65,15 @@ def test_a_job_that_computes_something_else_is_refused(path: Path, option: str, 
     assert refused.value.found == option.partition("=")[2]
 
 
+@pytest.mark.parametrize(
+    "options", [("--parallel.tp=2",), ("--parallel.cp=2",), ("--parallel.engine=fsdp", "--parallel.dp_shard=2")]
+)
+def test_ranks_that_divide_otherwise_are_refused(path: Path, options: tuple[str, ...]) -> None:
+    name = options[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"not predicted for {name} other than"):
+        StepTimes.of_run(path, 10.0, None).predict(_parsed(*options), 4)
+
+
 def test_a_run_that_found_its_micro_batch_has_that(path: Path) -> None:
     (path / "config.yaml").write_text(yaml.safe_dump(dict(_parsed("--train.micro_batch=auto").resolved)))
     with (path / "journal.jsonl").open("a") as journal:

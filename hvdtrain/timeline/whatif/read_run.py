@@ -146,6 +146,13 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         DataError: otherwise.
     """
     parallel = config["parallel"]
+    if divided := [f"--parallel.{name} {value}" for name in ("tp", "ep", "pp") if (value := parallel.get(name, 1)) > 1]:
+        raise DataError(
+            f"{path} cannot be predicted: a run with {' '.join(divided)} does not record when backward finishes each"
+            " gradient",
+            expected="a run in which each rank computes with the whole model",
+            next_step="measure the change, and compare both runs: hvdtrain compare",
+        )
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
     if shard in ENGINES.get(engine, ()) and engine != "fsdp":
         return engine, shard
