@@ -107,7 +107,7 @@ class Dimensions:
     def copies(self, rank: int, size: int, width: int, within: int | None = None) -> list[int]:
         """Return the ranks that hold the same part, with this one, of what `width` ranks of its stage divide.
 
-        `within`: only those of its block of so many ranks, which have the whole model.
+        `within`: only those of its block of this size, which have the whole model.
         """
         ranks = self.stage(rank, size) if within is None else self.block(rank, within)
         return list(ranks[rank % width :: width])

@@ -118,7 +118,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
     """Return the mesh of the ranks of a stage: `width` of them divide something, the others have `COPIES` of it.
 
-    With `--parallel.dp_shard`, of so many ranks. Collective: yes.
+    With `--parallel.dp_shard`, of the ranks of a group. Collective: yes.
     """
     comm, dimensions, within = parts.comm, parts.dimensions, parts.dp_shard
     ranks = dimensions.copies(comm.rank, comm.size, width, within), dimensions.block(comm.rank, width)

@@ -257,7 +257,7 @@ class Stage:
 
     @property
     def _draws(self) -> bool:
-        """Whether this pass draws random numbers: each stage goes on where the one before has ended."""
+        """Whether this pass draws random numbers: each stage continues with the state of the one before."""
         return self._drops and self._model.training
 
     def _embed(self, module: nn.Embedding, inner: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:
