@@ -23,12 +23,14 @@ class Dimensions:
         ep: that divide the experts of a layer; a multiple of `tp`, or 1.
         cp: that divide each sequence, and have the same samples.
         pp: that divide the layers, as stages of a pipeline, and have the same samples.
+        virtual_stages: no number of ranks, but of the groups of layers that each rank of a pipeline has.
     """
 
     tp: int = 1
     ep: int = 1
     cp: int = 1
     pp: int = 1
+    virtual_stages: int = 1
 
     def __bool__(self) -> bool:
         return self != ONE
@@ -58,19 +60,26 @@ class Dimensions:
         """The options of the command line."""
         return " ".join(f"--parallel.{name} {value}" for name, value in vars(self).items() if value > 1)
 
-    def check(self, size: int, of_what: str = "") -> None:
-        """Check that `size` ranks have these dimensions; `of_what`: where these ranks are not all.
+    def check(self, size: int, where: str = "") -> None:
+        """Check that `size` ranks have these dimensions; `where` they are, if they are not all.
 
         Errors:
             ConfigError: they do not; with the nearest ones that fit.
         """
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(
+                f"--parallel.virtual_stages {self.virtual_stages} without a pipeline",
+                expected="--parallel.pp 2 or more",
+                next_step="set it, or leave out --parallel.virtual_stages",
+                everywhere=True,
+            )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         fitting = [each for each in starmap(Dimensions, product(divisors, repeat=4)) if each and each._fits(size)]
         nearest = min(fitting, key=self._distance, default=None)
         raise ConfigError(
-            f"{size} rank(s){of_what and f' {of_what}'} do not have the dimensions {self.options}",
+            f"{size} rank(s){where and f' {where}'} do not have the dimensions {self.options}",
             expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
             " divide the ranks of a stage; --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
@@ -89,6 +98,13 @@ class Dimensions:
                 f"{self.options}, but a pipeline has {own} micro-batch(es) in a step",
                 expected=f"{self.pp} or more, as many as stages; four times as many keep them busy",
                 next_step="a larger --train.global_batch, a smaller --train.micro_batch, or fewer stages",
+                everywhere=True,
+            )
+        if self.virtual_stages > 1 and passes % (self.pp * (size // self.same_samples)):
+            raise ConfigError(
+                f"{self.options}, but {size // self.same_samples} pipeline(s) have {passes} micro-batches in a step",
+                expected=f"a multiple of {self.pp} micro-batches for each pipeline, the number of stages",
+                next_step="another --train.global_batch or --train.micro_batch, or leave out --parallel.virtual_stages",
                 everywhere=True,
             )
 
@@ -139,7 +155,7 @@ class Dimensions:
             return []
         self.check(size)
         if within is not None:
-            self.check(within)
+            self.check(within, IN_GROUP)
             return [
                 [first + rank for rank in ranks] for first in range(0, size, within) for ranks in self.groups(within)
             ]
@@ -212,6 +228,9 @@ def _shown(ranks: Sequence[int]) -> str:
     consecutive = ranks[-1] - ranks[0] == len(ranks) - 1
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
 
+
+IN_GROUP = "in a group of --parallel.dp_shard"
+"""Where ranks are that have dimensions of their own; see `Dimensions.check`."""
 
 ONE = Dimensions()
 """Data-parallel ranks only: each holds the whole model, unless its engine divides it."""

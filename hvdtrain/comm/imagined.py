@@ -1,4 +1,4 @@
-"""Rank 0 of a job that does not run: to count what a rank does and holds. Needs no Horovod."""
+"""A rank of a job that does not run: to count what it does and holds. Needs no Horovod."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def imagined_ranks(most: int, rank: int = 0) -> Iterator[None]:
 
     outer = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if outer is not None:
+        assert dist.get_backend() == "fake", "a real group cannot be made again"
         dist.destroy_process_group()
     begin(rank, most)
     try:

@@ -59,6 +59,7 @@ _RULES: Mapping[str, _Rule] = {
     "parallel.ep": _COUNT,
     "parallel.cp": _COUNT,
     "parallel.pp": _COUNT,
+    "parallel.virtual_stages": _COUNT,
     "parallel.workers": (lambda value: 2 <= value < _LIMIT, "2 or more"),
     "outer.lr": _POSITIVE,
     "outer.momentum": _DECAY_RATE,

@@ -73,7 +73,7 @@ class MeshEngine(DividedEngine):
             self._divide_optimizer(parts)
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
-        waits = parts.dimensions.tp > 1 or parts.dimensions.pp > 1
+        waits = parts.dimensions.tp > 1 or parts.dimensions.pp > 1  # else tokens go by Horovod, too
         self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
         self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
@@ -92,40 +92,44 @@ class MeshEngine(DividedEngine):
         compression = resolve_compression(parts.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
         found: list[tuple[list[str], _Copies | None]] = []
-        widths: dict[str, int] = {}  # how many ranks of a stage divide a parameter, or more
-        for name, parameter in self._parameters.items():
-            at_ends = (place := on_stages(parameter)) is not None and len(place.stages) > 1
-            width = 1 if name in self._partial else max(_width(parameter), dimensions.tp)
-            widths[name] = _AT_ENDS if at_ends else width
-        for width in dict.fromkeys((dimensions.tp, dimensions.experts, *sorted(widths.values()))):
+        kinds = {name: self._kind(name, parameter, dimensions.tp) for name, parameter in self._parameters.items()}
+        copies = partial(dimensions.copies, comm.rank, comm.size)
+        for kind, width, ranks in (
+            ("gradients", dimensions.tp, copies(dimensions.tp)),
+            ("experts", dimensions.experts, copies(dimensions.experts)),
+            ("partial", 1, copies(1)),
+            ("ends", dimensions.tp, dimensions.ends(comm.rank, comm.size)),
+        ):
             # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
                 for name, parameter in reversed(self._parameters.items())
-                if parameter.requires_grad
-                and (rows := self._held[name].parameter) is not None
-                and widths[name] == width
+                if parameter.requires_grad and (rows := self._held[name].parameter) is not None and kinds[name] == kind
             ]
-            at_ends = width == _AT_ENDS
-            ranks = (dimensions.ends if at_ends else partial(dimensions.copies, width=width))(comm.rank, comm.size)
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
             among = None
             if len(ranks) > 1 and held:
                 among = comm_among(comm, ranks, hosts)
-            prefix = "experts" if width == dimensions.experts != dimensions.tp else "gradients"
-            prefix = "ends" if at_ends else "partial" if width == 1 < dimensions.tp else prefix
             spans = parts.spans or Spans()
             if among is None or parts.shard == "none":
-                exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, prefix)
+                exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, kind)
                 found.append(([name for name, _ in held], exchange))
                 continue
             # What neighbours have whole is in buckets of its own, so that they own the same rows of it.
             alike = [each for each in held if _width(self._parameters[each[0]]) < width]
             apart = [each for each in held if _width(self._parameters[each[0]]) >= width]
-            for named, name in ((apart, prefix), (alike, f"{prefix}/alike")):
+            for named, name in ((apart, kind), (alike, f"{kind}/alike")):
                 whole = whole_parameters(parts.optimizer, [parameter for _, parameter in named])
                 found.append(([each for each, _ in named], DividedCopies(named, whole, among, limit, spans, name)))
         return found
+
+    def _kind(self, name: str, parameter: nn.Parameter, tp: int) -> str:
+        """Return which exchange a parameter is in, by the ranks that have copies of it, or of this rank's part."""
+        if (place := on_stages(parameter)) is not None and len(place.stages) > 1:
+            return "ends"
+        if name in self._partial:
+            return "partial"
+        return "experts" if _width(parameter) > tp else "gradients"
 
     def _divide_optimizer(self, parts: EngineParts) -> None:
         """Let the optimizer have this rank's rows of what several ranks hold. Collective: yes.
@@ -272,9 +276,6 @@ class MeshEngine(DividedEngine):
         for hook in self._hooks:
             hook.remove()
 
-
-_AT_ENDS = 0
-"""Instead of a number of ranks that divide a parameter: those of the first and the last stage have it whole."""
 
 _Copies = BetweenCopies | DividedCopies
 """What exchanges the gradients of a part between its copies."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import IN_GROUP
 from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh, mesh_groups
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
@@ -81,8 +82,8 @@ class MeshHybridEngine(HybridEngine, MeshFsdpEngine):
     """Each group of ranks has the whole model, divided as by `MeshFsdpEngine`; our exchange sums between groups."""
 
     def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
-        # As of `MeshEngine`.
-        self._overlaps = parts.dimensions.tp == 1 or not by_nccl_of_horovod(parts.comm, parts.device)
+        # Passes exchange activations and tokens by torch: see `MeshEngine`.
+        self._overlaps = not by_nccl_of_horovod(parts.comm, parts.device)
         super().__init__(parts, mesh, collectives)
 
     def _on_sum(self, module: str, names: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ def make_mesh_hybrid(parts: EngineParts) -> FsdpEngine:
     assert parts.dp_shard is not None
     mesh_groups(parts.comm.size, parts.dp_shard)  # checks it
     _check(parts)
-    parts.dimensions.check(parts.dp_shard, "in a group of --parallel.dp_shard")
+    parts.dimensions.check(parts.dp_shard, IN_GROUP)
     return make_between_groups(parts, MeshHybridEngine, MeshFsdpEngine)
 
 

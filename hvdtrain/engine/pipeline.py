@@ -5,34 +5,45 @@ rank gets the output of the stage before, and the pass ends after its last block
 of the first stage, parameters after them those of the last one, which alone has a loss. Embeddings that are used after
 the blocks, too, are on both of these stages: their gradients are summed.
 
-The order of passes is 1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503.
+The order of passes is in `stages.order_of_passes`.
 torch.distributed.pipelining is not used: its stages are modules from tensors to tensors, it splits batches along a
 dimension of tensors, and keeps the shapes of the first step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.sequence import dropout_of
-from hvdtrain.engine.stages import EndOfStage, first_blocks, refuse_what_has_no_stages, stages_of
+from hvdtrain.engine.stage_links import Link, random_state, set_random_state
+from hvdtrain.engine.stages import (
+    EndOfStage,
+    first_blocks,
+    order_of_passes,
+    refuse_what_has_no_stages,
+    stages_of,
+)
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import OnStages
+from hvdtrain.task.base import Task
 
 
 class PipelineEngine(MeshEngine):
@@ -40,41 +51,61 @@ class PipelineEngine(MeshEngine):
 
     Args:
         parts: the model's parameters become those of rank 0.
+
+    Attributes:
+        stage: of this rank.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, parts.spans)
-        super().__init__(parts, place=self._stage.place)
+        self.stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, parts.spans)
+        super().__init__(parts, place=self.stage.place)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run this rank's part of a forward pass. Collective: yes."""
-        self._stage.begin(call)
+        self.stage.begin(call)
         return super().forward(call)
 
     def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
-        """Run the passes; a forward pass for each later stage is under way before the first backward pass."""
-        ahead: deque[Callable[[], None]] = deque()
-        for forward in passes:
-            ahead.append(forward())
-            if len(ahead) >= self._stage.to_end:
-                ahead.popleft()()
-        while ahead:
-            ahead.popleft()()
+        """Run the passes, each once for each of this rank's virtual stages."""
+        stage, following = self.stage, iter(passes)
+        left = [self._remaining] * stage.chunks  # backward passes of each virtual stage
+        forwards: dict[int, Callable[[], Callable[[], None]]] = {}
+        backwards: dict[tuple[int, int], Callable[[], None]] = {}
+        try:
+            for is_forward, number, chunk in stage.order(self._remaining):
+                stage.use(chunk, number)
+                if is_forward:
+                    if not chunk:
+                        forwards[number] = next(following)
+                    last = chunk + 1 == stage.chunks
+                    backwards[number, chunk] = (forwards.pop(number) if last else forwards[number])()
+                else:
+                    self._remaining = left[chunk]  # the gradients of this virtual stage are complete with its last pass
+                    left[chunk] -= 1
+                    backwards.pop((number, chunk))()
+        finally:
+            stage.use(None)
 
     def _run_backward(self, loss: Tensor) -> None:
-        self._stage.backward(loss)
+        self.stage.backward(loss)
 
     def close(self) -> None:
         """Remove the hooks."""
         super().close()
-        self._stage.close()
+        self.stage.close()
 
 
 class Stage:
     """The blocks of this rank, and the exchange with the stages before and after. Collective: yes.
 
+    With virtual stages, a rank has several groups of blocks, and other ranks have those between: each micro-batch
+    passes through all ranks once for each group. Rank n has the virtual stages n, n + stages, and so on.
+
     Attributes:
-        to_end: number of stages from this one on.
+        option: of the command line.
+        chunks: number of virtual stages of a rank; 1 without them.
+        chunk: the one that is running, from 0; None outside of a step.
+        device: of the blocks.
 
     Errors:
         ConfigError: the model cannot be divided into stages.
@@ -83,46 +114,50 @@ class Stage:
     def __init__(
         self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
     ) -> None:
-        self._option, count = dimensions.options, dimensions.pp
-        found = require_blocks(model, self._option, "divide", "leave out --parallel.pp")
+        self.option, self.chunks, self._count = dimensions.options, dimensions.virtual_stages, dimensions.pp
+        found = require_blocks(model, self.option, "divide", "leave out --parallel.pp")
         blocks = [block for block in found if not getattr(block, "takes_embeddings", False)]
-        if len(blocks) < count:
+        if len(blocks) < self._count * self.chunks:
             raise ConfigError(
-                f"{self._option}, but the model has {len(blocks)} block(s)",
-                expected="at most as many stages as blocks",
-                next_step=f"--parallel.pp {len(blocks)} or fewer",
+                f"{self.option}, but the model has {len(blocks)} block(s)",
+                expected="at most as many stages as blocks, virtual ones included",
+                next_step=f"--parallel.pp {max(1, len(blocks) // self.chunks)} or fewer",
                 everywhere=True,
             )
-        refuse_what_has_no_stages(model, self._option)
-        self._model, self._drops = model, bool(dropout_of(model))
+        refuse_what_has_no_stages(model, self.option)
+        is_imagined = isinstance(comm, ImaginedComm)  # its tensors have no values
+        self._model = model
+        # On GPUs the host waits for the state of random numbers.
+        self._drops = not is_imagined and (device.type == "cpu" or bool(dropout_of(model)))
         ranks = dimensions.pipeline(comm.rank, comm.size)
         self._number = ranks.index(comm.rank)
-        self.to_end = count - self._number
-        firsts = first_blocks(model, blocks, count)
-        self._stages_of = stages_of(model, blocks, firsts, self._option)
+        firsts = first_blocks(model, blocks, self._count * self.chunks)
+        # The groups of blocks of this rank, from a position to the next group's.
+        self._blocks = [*pairwise(firsts)][self._number :: self._count]
+        by_parameter = stages_of(model, blocks, firsts, self.option)
+        self._stages_of = {p: tuple(stage % self._count for stage in each) for p, each in by_parameter.items()}
         self._ranks = tuple(tuple(dimensions.stage(rank, comm.size)) for rank in ranks)
-        # Apart, so that a transfer to the next stage and one from it cannot wait for each other.
-        groups = (lasting_group(comm, ranks, use) for use in ("onward", "back"))
-        through_host = getattr(comm, "through_host", False)
-        self._onward, self._back = (Link(group, spans or Spans(), through_host=through_host) for group in groups)
-        self._passes: deque[dict[str, Tensor]] = deque()
+        # Apart, so that a transfer to the next stage and one from it cannot wait for each other; nor can one from the
+        # last rank to the first, which are neighbours the other way round if they are two.
+        uses = ("onward", "back", *(("onward/around", "back/around") if self.chunks > 1 else ()))
+        through_host, most = getattr(comm, "through_host", False), 1 if self.chunks == 1 else math.inf
+        self._links = {
+            use: Link(lasting_group(comm, ranks, use), spans or Spans(), most, through_host=through_host)
+            for use in uses
+        }
+        self._passes: dict[tuple[int, int], dict[str, Tensor]] = {}  # under way, by micro-batch and virtual stage
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
-        self._device = device
-        self._is_checked = not self._number  # the first stage computes all that its blocks get
-        self._hooks: list[Any] = []
+        self.device = device
+        # The first stage has all that blocks get.
+        self._unchecked = set(range(self.chunks)) if self._number and not is_imagined else set()
+        self.use(None)
+        self.start()
+        self._hooks: list[Any] = [blocks[0].register_forward_pre_hook(self._count_run, prepend=True)]
         for position, block in enumerate(blocks):
-            # What a block computes is compiled below, without what it sends and gets.
-            is_compiled, block._compiled_call_impl = block._compiled_call_impl is not None, None
-            if firsts[self._number] <= position < firsts[self._number + 1]:
-                self._hooks.append(block.register_forward_pre_hook(self._check_inputs, with_kwargs=True))
-                if self._number and position == firsts[self._number]:
-                    self._hooks.append(block.register_forward_pre_hook(self._receive))
-                inner = torch.compile(block.forward) if is_compiled else block.forward
-                block.forward = partial(self._own_forward, inner, position + 1 == firsts[self._number + 1])
-                continue
-            is_next = position == firsts[self._number + 1]
-            block.forward = self._end if is_next else _skip
+            if any(first <= position < end for first, end in self._blocks):
+                self._hooks.append(block.register_forward_pre_hook(partial(self._before, position), with_kwargs=True))
+            block.forward = partial(self._forward, position, block.forward)
         for name, module in model.named_modules() if self._number else ():
             if isinstance(module, nn.Embedding) and 0 in (
                 stages := self._stages_of[model.get_parameter(f"{name}.weight")]
@@ -154,8 +189,36 @@ class Stage:
     def take(self, name: str, value: Tensor) -> Tensor:
         """Return the whole parameter on the device, or on ranks of other stages one without elements."""
         is_held = self.holds(name)
-        held = value.to(self._device) if is_held else value.new_empty(0, *value.shape[1:], device=self._device)
+        held = value.to(self.device) if is_held else value.new_empty(0, *value.shape[1:], device=self.device)
         return OnStages(tuple(value.shape), self._stages_by_name[name], self._ranks).of(held)
+
+    def order(self, micro_batches: int) -> Iterator[tuple[bool, int, int]]:
+        """Return `order_of_passes` of this rank."""
+        return order_of_passes(self._number, self._count, self.chunks, micro_batches)
+
+    def use(self, chunk: int | None, micro_batch: int = 0) -> None:
+        """Let the next pass be that of a virtual stage; None outside of a step."""
+        self.chunk, self._pass = chunk, (micro_batch, chunk or 0)
+        self._first, self._end = self._blocks[chunk or 0]
+
+    def start(self) -> None:
+        """Begin a function of the task, which runs the model once."""
+        self._runs, self._is_after = 0, False
+
+    def _count_run(self, *_: object) -> None:
+        self._runs += 1
+        if self._runs > 1:
+            raise TaskError(
+                f"{self.option} does not support a task that runs the blocks of the model more than once",
+                expected="one forward pass in the loss function, one in the metrics function, and no activation"
+                " checkpointing but --memory.checkpointing",
+                next_step="leave out --parallel.pp",
+            )
+
+    @property
+    def _virtual(self) -> int:
+        """The number of the virtual stage that is running, among those of all ranks."""
+        return (self.chunk or 0) * self._count + self._number
 
     def begin(self, call: Callable[[], Any]) -> None:
         """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.
@@ -163,97 +226,142 @@ class Stage:
         Errors:
             TaskError: a block gets more than the stage before sends.
         """
-        if not self._is_checked:
-            self._is_checked, found = True, []
+        if (self.chunk or 0) in self._unchecked:
+            self._unchecked.remove(self.chunk or 0)
+            found = []
             for value in (0.0, 1.0):
                 self._dry, self._others = value, []
                 try:
-                    with torch.no_grad(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                    with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
                         call()
                 finally:
                     self._dry = None
                 found.append(self._others)
             if not _equal(*found):
                 raise TaskError(
-                    f"{self._option} does not support this model: a block takes values that depend on parameters of"
+                    f"{self.option} does not support this model: a block takes values that depend on parameters of"
                     " earlier stages, besides the output of the block before",
                     expected="blocks that pass on one tensor",
                     next_step="leave out --parallel.pp",
                 )
-        self._passes.append({})
+        self._passes[self._pass] = {}
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of the oldest forward pass; `loss` has gradients if this stage adds to it."""
-        passed = self._passes.popleft()
-        gradients = {loss: torch.ones_like(loss)}
-        if (sent := passed.get("sent")) is not None:
-            gradients[sent] = self._back.receive(sent, self._number + 1)
-        if gradients := {output: gradient for output, gradient in gradients.items() if output.requires_grad}:
-            torch.autograd.backward([*gradients], [*gradients.values()])
+        """Run the backward pass of the one in use; stages before the last one may add to the loss, too."""
+        passed = self._passes.pop(self._pass)
+        if (sent := passed.get("sent")) is None:
+            torch.autograd.backward(loss)
+        else:
+            link, stage = self._link("back", after=True)
+            gradients = {sent: link.receive(sent, stage), loss: torch.ones_like(loss)}
+            if gradients := {output: gradient for output, gradient in gradients.items() if output.requires_grad}:
+                torch.autograd.backward([*gradients], [*gradients.values()])
         if (received := passed.get("received")) is not None:
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
-            self._back.send(gradient, self._number - 1)
+            link, stage = self._link("back", after=False)
+            link.send(gradient, stage)
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
+    def _link(self, direction: str, *, after: bool) -> tuple[Link, int]:
+        """Return the link to the virtual stage after the one that is running, or before it, and the rank there."""
+        other = self._virtual + 1 if after else self._virtual - 1
+        is_around = max(other, self._virtual) % self._count == 0
+        return self._links[f"{direction}/around" if is_around else direction], other % self._count
+
+    def _before(
+        self, position: int, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Check what a block gets. The first one of a stage gets the output of the stage before."""
+        if not self._first <= position < self._end:
+            return None
+        self._check_inputs(block, arguments, keywords)
+        if self._dry is not None or position != self._first:
+            return None
+        self._is_after = True
+        received = (self._receive(arguments[0]), *arguments[1:]) if self._virtual else arguments
+        self._state = self._seen_state()
+        return received, keywords
+
     def _check_inputs(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Refuse a block that gets another tensor with a gradient. Note all others before the first pass."""
         if not (arguments and isinstance(arguments[0], Tensor)):
             raise TaskError(
-                f"{self._option} does not support {type(block).__name__}",
+                f"{self.option} does not support {type(block).__name__}",
                 expected="blocks that get the output of the block before, a tensor, as the first positional argument",
                 next_step="leave out --parallel.pp",
             )
         others = list(_tensors([arguments[1:], keywords]))
         if any(other.requires_grad for other in others):
             raise TaskError(
-                f"{self._option} does not support {type(block).__name__}: it takes two tensors with gradients",
+                f"{self.option} does not support {type(block).__name__}: it takes two tensors with gradients",
                 expected="blocks that pass on one tensor",
                 next_step="leave out --parallel.pp",
             )
         if self._dry is not None:
             self._others += others
 
-    def _own_forward(
-        self, inner: Callable[..., Any], is_last: bool, hidden: Tensor, *arguments: Any, **keywords: Any
+    def _forward(
+        self, position: int, inner: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any
     ) -> Any:
+        """Run a block, if it is of the virtual stage that is running; end the pass at the next one."""
+        if position < self._first:
+            return hidden
+        if position >= self._end:
+            self._send(hidden)
+            raise EndOfStage
         if self._dry is not None:
-            if is_last:
+            if position + 1 == self._end:
                 raise EndOfStage
             return hidden
         output = inner(hidden, *arguments, **keywords)
+        if position + 1 == self._end and (state := self._seen_state()) is not None:
+            self._check_drawn(state)
         if not isinstance(output, Tensor) or (output.shape, output.dtype) != (hidden.shape, hidden.dtype):
             kind = f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
             raise TaskError(
-                f"{self._option} does not support blocks that change the form of what they pass on",
+                f"{self.option} does not support blocks that change the form of what they pass on",
                 expected=f"an output like the input: {tuple(hidden.shape)} {hidden.dtype}",
                 found=kind,
                 next_step="leave out --parallel.pp",
             )
         return output
 
-    def _receive(self, block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the input of this rank's first block by the output of the stage before."""
-        if self._dry is not None:
-            return arguments
-        received = self._onward.receive(arguments[0], self._number - 1)
+    def _receive(self, like: Tensor) -> Tensor:
+        """Return the output of the stage before."""
+        link, stage = self._link("onward", after=False)
+        received = link.receive(like, stage)
         if self._draws:
-            set_random_state(self._onward.receive(random_state(self._device), self._number - 1), self._device)
+            set_random_state(link.receive(random_state(self.device), stage), self.device)
         if torch.is_grad_enabled():
-            self._passes[-1]["received"] = received.requires_grad_()
-        return received, *arguments[1:]
+            self._passes[self._pass]["received"] = received.requires_grad_()
+        return received
 
-    def _end(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        """Send the output of this rank's last block to the next stage."""
+    def _send(self, hidden: Tensor) -> None:
+        """Send the output of the last block to the next stage."""
         if torch.is_grad_enabled():
-            self._passes[-1]["sent"] = hidden
-        self._onward.send(hidden, self._number + 1)
+            self._passes[self._pass]["sent"] = hidden
+        link, stage = self._link("onward", after=True)
+        link.send(hidden, stage)
         if self._draws:
-            self._onward.send(random_state(self._device), self._number + 1)
-        raise EndOfStage
+            link.send(random_state(self.device), stage)
+
+    def _seen_state(self) -> Tensor | None:
+        """Return the state of a GPU's random numbers where it is not sent, because the model has no known dropout."""
+        is_seen = self.device.type == "cuda" and self._model.training and not self._drops
+        return torch.cuda.get_rng_state(self.device) if is_seen else None
+
+    def _check_drawn(self, state: Tensor) -> None:
+        """Check that no block has drawn random numbers since the first one. Errors: TaskError: one has."""
+        if self._state is not None and not torch.equal(state, self._state):
+            raise TaskError(
+                f"{self.option} does not support blocks that draw random numbers on GPUs without a sign of it",
+                expected="dropout by nn.Dropout, or with a probability in the config of the model",
+                next_step="use one of them, or leave out --parallel.pp",
+            )
 
     @property
     def _draws(self) -> bool:
@@ -261,52 +369,59 @@ class Stage:
         return self._drops and self._model.training
 
     def _embed(self, module: nn.Embedding, inner: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:
-        """Return embeddings, or where only the first stage has them, what has their form: its values do not count."""
+        """Return embeddings, or where only the first stage has them, what has their form: its values do not count.
+
+        Errors:
+            TaskError: they are used after the blocks.
+        """
         if inner is not None and self._dry is None:
             return inner(ids)
+        if self._is_after:
+            raise TaskError(
+                f"{self.option} does not support this task: it uses an embedding after the blocks, or runs them again",
+                expected="one forward pass of the model in a function; for embeddings that it uses after the blocks, an"
+                " attribute takes_embeddings = True of the model",
+                next_step="set it, or leave out --parallel.pp",
+            )
         return module.weight.new_full((*ids.shape, module.embedding_dim), self._dry or 0.0)
 
 
-class Link:
-    """Transfers between neighbours, in one direction. A rank sends a tensor when the one before has arrived."""
+def with_stages(task: Task, stage: Stage) -> Task:
+    """Return a task with a loss of 0, weight 0 and no metrics on ranks where the pass ends before the loss.
 
-    def __init__(self, group: dist.ProcessGroup, spans: Spans, *, through_host: bool = False) -> None:
-        self._group, self._spans, self._through_host = group, spans, through_host
-        self._running: tuple[dist.Work | None, Tensor] | None = None
+    In a step, its functions run the virtual stage in use; else they run all of this rank, one after the other.
+    """
+    on_cuda = stage.device.type == "cuda"
 
-    def send(self, tensor: Tensor, stage: int) -> None:
-        """Begin to send a tensor."""
-        if self._running is not None and self._running[0] is not None:
-            with self._spans.waiting_for(tensor):
-                self._running[0].wait()
-        sent = tensor.detach().cpu() if self._through_host else tensor.detach()
-        data = sent.contiguous().view(-1).view(torch.uint8)
-        self._running = dist.isend(data, group=self._group, group_dst=stage), data
+    def run(function: Callable[..., Any], at_end: Callable[[], Any], *arguments: Any) -> Any:
+        stage.start()
+        try:
+            return function(*arguments)
+        except EndOfStage:
+            return at_end()
 
-    def receive(self, like: Tensor, stage: int) -> Tensor:
-        """Wait for a tensor with the shape and dtype of `like`."""
-        device = torch.device("cpu") if self._through_host else like.device
-        found = torch.empty(like.shape, dtype=like.dtype, device=device)
-        with self._spans.waiting_for(like):
-            dist.recv(found.view(-1).view(torch.uint8), group=self._group, group_src=stage)
-        return found.to(like.device)
+    def on_stage(function: Callable[..., Any], at_end: Callable[[], Any], *arguments: Any) -> Any:
+        if stage.chunk is not None or stage.chunks == 1:
+            return run(function, at_end, *arguments)
+        try:
+            for chunk in range(stage.chunks):
+                stage.use(chunk)
+                # Each draws the same random numbers before the blocks, and the last one's are those of the caller.
+                is_last = chunk + 1 == stage.chunks
+                with nullcontext() if is_last else torch.random.fork_rng([stage.device] if on_cuda else []):
+                    found = run(function, at_end, *arguments)
+        finally:
+            stage.use(None)
+        return found
 
+    def no_loss() -> tuple[Tensor, float]:
+        return torch.zeros((), device=stage.device), 0.0
 
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of torch's random numbers on a device, there: uint8."""
-    return torch.cuda.get_rng_state(device).to(device) if device.type == "cuda" else torch.get_rng_state()
+    def no_metrics() -> dict[str, tuple[()]]:
+        return dict.fromkeys(task.metric_objects, ())
 
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Set the state of torch's random numbers on a device."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
-        torch.set_rng_state(state)
-
-
-def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden
+    metrics = None if task.metrics is None else partial(on_stage, task.metrics, no_metrics)
+    return replace(task, loss=partial(on_stage, task.loss, no_loss), metrics=metrics)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -77,7 +77,8 @@ def refuse_dropout(model: nn.Module, option: str) -> None:
     Errors:
         ConfigError: it has dropout.
     """
-    for name, value in dropout_of(model).items():
+    if found := dropout_of(model):
+        name, value = next(iter(found.items()))
         raise ConfigError(
             f"{option} does not support dropout, which {name} sets",
             expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",

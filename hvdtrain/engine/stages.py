@@ -1,67 +1,42 @@
-"""What can be a stage of a pipeline, and the loss of a rank that has one. See `engine.pipeline`."""
+"""What can be a stage of a pipeline, and the order of its passes. See `engine.pipeline`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.sequence import dropout_of
-from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.task.base import Task
+from hvdtrain.errors import ConfigError
 
 
 class EndOfStage(BaseException):
     """Ends a forward pass after the last block of a rank. No error: code of the task must not catch it."""
 
 
-def end_with_stage(task: Task, dimensions: Dimensions) -> Task:
-    """Return a task with a loss of 0, weight 0 and no metrics on ranks where the pass ends before the loss.
+def order_of_passes(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[bool, int, int]]:
+    """Yield the passes of a rank: whether it is a forward pass, the micro-batch, and the virtual stage, from 0.
 
-    Its functions raise a TaskError if they run the model more than once.
+    1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503; with several virtual
+    stages interleaved: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM, arXiv:2104.04473, section 2.2. That needs a multiple of `stages` micro-batches; with others, all
+    forward passes come first.
     """
-    if dimensions.pp == 1:
-        return task
-    runs = 0
-
-    def count(*_: object) -> None:
-        nonlocal runs
-        runs += 1
-        if runs > 1:
-            raise TaskError(
-                f"{dimensions.options} does not support a task that runs the blocks of the model more than once",
-                expected="one forward pass in the loss function, one in the metrics function, and no activation"
-                " checkpointing but --memory.checkpointing",
-                next_step="leave out --parallel.pp",
-            )
-
-    for block in blocks(task.model)[:1]:
-        block.register_forward_pre_hook(count, prepend=True)
-
-    def on_stage(function: Callable[..., Any], at_end: Callable[[], Any], *arguments: Any) -> Any:
-        nonlocal runs
-        runs = 0
-        try:
-            return function(*arguments)
-        except EndOfStage:
-            return at_end()
-
-    def no_loss() -> tuple[Tensor, float]:
-        return torch.zeros((), device=next(task.model.parameters()).device), 0.0
-
-    def no_metrics() -> dict[str, tuple[()]]:
-        return dict.fromkeys(task.metric_objects, ())
-
-    metrics = None if task.metrics is None else partial(on_stage, task.metrics, no_metrics)
-    return replace(task, loss=partial(on_stage, task.loss, no_loss), metrics=metrics)
+    groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
+    forwards = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]
+    backwards = [(number, chunk) for group in groups for chunk in reversed(range(chunks)) for number in group]
+    ahead = stages - stage - 1
+    if chunks > 1:
+        ahead = len(forwards) if micro_batches % stages else 2 * ahead + (chunks - 1) * stages
+    first = forwards[:ahead]
+    yield from ((True, *each) for each in first)
+    for place, each in enumerate(forwards[ahead:]):
+        yield True, *each
+        yield False, *backwards[place]
+    yield from ((False, *each) for each in backwards[len(forwards) - len(first) :])
 
 
 def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> list[int]:
@@ -119,7 +94,7 @@ def stages_of(
     """Return the stages of each parameter: `firsts` are the first blocks of the stages, and the end.
 
     Embeddings that are used after the blocks, too, are on the first stage and the last one: where the LM head has the
-    same parameter, or a module after the blocks says that it gets embeddings, by `takes_embeddings`.
+    same parameter, or a module of the model has an attribute `takes_embeddings` that is true.
 
     Errors:
         ConfigError: parameters before the blocks are not those of embeddings, or blocks have a parameter of others.

@@ -113,8 +113,12 @@ class EngineKind:
 _CODED = tuple(kind.name for kind in COMPRESSIONS.values() if kind.coding)
 """Compressions for engines that divide parameters."""
 
-_BY_ELEMENT = tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback)
-"""Compressions in which what becomes of a number depends on no other one."""
+_WITHOUT_FEEDBACK = tuple(name for name, kind in COMPRESSIONS.items() if not kind.feedback)
+"""Compressions for engines that keep no residuals."""
+
+_BY_ELEMENT = ("none", "fp16", "bf16")
+"""Compressions for ranks that divide matrices. What such ranks have whole is in buckets with different parts, and must
+stay equal: what becomes of a number depends on no other one."""
 
 _BY_ROWS = tuple(name for name in COMPRESSIONS if name != "powersgd")
 """Compressions of rows of parameters."""
@@ -138,13 +142,16 @@ TABLE = (
         horovod=True,
         offloads=True,
     ),
-    EngineKind(
-        "horovod",
-        "hvdtrain.engine.mesh:make_mesh_engine",
-        _BY_ELEMENT,
-        dimensions=("tp", "ep", "pp"),
-        horovod=True,
-        places_model=True,
+    *(
+        EngineKind(
+            "horovod",
+            "hvdtrain.engine.mesh:make_mesh_engine",
+            compressions,
+            dimensions=dimensions,
+            horovod=True,
+            places_model=True,
+        )
+        for dimensions, compressions in ((("ep", "pp"), _WITHOUT_FEEDBACK), (("tp", "ep", "pp"), _BY_ELEMENT))
     ),
     EngineKind(
         "horovod",
@@ -191,7 +198,6 @@ TABLE = (
             casts_weights=True,
             places_model=True,
         )
-        # Ranks that divide matrices have the rest whole, next to other matrices: with error feedback, it would differ.
         for dimensions, compressions in ((("ep",), _BY_ROWS), (("tp", "ep"), _BY_ELEMENT))
     ),
     EngineKind(
@@ -208,7 +214,8 @@ TABLE = (
 
 def dimensions_of(config: Config) -> Dimensions:
     """Return how many ranks of a run divide matrices, experts, sequences and layers."""
-    return Dimensions(config.parallel.tp, config.parallel.ep, config.parallel.cp, config.parallel.pp)
+    parallel = config.parallel
+    return Dimensions(parallel.tp, parallel.ep, parallel.cp, parallel.pp, parallel.virtual_stages)
 
 
 def groups_of(config: Config) -> Callable[[int], list[list[int]]]:

@@ -1,4 +1,4 @@
-"""The memory of rank 0 in a step of training: the trainer's engine runs two steps on tensors without memory."""
+"""The memory of a rank in a step of training: the trainer's engine runs two steps on tensors without memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         passes = count_micro_batches([(0, train.global_batch)], train.pass_samples)
         dimensions.check_passes(ranks, passes)
         first = dimensions.pp - 1  # passes of the others in which a stage waits
-        bubble = first / (first + passes // (ranks // dimensions.same_samples))
+        bubble = first / (first + passes // (ranks // dimensions.same_samples) * dimensions.virtual_stages)
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
         return replace(max(stages, key=lambda each: each.peak), sent=sent, waited_for=waited, bubble=bubble)
@@ -150,7 +150,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: ImaginedComm) -> Memory:
-    """Run two steps of rank 0 in a job that does not run, and return what `live` has counted."""
+    """Run two steps of a rank in a job that does not run, and return what `live` has counted."""
     live.add([*worker.state.model.parameters(), *worker.state.model.buffers()])
     with live:
         engine = engine_of_worker(worker, run.config, comm)
@@ -167,7 +167,9 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     data = worker.task.train_data
     place, places, _ = dimensions_of(run.config).samples(comm.rank, comm.size)
     stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
-    passes = min(max(_PASSES, dimensions_of(run.config).pp), len(stream.step(0)))
+    dimensions = dimensions_of(run.config)
+    under_way = dimensions.pp * min(2, dimensions.virtual_stages)  # micro-batches, with which memory is largest
+    passes = min(max(_PASSES, under_way), len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
     parameters = [p for p in worker.state.model.parameters() if p.requires_grad]

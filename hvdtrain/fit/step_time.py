@@ -68,7 +68,7 @@ class StepTimes:
                 raise ConfigError(
                     f"the step's time is not predicted for --parallel.{name} other than {measured.get(name)}",
                     expected="ranks that divide the model as in the run",
-                    next_step="train 15 steps with these options",
+                    next_step="measure both by runs of 15 steps, and compare them: hvdtrain compare",
                 )
         change = Change(
             size=ranks,

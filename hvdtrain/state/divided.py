@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class OnStages:
     """Where a parameter is in a pipeline: whole on the ranks of one stage, or of the first stage and the last one.
 
-    On other ranks it has no elements: its length is 0. No class of parameters: tensors without memory have their own.
+    On other ranks it has no elements: its length is 0. It is an attribute of a parameter, because tensors without
+    memory have classes of their own; copies by `copy_of` have it, too, and others do not.
 
     Attributes:
         whole: its shape on the ranks that hold it; one dimension or more.

@@ -62,7 +62,7 @@ class TrainState:
         if self.exchange is not None:
             self.exchange.complete()
         left_out = frozenset() if self.frozen is None or with_frozen else self.frozen.left_out(self.model)
-        every = self.model.state_dict(keep_vars=True)  # the classes of parameters say how they are divided
+        every = self.model.state_dict(keep_vars=True)  # the parameters say how they are divided
         kept, aliases = _split_aliases({name: tensor for name, tensor in every.items() if name not in left_out})
         model = {name: local(tensor) for name, tensor in kept.items()}
         slots, plain, groups, places = self._optimizer_state()

@@ -50,6 +50,20 @@ def test_each_group_that_exchanges_is_made(size: int, dimensions: Dimensions) ->
     assert len(made) == len(dimensions.groups(size)) and all(1 < len(group) < size for group in made)
 
 
+@pytest.mark.parametrize("dimensions", [Dimensions(2), Dimensions(1, 2), Dimensions(2, 4), Dimensions(2, 4, 2)])
+def test_each_group_of_ranks_with_the_whole_model_has_its_own_groups(dimensions: Dimensions) -> None:
+    """Of 8 of 16 ranks; all of a group are in no group of these."""
+    made = dimensions.groups(16, 8)
+    assert sorted(made) == sorted([r + first for r in ranks] for first in (0, 8) for ranks in dimensions.groups(8))
+    for rank in range(16):
+        for width in (dimensions.tp, dimensions.experts):
+            copies = dimensions.copies(rank, 16, width, 8)
+            assert rank in copies and {each // 8 for each in copies} == {rank // 8} and len(copies) == 8 // width
+            assert copies in made or len(copies) in (1, 8)
+    with pytest.raises(ConfigError, match=r"3 rank\(s\) in a group of --parallel.dp_shard do not have"):
+        dimensions.groups(12, 3)
+
+
 @pytest.mark.parametrize(("size", "dimensions"), FITTING)
 def test_of_ranks_with_the_same_samples_one_counts(size: int, dimensions: Dimensions) -> None:
     seen: dict[int, list[bool]] = {}

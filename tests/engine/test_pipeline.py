@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.pipeline import PipelineEngine, Stage
-from hvdtrain.engine.stages import EndOfStage, _divide_evenly, end_with_stage, first_blocks
+from hvdtrain.engine.pipeline import PipelineEngine, Stage, with_stages
+from hvdtrain.engine.stages import EndOfStage, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import (
     OnStages,
@@ -70,10 +72,10 @@ def ranks() -> Iterator[None]:
         yield
 
 
-def _stage(model: nn.Module, rank: int = 0, size: int = 2) -> Stage:
-    comm = ImaginedComm(size)
-    comm.rank = rank
-    return Stage(model, comm, PP2, CPU)
+def _stage(model: nn.Module, rank: int = 0, size: int = 2, chunks: int = 1) -> Stage:
+    stage = Stage(model, ImaginedComm(size, rank=rank), replace(PP2, virtual_stages=chunks), CPU)
+    stage._unchecked = set(range(chunks)) if rank else set()  # as in a real job
+    return stage
 
 
 def _with(model: nn.Module, **children: nn.Module) -> nn.Module:
@@ -137,20 +139,51 @@ def test_a_stage_before_the_last_one_has_no_metrics() -> None:
         model = Model()
         task = Task(model, _loss, [1], metrics=metrics, metric_objects={"auc": object()})  # type: ignore[dict-item]
         stage = _stage(model, rank)
-        stage._onward = SimpleNamespace(send=lambda *_: None, receive=lambda like, _: torch.ones_like(like))  # type: ignore[assignment]
-        found = end_with_stage(task, PP2).metrics
+        fake: Any = SimpleNamespace(send=lambda *_: None, receive=lambda like, _: torch.ones_like(like))
+        stage._links = dict.fromkeys(stage._links, fake)
+        found = with_stages(task, stage).metrics
         assert found is not None
         with torch.no_grad():
             assert {*found(model, torch.tensor([1, 2]))} == {*expected}
-        assert end_with_stage(task, Dimensions()) is task
 
 
 def test_a_pass_runs_the_model_once() -> None:
     model = Model()
-    task = end_with_stage(Task(model, lambda model, batch: _loss(model, model(batch).argmax(dim=-1)), [1]), PP2)
-    for _ in range(2):
-        with pytest.raises(TaskError, match=r"--parallel.pp 2 does not support a task that runs"):
+    stage = _stage(model, 1)
+    fake: Any = SimpleNamespace(receive=lambda like, _: torch.ones_like(like))
+    stage._links = dict.fromkeys(stage._links, fake)
+    task = Task(model, lambda model, batch: _loss(model, model(batch).argmax(dim=-1)), [1])
+    task = with_stages(task, stage)
+    for message in ("does not support this task", "does not support a task that runs the blocks"):
+        with pytest.raises(TaskError, match=message), torch.no_grad():
             task.loss(model, torch.tensor([1, 2]))
+        model.embedding.forward = lambda ids: torch.zeros(len(ids), 3)  # type: ignore[method-assign]
+
+
+def test_an_embedding_after_the_blocks_is_refused() -> None:
+    """Unless the last stage has it: else it would be zeros."""
+
+    class After(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + self.embedding(ids).sum(dim=-1, keepdim=True)
+
+    for takes in (False, True):
+        model = After()
+        model.takes_embeddings = takes  # type: ignore[assignment]
+        stage = _stage(model, 1)
+        fake: Any = SimpleNamespace(receive=lambda like, _: torch.ones_like(like))
+        stage._links = dict.fromkeys(stage._links, fake)
+        task = with_stages(Task(model, _loss, [1]), stage)
+        refused = pytest.raises(TaskError, match="it uses an embedding after the blocks")
+        with contextlib.nullcontext() if takes else refused, torch.no_grad():
+            task.loss(model, torch.tensor([1, 2]))
+
+
+def test_a_loss_without_a_gradient_is_an_error() -> None:
+    stage = _stage(Model(), 1)
+    stage.begin(lambda: None)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        stage.backward(torch.ones(()))
 
 
 def test_embeddings_that_are_used_after_the_blocks_are_at_both_ends() -> None:
@@ -163,35 +196,26 @@ def test_embeddings_that_are_used_after_the_blocks_are_at_both_ends() -> None:
         assert torch.equal(embedded, model.embedding.weight[1:3]) == (len(expected) == 2)
 
 
-def test_only_what_a_block_computes_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    for block in model.blocks:
-        block._compiled_call_impl = block._call_impl  # type: ignore[assignment]  # as after its `compile`
-    compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
-    _stage(model, 1)
-    assert [function.__self__ for function in compiled] == [model.blocks[1]]
-    assert not any(block._compiled_call_impl for block in model.blocks)
-
-
-def test_random_numbers_go_on_where_the_stage_before_has_ended() -> None:
+def test_random_numbers_continue_those_of_the_stage_before() -> None:
     model = _with(Model(), dropout=nn.Dropout(0.5))
     sent: list[Tensor] = []
     onward: Any = SimpleNamespace(send=lambda tensor, _: sent.append(tensor), receive=lambda like, _: sent.pop(0))
     stages = [_stage(copy.deepcopy(model), rank) for rank in (0, 1)]
     drawn = []
     for number, stage in enumerate(stages):
-        stage._onward = onward
-        stage._passes.append({})
+        stage._drops, stage._links = True, dict.fromkeys(stage._links, onward)
+        stage._passes[0, 0] = {}
         torch.manual_seed(7)
         if not number:
             torch.rand(3)
+        stage.start()
         with contextlib.suppress(EndOfStage):
             stage._model(torch.tensor([1, 2]))
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn) and not sent
     for stage in stages:
         stage._model.eval()
+        stage.start()
         with torch.no_grad(), contextlib.suppress(EndOfStage):
             stage._model(torch.tensor([1, 2]))
         assert len(sent) == 1 - stage._number  # the output alone
@@ -211,7 +235,7 @@ def _half(ids: Tensor, x: Tensor) -> Tensor:
 def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, what: str) -> None:
     model = Model(given)
     stage = _stage(model, rank)
-    call = partial(end_with_stage(Task(model, _loss, [1]), PP2).loss, model, torch.tensor([1, 2]))
+    call = partial(with_stages(Task(model, _loss, [1]), stage).loss, model, torch.tensor([1, 2]))
     with pytest.raises(TaskError, match=what):
         stage.begin(call)
         call()
@@ -220,7 +244,7 @@ def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, wh
 def test_what_follows_from_the_ids_is_the_same_on_all_stages() -> None:
     model = Model(lambda ids, x: (torch.arange(len(ids)), ids.to(x)))
     stage = _stage(model, 1)
-    call = partial(end_with_stage(Task(model, _loss, [1]), PP2).loss, model, torch.tensor([1, 2]))
+    call = partial(with_stages(Task(model, _loss, [1]), stage).loss, model, torch.tensor([1, 2]))
     seen, after = [], []
     model.embedding.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model.head.register_forward_hook(lambda module, inputs, output: after.append(output))
@@ -272,21 +296,115 @@ def test_the_first_argument_is_what_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("to_end", "order"),
-    [(1, "F0 B0 F1 B1 F2 B2 F3 B3"), (2, "F0 F1 B0 F2 B1 F3 B2 B3"), (3, "F0 F1 F2 B0 F3 B1 B2 B3"),
-     (9, "F0 F1 F2 F3 B0 B1 B2 B3")],
+    ("stage", "stages", "order"),
+    [(0, 1, "F0 B0 F1 B1 F2 B2 F3 B3"), (2, 4, "F0 F1 B0 F2 B1 F3 B2 B3"), (0, 3, "F0 F1 F2 B0 F3 B1 B2 B3"),
+     (0, 9, "F0 F1 F2 F3 B0 B1 B2 B3")],
 )  # fmt: skip
-def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(to_end: int, order: str) -> None:
-    engine, done = object.__new__(PipelineEngine), list[str]()
-    engine._stage = object.__new__(Stage)
-    engine._stage.to_end = to_end
+def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(stage: int, stages: int, order: str) -> None:
+    found = order_of_passes(stage, stages, 1, 4)
+    assert " ".join(f"{'BF'[forward]}{number}" for forward, number, _ in found) == order
+
+
+def _finished(stages: int, chunks: int, micro_batches: int) -> tuple[float, int]:
+    """Return when all ranks have ended, if a forward pass takes 1 and a backward pass 2, and the most passes ahead."""
+    waiting = [deque(order_of_passes(rank, stages, chunks, micro_batches)) for rank in range(stages)]
+    ends: dict[tuple[bool, int, int], float] = {}  # of a pass of a micro-batch in a virtual stage, of all ranks
+    now, ahead, most = [0.0] * stages, [0] * stages, 0
+    while any(waiting):
+        before = sum(map(len, waiting))
+        for rank, passes in enumerate(waiting):
+            while passes:
+                forward, number, chunk = passes[0]
+                virtual = chunk * stages + rank
+                needed = [(True, number, virtual - 1)] if forward and virtual else []
+                if not forward:
+                    needed = [(True, number, virtual)]
+                    needed += [(False, number, virtual + 1)] if virtual + 1 < stages * chunks else []
+                if not all(each in ends for each in needed):
+                    break
+                passes.popleft()
+                now[rank] = max([now[rank], *(ends[each] for each in needed)]) + (1 if forward else 2)
+                assert (forward, number, virtual) not in ends
+                ends[forward, number, virtual] = now[rank]
+                ahead[rank] += 1 if forward else -1
+                most = max(most, ahead[rank])
+        assert sum(map(len, waiting)) < before, "ranks wait for each other"
+    assert len(ends) == 2 * stages * chunks * micro_batches and not any(ahead)
+    return max(now), most
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (3, 3), (4, 4), (4, 16)])
+def test_stages_wait_less_with_more_virtual_ones(stages: int, chunks: int, micro_batches: int) -> None:
+    took, most = _finished(stages, chunks, micro_batches)
+    assert took == 3 * (micro_batches * chunks + stages - 1)
+    assert most <= min(stages * (chunks + 1), stages if chunks == 1 else most)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 3), (3, 2, 4), (4, 3, 5), (2, 3, 1)])
+def test_any_number_of_micro_batches_ends(stages: int, chunks: int, micro_batches: int) -> None:
+    """Not a multiple of the stages: all forward passes come first."""
+    assert _finished(stages, chunks, micro_batches)[1] == chunks * micro_batches
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
+    """A micro-batch is taken when its first pass begins; gradients are complete with the last of a virtual stage."""
+    engine, done, taken = object.__new__(PipelineEngine), list[tuple[str, int, int | None, int]](), list[int]()
+    engine.stage = stage = _stage(Model(blocks=4), 0, 2, chunks)
+    engine._remaining = 4
 
     def forward(number: int) -> Callable[[], None]:
-        done.append(f"F{number}")
-        return lambda: done.append(f"B{number}")
+        done.append(("F", number, stage.chunk, len(taken)))
+        return lambda: done.append(("B", number, stage.chunk, engine._remaining))
 
-    engine.accumulate(partial(forward, number) for number in range(4))
-    assert " ".join(done) == order
+    def passes() -> Iterator[Callable[[], Callable[[], None]]]:
+        for number in range(4):
+            taken.append(number)
+            yield partial(forward, number)
+
+    engine.accumulate(passes())
+    expected = [("BF"[is_forward], number, chunk) for is_forward, number, chunk in stage.order(4)]
+    assert [each[:3] for each in done] == expected and stage.chunk is None
+    for kind, number, chunk, count in done:
+        assert count == (4 - number if kind == "B" else number + 1 if not chunk else count)
+
+
+def test_ranks_have_every_other_group_of_blocks() -> None:
+    model = Model(blocks=4)
+    stage = _stage(model, 1, 2, 2)
+    stages = [stage._stages_of[block.linear.weight] for block in model.blocks]  # type: ignore[union-attr,index]
+    assert stages == [(0,), (1,), (0,), (1,)] and stage._stages_of[model.head.bias] == (1,)
+    sent: list[tuple[str, int]] = []
+    for name in stage._links:
+        stage._links[name] = cast("Any", SimpleNamespace(
+            send=lambda _, to, name=name: sent.append((name, to)), receive=lambda like, to: torch.full_like(like, to)
+        ))  # fmt: skip
+    seen: list[int] = []
+    for number, block in enumerate(model.blocks):
+        block.linear.register_forward_pre_hook(lambda *_, number=number: seen.append(number))  # type: ignore[union-attr,operator]
+    found = with_stages(Task(model, _loss, [1]), stage)
+    with torch.no_grad():
+        loss, weight = found.loss(model, torch.tensor([1, 2]))  # an evaluation runs both
+    assert seen == [1, 3] and weight == 2 and loss != 0 and sent == [("onward/around", 0)] and stage.chunk is None
+    with pytest.raises(ConfigError, match=r"the model has 3 block\(s\)"):
+        _stage(Model(blocks=3), 1, 2, 2)
+
+
+def test_evaluations_draw_the_same_numbers_in_each_virtual_stage() -> None:
+    model = Model(blocks=4)
+    stage = _stage(model, 0, 2, 2)
+    fake: Any = SimpleNamespace(send=lambda *_: None, receive=lambda like, _: like)
+    stage._links = dict.fromkeys(stage._links, fake)
+    drawn: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, float]:
+        drawn.append(torch.rand(2))
+        return _loss(model, batch)
+
+    with torch.no_grad():
+        with_stages(Task(model, loss, [1]), stage).loss(model, torch.tensor([1, 2]))
+    assert len(drawn) == 2 and torch.equal(*drawn)
 
 
 def _parameter(stage: int, own: int) -> nn.Parameter:

@@ -71,6 +71,7 @@ TWO = {
         f"pp2/{name}": (PP + "2", *VARIANTS[name])
         for name in ("latent", "heads", "adamw", "averaged", "recomputed", "frozen", "tied", "dropping", "balanced")
     },
+    "pp2virtual/dropping": (PP + "2", "--parallel.virtual_stages=2", *VARIANTS["dropping"], "--train.global_batch=8"),
     **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
     **{f"tp2/{name}": (TP + "2", *options) for name, options in ROUNDED.items()},
     **{f"pp2/{name}": (PP + "2", *ROUNDED[name]) for name in ("fp16", "bf16-weights")},
@@ -116,10 +117,11 @@ FOUR = {
     "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
 }
 """Of four ranks."""
-STAGES = {
+STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "experts": ((EP + "2",), (TP + "2", EP + "4", FSDP), ()),
     "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
     "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", TP + "2", *VARIANTS["many"]), VARIANTS["many"]),
+    "tied": tuple((*mesh, *VARIANTS["dropping"], "--train.ema=0.9") for mesh in ((PP + "2",), (PP + "4",), ())),
     "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
     "rows": ((FSDP, *VARIANTS["own"]), (TP + "2", FSDP, *VARIANTS["own"]), VARIANTS["own"]),
 }

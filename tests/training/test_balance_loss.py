@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.divided import OnStages
 from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
 from hvdtrain.training.loop.router_loads import routers_of
 from tests.laws.test_fsdp import check_equal
@@ -98,6 +102,19 @@ def test_what_it_does_not_support_is_refused() -> None:
     with pytest.raises(TaskError, match="no routers"):
         make_balance_loss(nn.Linear(2, 2), 0.1, Dimensions(), compiled=False)
     assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(cp=2), compiled=True) is None
+    loss = make_balance_loss(model, 0.1, Dimensions(pp=2, virtual_stages=2), compiled=False)
+    assert loss is not None
+    with loss.collecting_from(torch.zeros(1)):
+        pass
+    assert loss.pop() is None  # of a virtual stage without routers
     for router in routers_of(model).values():
-        router.weight = nn.Parameter(torch.empty(0, 32))  # type: ignore[assignment]
+        router.weight = OnStages((8, 32), (1,), ((0,), (1,))).of(torch.empty(0, 32))
     assert make_balance_loss(model, 0.1, Dimensions(pp=2), compiled=False) is None  # of another stage
+    with imagined_ranks(16, 15):  # FSDP gives this rank no rows of 8
+        mesh = DeviceMesh("cpu", range(16))
+        for router in routers_of(model).values():
+            rows = DTensor.from_local(
+                torch.empty(0, 32), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 32)), stride=(32, 1)
+            )
+            router.weight = nn.Parameter(rows)
+        assert make_balance_loss(model, 0.1, Dimensions(), compiled=False) is not None

@@ -94,6 +94,17 @@ def test_each_of_many_unlike_blocks_is_compiled(graphs: list[torch.fx.GraphModul
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+@pytest.mark.parametrize("without", [False, True])
+def test_hooks_of_blocks_may_run_outside_of_compiled_code(graphs: list[torch.fx.GraphModule], without: bool) -> None:
+    block = Times(3)
+    compile_blocks(nn.Sequential(block), without_hooks=without)
+    compiling: list[bool] = []
+    block.register_forward_pre_hook(lambda *_: compiling.append(torch.compiler.is_compiling()))
+    block(torch.ones(1, 4))
+    assert len(graphs) == 1 and compiling == [not without]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
 @pytest.mark.parametrize(
     "block",
     [nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), nn.Linear(8, 8)],

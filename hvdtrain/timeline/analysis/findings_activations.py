@@ -27,12 +27,15 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
     stages, size = facts.option("parallel", "pp"), facts.run.size
     batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
-    tp, cp = (facts.option("parallel", name) or 1 for name in ("tp", "cp"))
-    if not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch, tp, cp)) or stages < 2:
+    tp, cp, chunks = (facts.option("parallel", name) or 1 for name in ("tp", "cp", "virtual_stages"))
+    if (
+        not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch, tp, cp, chunks))
+        or stages < 2
+    ):
         return
     sharing = stages * tp * cp
     passes = -(-batch // micro_batch) // max(1, size // sharing)
-    share = (stages - 1) / (stages - 1 + passes)
+    share = (stages - 1) / (stages - 1 + passes * chunks)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
     waits = _waits_for_activations(facts)

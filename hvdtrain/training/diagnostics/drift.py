@@ -47,6 +47,10 @@ class Drift:
     def __post_init__(self) -> None:
         """Find out how ranks share parameters. Collective: yes."""
         self._divisions = _divisions(self.state.model, self.comm)
+        self._ranks = [self.comm.size]  # with each hash
+        for divided in self._divisions:
+            counts = Counter(share_of(rank, divided) for rank in range(self.comm.size))
+            self._ranks += [counts[share] for share in range(share_count(divided))]
 
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
@@ -73,11 +77,8 @@ class Drift:
         Errors:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        ranks = [self.comm.size]
-        for divided in self._divisions:
-            counts = Counter(share_of(rank, divided) for rank in range(self.comm.size))
-            ranks += [counts[share] for share in range(share_count(divided))]
-        if any(n * squares != total * total for n, total, squares in zip(ranks, sums[::2], sums[1::2], strict=True)):
+        every = zip(self._ranks, sums[::2], sums[1::2], strict=True)
+        if any(n * squares != total * total for n, total, squares in every):
             found = check_equal(self.state.model, self.comm, name="drift/found")
             self.share(found)
             if not found:

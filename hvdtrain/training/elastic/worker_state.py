@@ -183,7 +183,7 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     if run.config.precision != "fp32":
         autocast_experts(model)
     checkpoint_blocks(model, run.config.memory.checkpointing)
-    compiled = compile_blocks(model) if train.compile else 0
+    compiled = compile_blocks(model, without_hooks=run.config.parallel.pp > 1) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
     warnings = []
     if task.optimizer is not None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.state.divided import local
+from hvdtrain.state.divided import on_stages
 from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens
 from hvdtrain.training.loop.router_loads import BIAS, routers_of
 
@@ -33,7 +33,7 @@ class BalanceLoss:
     """
 
     def __init__(self, routers: Iterable[nn.Module], factor: float) -> None:
-        self._factor, self._sequences, self._is_collecting = factor, 0, False
+        self._factor, self._sequences, self._is_collecting, self._has_run = factor, 0, False, False
         self._chosen: list[tuple[Tensor, Tensor, bool]] = []  # scores, ids, and whether scores become sigmoids
         self._hooks = [router.register_forward_hook(self._on_forward) for router in routers]
 
@@ -44,20 +44,22 @@ class BalanceLoss:
         The first dimension of its tensors is that of sequences.
         """
         self._sequences = next(len(value) for value in tree_leaves(batch) if isinstance(value, Tensor))
-        self._is_collecting = True
+        self._is_collecting, self._has_run = True, False
         self._chosen.clear()
         try:
             yield
         finally:
             self._is_collecting = False
 
-    def pop(self) -> Tensor:
-        """Return the loss of the pass, a scalar; it has gradients.
+    def pop(self) -> Tensor | None:
+        """Return the loss of the pass, a scalar; it has gradients. None if no router has run.
 
         Errors:
             TaskError: the routers return something else.
         """
         chosen, self._chosen = self._chosen, []
+        if not self._has_run:
+            return None
         if not chosen:
             raise TaskError(
                 f"{_OPTION} is {self._factor:g}, but the routers of the model do not return what they chose",
@@ -72,6 +74,7 @@ class BalanceLoss:
             hook.remove()
 
     def _on_forward(self, router: nn.Module, inputs: Any, output: Any) -> None:
+        self._has_run = True
         # Nothing is computed here: within a block, a recomputation in backward would have to do the same.
         if self._is_collecting and (found := chosen_experts(output)) is not None:
             ids, experts = found
@@ -87,6 +90,12 @@ class BalanceLoss:
         counts_SE = count_tokens(ids_SK, experts)[:, :experts].to(shares_SE.dtype)
         frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
         return logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
+
+
+def _is_elsewhere(parameter: nn.Parameter) -> bool:
+    """Return whether another stage of a pipeline has a parameter."""
+    place = on_stages(parameter)
+    return place is not None and parameter.shape != place.whole
 
 
 def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *, compiled: bool) -> BalanceLoss | None:
@@ -114,5 +123,5 @@ def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *
             next_step=f"leave out {_OPTION}",
             everywhere=True,
         )
-    own = [router for router in routers.values() if all(local(each).numel() for each in router.parameters())]
+    own = [router for router in routers.values() if not any(map(_is_elsewhere, router.parameters()))]
     return BalanceLoss(own, factor) if own else None

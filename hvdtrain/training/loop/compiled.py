@@ -14,8 +14,10 @@ _VARIANTS = 8
 """How often a block may be compiled: for training, for evaluation, and for batches of other shapes."""
 
 
-def compile_blocks(model: nn.Module) -> int:
+def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
     """Compile each of `blocks` in place, at its first use; return how many. Names and state do not change.
+
+    `without_hooks`: hooks on blocks run outside of compiled code, as those of a pipeline must.
 
     Raises torch's process-wide limits on how often one function is compiled, if the blocks may need it.
 
@@ -27,7 +29,7 @@ def compile_blocks(model: nn.Module) -> int:
     _raise_limits(len(found) * _VARIANTS)
     for block in found:
         # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.
-        if type(block).forward.__module__.startswith("torch.nn."):
+        if without_hooks or type(block).forward.__module__.startswith("torch.nn."):
             block.forward = torch.compile(block.forward)
         else:
             block.compile()

@@ -17,7 +17,6 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
-from hvdtrain.engine.stages import end_with_stage
 from hvdtrain.engine.table import dimensions_of, uses_torch_in_passes
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
@@ -78,12 +77,11 @@ def engine_of_worker(
 ) -> Engine:
     """Make the engine of the config's options for a worker's model and optimizer. Collective: yes.
 
-    Where ranks divide sequences, the worker's task has the loss of this rank's part from now on.
+    Where ranks divide sequences or layers, the worker's task has the loss of this rank's part from now on.
     """
     parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
     by_torch = uses_torch_in_passes(config)
     worker.task = divide_sequences(worker.task, comm, dimensions, worker.device, spans, by_torch=by_torch)
-    worker.task = end_with_stage(worker.task, dimensions)
 
     def make(ranks: Comm, compression: str) -> Engine:
         return make_engine(
@@ -105,6 +103,13 @@ def engine_of_worker(
             elastic=elastic,
         )
 
+    if dimensions.pp > 1 and plan is None:
+        from hvdtrain.engine.pipeline import PipelineEngine, with_stages
+
+        engine = make(comm, parallel.compression)
+        assert isinstance(engine, PipelineEngine)
+        worker.task = with_stages(worker.task, engine.stage)
+        return engine
     if plan is None:
         return make(comm, parallel.compression)
     return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
@@ -133,7 +138,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         device=device,
         global_batch=train.global_batch,
         counts=counts,
-        sharing=dimensions.same_samples,
+        sharing=dimensions.same_samples * dimensions.virtual_stages,
         clip=train.clip,
         spans=spans,
         buffers=buffers,
