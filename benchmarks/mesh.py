@@ -31,8 +31,9 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "tp": {"parallel.tp": 2},
     "cp": {"parallel.cp": 2},
     "pp": {"parallel.pp": 2},
+    "pp_virtual": {"parallel.pp": 2, "parallel.virtual_stages": 2},
 }
-PASSES = {"tp": 1, "cp": 1, "pp": 8}
+PASSES = {"tp": 1, "cp": 1, "pp": 8, "pp_virtual": 8}
 """Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
 PAIRS = {
@@ -42,6 +43,7 @@ PAIRS = {
     "cp_over_replicated": ("cp", "replicated"),
     "tp_over_replicated": ("tp", "replicated"),
     "pp_over_replicated": ("pp", "replicated"),
+    "pp_virtual_over_pp": ("pp_virtual", "pp"),
 }
 SAMPLES, WARM_UP, STATE_STEPS = 8, 4, 2
 

@@ -13,6 +13,7 @@ import torch
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.stage_links import random_state, set_random_state
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.runtime.binding import cores_near
 from hvdtrain.runtime.host import cpu_ranges
@@ -54,6 +55,15 @@ def test_a_rank_is_pinned_to_the_cores_near_its_device(tmp_path: Path) -> None:
     if not near & allowed:
         pytest.skip("the kernel lists no core near this device that this process may use")
     assert (group["cores"], group["kept"]) == (cpu_ranges(near & allowed), "")
+
+
+def test_another_stage_continues_with_the_random_numbers_of_the_device() -> None:
+    device = torch.device("cuda", 0)
+    state = random_state(device)
+    drawn = torch.rand(5, device=device)
+    torch.cuda.manual_seed(1)
+    set_random_state(state, device)
+    assert state.device == device and torch.equal(torch.rand(5, device=device), drawn)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
