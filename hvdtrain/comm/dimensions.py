@@ -175,7 +175,8 @@ class Dimensions:
         length = size // self.pp
         if self.pp > 1:
             stages = [self.stage(rank, size) for rank in self.pipeline(0, size)]
-            lines.append(f"  the layers of a stage, in this order: ranks {_first_few(stages)}")
+            groups_each = f"; {self.virtual_stages} groups of layers each" if self.virtual_stages > 1 else ""
+            lines.append(f"  the layers of a stage, in this order: ranks {_first_few(stages)}{groups_each}")
         for what, found, copies in (
             ("the same samples, and a part of each matrix", tensors, f"; {length // self.tp} x each part"),
             ("a part of each sequence", [self.sequence(rank) for rank in range(size)], ""),

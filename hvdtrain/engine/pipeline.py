@@ -121,7 +121,9 @@ class Stage:
             raise ConfigError(
                 f"{self.option}, but the model has {len(blocks)} block(s)",
                 expected="at most as many stages as blocks, virtual ones included",
-                next_step=f"--parallel.pp {max(1, len(blocks) // self.chunks)} or fewer",
+                next_step=f"--parallel.pp {len(blocks)} or fewer"
+                if self.chunks == 1
+                else f"fewer of them, or --parallel.virtual_stages {max(1, len(blocks) // self._count)}",
                 everywhere=True,
             )
         refuse_what_has_no_stages(model, self.option)

@@ -121,6 +121,17 @@ def test_each_pipeline_needs_as_many_passes_as_stages() -> None:
     assert str(caught.value.expected).startswith("2 or more")
 
 
+def test_virtual_stages_need_a_pipeline_and_a_multiple_of_its_stages() -> None:
+    virtual = Dimensions(pp=2, virtual_stages=3)
+    virtual.check_passes(4, 8)
+    virtual.check(4)
+    with pytest.raises(ConfigError, match=r"2 pipeline.s. have 6 micro-batches in a step"):
+        virtual.check_passes(4, 6)
+    with pytest.raises(ConfigError, match="--parallel.virtual_stages 3 without a pipeline"):
+        Dimensions(tp=2, virtual_stages=3).check(4)
+    assert virtual.table(2)[1].endswith("ranks 0-0, 1-1; 3 groups of layers each")
+
+
 def test_one_rank_has_no_dimensions() -> None:
     with pytest.raises(ConfigError) as caught:
         Dimensions(2, 1).check(1)
