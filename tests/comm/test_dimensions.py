@@ -127,7 +127,7 @@ def test_virtual_stages_need_a_pipeline_and_a_multiple_of_its_stages() -> None:
     virtual.check(4)
     with pytest.raises(ConfigError, match=r"2 pipeline.s. have 6 micro-batches in a step"):
         virtual.check_passes(4, 6)
-    with pytest.raises(ConfigError, match="--parallel.virtual_stages 3 without a pipeline"):
+    with pytest.raises(ConfigError, match=r"--parallel.virtual_stages 3 without a pipeline"):
         Dimensions(tp=2, virtual_stages=3).check(4)
     assert virtual.table(2)[1].endswith("ranks 0-0, 1-1; 3 groups of layers each")
 
