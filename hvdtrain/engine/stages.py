@@ -23,7 +23,7 @@ def order_of_passes(stage: int, stages: int, chunks: int, micro_batches: int) ->
     1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503; with several virtual
     stages interleaved: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, arXiv:2104.04473, section 2.2. That needs a multiple of `stages` micro-batches; with others, all
-    forward passes come first.
+    forward passes come first. Interleaved, twice as many are ahead as stages follow: transfers run meanwhile.
     """
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
     forwards = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]

@@ -12,6 +12,15 @@ from hvdtrain.engine.table import TABLE, engine_of, find_engine, needs_horovod
 from hvdtrain.errors import ConfigError
 
 
+@pytest.mark.parametrize("dp_shard", [None, 8])
+def test_with_divided_matrices_a_number_is_rounded_by_itself(dp_shard: int | None) -> None:
+    """What such ranks have whole is exchanged next to different matrices, and must stay equal."""
+    engine = "horovod" if dp_shard is None else "fsdp"
+    assert find_engine(engine, "int8-stochastic", "none", dp_shard, Dimensions(ep=4))
+    with pytest.raises(ConfigError, match=r"does not support --parallel.compression int8-stochastic"):
+        find_engine(engine, "int8-stochastic", "none", dp_shard, Dimensions(tp=2))
+
+
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.make.partition(":")[2])
 def test_each_line_makes_an_engine_and_has_an_option(kind) -> None:  # type: ignore[no-untyped-def]
     assert callable(kind.load())
