@@ -37,7 +37,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     passes = -(-batch // micro_batch) // max(1, size // sharing)
     share = (stages - 1) / (stages - 1 + passes * chunks)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
-    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
+    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; or more"
+    advice += f" --parallel.virtual_stages than {chunks}"
     waits = _waits_for_activations(facts)
     if waits is not None:
         cost = float(waits.mean())
