@@ -33,7 +33,7 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
         state = SimpleNamespace(model=nn.Linear(1, 1), progress=progress)
         current = SimpleNamespace(
             run=SimpleNamespace(config=Config()),
-            worker=SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank]),
+            worker=SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank], compiled=0),
             comm=comm,
             layout=RunLayout(folder),
             spans=Spans(),
