@@ -119,7 +119,7 @@ def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
         on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
-        here = imagined_ranks(ranks, rank) if rank else nullcontext()
+        here = imagined_ranks(ranks, rank) if dimensions_of(run.config).pp > 1 else nullcontext()
         with _explained(), _as_on_gpu() if on_gpu else nullcontext(), here:
             return count_bytes(run, worker, imagined, comm)
 
