@@ -37,8 +37,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     passes = -(-batch // micro_batch) // max(1, size // sharing)
     share = (stages - 1) / (stages - 1 + passes * chunks)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
-    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; or more"
-    advice += f" --parallel.virtual_stages than {chunks}"
+    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
     waits = _waits_for_activations(facts)
     if waits is not None:
         cost = float(waits.mean())
@@ -50,6 +49,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     elif share >= _IDLE:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
+        advice += f"; or more --parallel.virtual_stages than {chunks}"  # which make steps on CPUs longer
     else:
         return
     yield Finding("pipeline", text, cost, advice)
