@@ -84,6 +84,7 @@ def test_an_exception_on_one_rank_under_another_launcher(launcher: str, tmp_path
     assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
 
 
+@pytest.mark.slow
 def test_the_command_on_the_card_resumes_the_run(gallery: Gallery) -> None:
     """It was typed in a shell after rank 1 of the run had been killed."""
     job = gallery["killed"]

@@ -148,6 +148,7 @@ def test_a_state_that_leads_elsewhere_is_not_used() -> None:
     assert all(torch.equal(a, b) for (_, _, [a, *_]), b in zip(fetch_step(second, 30), [whole[3][2][0]], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning", "ignore:the data set's state_dict:UserWarning")
 def test_iterable_data_sets_of_datasets() -> None:
     """Its shuffling buffer is not in its state; a loader process would read it in another order."""

@@ -74,6 +74,7 @@ def test_a_prediction_is_what_tensors_with_values_take(
     assert counted.peak > counted.model + counted.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks")
 def test_of_stages_the_one_counts_that_needs_the_most() -> None:
     """The first one keeps activations of more micro-batches."""
@@ -275,7 +276,7 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("passes", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 4))])
 def test_what_a_rank_sends_is_counted(passes: int) -> None:
     """Gradients once a step, or once a pass; tokens four times a pass: to their experts and back, in both passes."""
 

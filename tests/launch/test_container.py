@@ -195,6 +195,7 @@ def test_idle_gpus_are_reported(target: str, environ: dict[str, str], options: t
     assert said in note and bool(said) == bool(note)
 
 
+@pytest.mark.slow
 def test_ranks_of_the_real_mpirun_train_in_containers(tmp_path: Path) -> None:
     """The image's Python runs them where they would run without it, and no packages of the host reach it."""
     image, mpirun = make_image(tmp_path), Path(program("mpirun"))

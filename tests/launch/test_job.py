@@ -65,6 +65,7 @@ def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
         stop(job, "round 2: 1 rank(s)")
 
 
+@pytest.mark.slow
 def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     script = hosts.script.rename(tmp_path / "discover me")

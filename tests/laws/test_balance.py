@@ -145,6 +145,7 @@ def test_the_curve_stays_while_shares_follow_the_speed(tmp_path: Path) -> None:
     assert not report.wrong and report.last == STEPS
 
 
+@pytest.mark.slow
 def test_ranks_may_change_with_shares_by_speed(tmp_path: Path) -> None:
     plan = (Period((0, 1, 2), 20, killed=(2,)), Period((0, 1), 12), Period((0, 1, 3)))
     speed = _train(tmp_path / "speed", "--parallel.balance=speed", plan=plan)
@@ -153,6 +154,7 @@ def test_ranks_may_change_with_shares_by_speed(tmp_path: Path) -> None:
     assert not verify_data(speed.run).wrong
 
 
+@pytest.mark.slow
 def test_a_roll_back_keeps_shares_by_speed_and_the_ledger(tmp_path: Path) -> None:
     options = ("--elastic.roll_back=both", "--elastic.loss_s=0")
     samples = torch.randn(1000, 6, generator=torch.Generator().manual_seed(1))

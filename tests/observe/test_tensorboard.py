@@ -287,6 +287,7 @@ def test_each_end_of_a_run_is_on_the_hparams_page(tmp_path: Path, event: str, st
     assert end.status == getattr(api_pb2, status)
 
 
+@pytest.mark.slow
 def test_points_of_a_long_run_become_rarer(tmp_path: Path) -> None:
     count, step_s = 40_000, 0.5
     records = [step_record(n, 1e9 + n * step_s) | {"step_s": step_s} for n in range(1, count + 1)]
