@@ -1,4 +1,4 @@
-"""What can be a stage of a pipeline, and the order of its passes. See `engine.pipeline`."""
+"""What can be a stage of a pipeline, and the order of its passes. See `engine.stage`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.pipeline import PipelineEngine, Stage, with_stages
+from hvdtrain.engine.pipeline import PipelineEngine, with_stages
+from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.state.divided import (
