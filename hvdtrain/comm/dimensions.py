@@ -92,7 +92,7 @@ class Dimensions:
         Errors:
             ConfigError: it has fewer.
         """
-        own = passes // (size // self.same_samples)
+        own = self.own_passes(size, passes)
         if self.pp > 1 and own < self.pp:
             raise ConfigError(
                 f"{self.options}, but a pipeline has {own} micro-batch(es) in a step",
@@ -107,6 +107,14 @@ class Dimensions:
                 next_step="another --train.global_batch or --train.micro_batch, or leave out --parallel.virtual_stages",
                 everywhere=True,
             )
+
+    def bubble(self, size: int, passes: int) -> float:
+        """Return the share of a step with `passes`, of all pipelines, in which stages wait at least."""
+        return (self.pp - 1) / (self.pp - 1 + self.own_passes(size, passes) * self.virtual_stages)
+
+    def own_passes(self, size: int, passes: int) -> int:
+        """Return how many of the `passes` of a step each group of ranks with the same samples has at least."""
+        return passes // max(1, size // self.same_samples)
 
     def _fits(self, size: int) -> bool:
         fits_stages = size % self.same_samples == 0 and size % (self.ep * self.pp) == 0

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stage import Stage
-from hvdtrain.engine.stages import (
-    EndOfStage,
-)
+from hvdtrain.engine.stages import EndOfStage
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.task.base import Task
 

@@ -28,13 +28,7 @@ from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.engine.stage_links import Link, random_state, set_random_state
-from hvdtrain.engine.stages import (
-    EndOfStage,
-    first_blocks,
-    order_of_passes,
-    refuse_what_has_no_stages,
-    stages_of,
-)
+from hvdtrain.engine.stages import EndOfStage, first_blocks, order_of_passes, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans

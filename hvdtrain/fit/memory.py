@@ -82,11 +82,14 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         train = run.config.train
         passes = count_micro_batches([(0, train.global_batch)], train.pass_samples)
         dimensions.check_passes(ranks, passes)
-        first = dimensions.pp - 1  # passes of the others in which a stage waits
-        bubble = first / (first + passes // (ranks // dimensions.same_samples) * dimensions.virtual_stages)
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
-        return replace(max(stages, key=lambda each: each.peak), sent=sent, waited_for=waited, bubble=bubble)
+        return replace(
+            max(stages, key=lambda each: each.peak),
+            sent=sent,
+            waited_for=waited,
+            bubble=dimensions.bubble(ranks, passes),
+        )
     return _predict(run, build, ranks)
 
 
@@ -113,13 +116,14 @@ def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        waits = dimensions_of(run.config).divides_model  # its gradients are exchanged by `comm`
+        dimensions = dimensions_of(run.config)
+        waits = dimensions.divides_model  # its gradients are exchanged by `comm`
         imagined, task = ImaginedTensors(comm.traffic, waits_for_torch=waits), _make_task(run, build)
         worker = make_worker_state(run, task, _CPU, RankInfo("fit"))
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
         on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
-        here = imagined_ranks(ranks, rank) if dimensions_of(run.config).pp > 1 else nullcontext()
+        here = imagined_ranks(ranks, rank) if dimensions.pp > 1 else nullcontext()
         with _explained(), _as_on_gpu() if on_gpu else nullcontext(), here:
             return count_bytes(run, worker, imagined, comm)
 
@@ -165,9 +169,9 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: Imag
 def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, comm: ImaginedComm) -> Memory:
     train = run.config.train
     data = worker.task.train_data
-    place, places, _ = dimensions_of(run.config).samples(comm.rank, comm.size)
-    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
     dimensions = dimensions_of(run.config)
+    place, places, _ = dimensions.samples(comm.rank, comm.size)
+    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
     under_way = dimensions.pp * min(2, dimensions.virtual_stages)  # micro-batches, with which memory is largest
     passes = min(max(_PASSES, under_way), len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)

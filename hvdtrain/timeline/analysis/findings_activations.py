@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ACTIVATIONS, sample_of, step_parts
@@ -33,9 +34,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         or stages < 2
     ):
         return
-    sharing = stages * tp * cp
-    passes = -(-batch // micro_batch) // max(1, size // sharing)
-    share = (stages - 1) / (stages - 1 + passes * chunks)
+    dimensions, every = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks), -(-batch // micro_batch)
+    passes, share = dimensions.own_passes(size, every), dimensions.bubble(size, every)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
     waits = _waits_for_activations(facts)

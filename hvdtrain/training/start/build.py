@@ -103,16 +103,15 @@ def engine_of_worker(
             elastic=elastic,
         )
 
-    if dimensions.pp > 1 and plan is None:
+    if plan is not None:
+        return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
+    engine = make(comm, parallel.compression)
+    if dimensions.pp > 1:
         from hvdtrain.engine.pipeline import PipelineEngine, with_stages
 
-        engine = make(comm, parallel.compression)
         assert isinstance(engine, PipelineEngine)
         worker.task = with_stages(worker.task, engine.stage)
-        return engine
-    if plan is None:
-        return make(comm, parallel.compression)
-    return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
+    return engine
 
 
 def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: EnergyUse) -> Trainer:
