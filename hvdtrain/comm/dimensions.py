@@ -24,6 +24,7 @@ class Dimensions:
         cp: that divide each sequence, and have the same samples.
         pp: that divide the layers, as stages of a pipeline, and have the same samples.
         virtual_stages: no number of ranks, but of the groups of layers that each rank of a pipeline has.
+        zero_bubble: whether stages compute the gradients of weights while they would wait.
     """
 
     tp: int = 1
@@ -31,6 +32,7 @@ class Dimensions:
     cp: int = 1
     pp: int = 1
     virtual_stages: int = 1
+    zero_bubble: bool = False
 
     def __bool__(self) -> bool:
         return self != ONE
@@ -66,13 +68,14 @@ class Dimensions:
         Errors:
             ConfigError: they do not; with the nearest ones that fit.
         """
-        if self.virtual_stages > 1 and self.pp == 1:
-            raise ConfigError(
-                f"--parallel.virtual_stages {self.virtual_stages} without a pipeline",
-                expected="--parallel.pp 2 or more",
-                next_step="set it, or leave out --parallel.virtual_stages",
-                everywhere=True,
-            )
+        for name in ("virtual_stages", "zero_bubble"):
+            if (value := getattr(self, name)) != getattr(ONE, name) and self.pp == 1:
+                raise ConfigError(
+                    f"--parallel.{name} {str(value).lower()} without a pipeline",
+                    expected="--parallel.pp 2 or more",
+                    next_step=f"set it, or leave out --parallel.{name}",
+                    everywhere=True,
+                )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -109,8 +112,12 @@ class Dimensions:
             )
 
     def bubble(self, size: int, passes: int) -> float:
-        """Return the share of a step with `passes`, of all pipelines, in which stages wait at least."""
-        return (self.pp - 1) / (self.pp - 1 + self.own_passes(size, passes) * self.virtual_stages)
+        """Return the share of a step with `passes`, of all pipelines, in which stages wait at least.
+
+        With `zero_bubble`, if the gradients of weights take a third of the time.
+        """
+        wait = (self.pp - 1) / (3 if self.zero_bubble else 1)
+        return wait / (wait + self.own_passes(size, passes) * self.virtual_stages)
 
     def own_passes(self, size: int, passes: int) -> int:
         """Return how many of the `passes` of a step each group of ranks with the same samples has at least."""

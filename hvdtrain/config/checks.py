@@ -109,6 +109,12 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
             found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
             next_step="omit one; --train.epochs null overrides the epochs of a config file",
         )
+    if config.parallel.zero_bubble and train.compile:
+        raise ConfigError(
+            "--parallel.zero_bubble true does not support --train.compile true: compiled blocks compute all gradients",
+            expected="one of them",
+            next_step="leave out one of them",
+        )
     _check_workers(config)
     if config.observe.timeline != AUTO:
         parse_window(config.observe.timeline, "observe.timeline", AUTO)

@@ -200,14 +200,14 @@ class MeshEngine(DividedEngine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, begin to sum them over copies. Collective: yes."""
+        self._pass_back(partial(torch.autograd.backward, loss))
+
+    def _pass_back(self, call: Callable[[], None]) -> None:
         self._remaining -= 1
         try:
-            self._run_backward(loss)
+            call()
         except RuntimeError as error:
             raise _explained(error) from error
-
-    def _run_backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss)
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if not self._remaining and self._overlaps:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stage import Stage
-from hvdtrain.engine.stages import EndOfStage
+from hvdtrain.engine.stages import EndOfStage, Pass
 from hvdtrain.engine.table import EngineParts
+from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 
 
@@ -29,7 +30,8 @@ class PipelineEngine(MeshEngine):
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, parts.spans)
+        self._spans = parts.spans or Spans()
+        self.stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, self._spans)
         super().__init__(parts, place=self.stage.place)
 
     def forward(self, call: Callable[[], Any]) -> Any:
@@ -40,26 +42,32 @@ class PipelineEngine(MeshEngine):
     def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
         """Run the passes, each once for each of this rank's virtual stages."""
         stage, following = self.stage, iter(passes)
-        left = [self._remaining] * stage.chunks  # backward passes of each virtual stage
+        completes = Pass.WEIGHTS if stage.deferred else Pass.BACKWARD
+        left = [self._remaining] * stage.chunks  # passes of each virtual stage; gradients are complete with the last
         forwards: dict[int, Callable[[], Callable[[], None]]] = {}
         backwards: dict[tuple[int, int], Callable[[], None]] = {}
         try:
-            for is_forward, number, chunk in stage.order(self._remaining):
+            for kind, number, chunk in stage.order(self._remaining):
                 stage.use(chunk, number)
-                if is_forward:
+                if kind is Pass.FORWARD:
                     if not chunk:
                         forwards[number] = next(following)
                     last = chunk + 1 == stage.chunks
                     backwards[number, chunk] = (forwards.pop(number) if last else forwards[number])()
-                else:
-                    self._remaining = left[chunk]  # the gradients of this virtual stage are complete with its last pass
-                    left[chunk] -= 1
+                    continue
+                self._remaining = left[chunk] + (kind is not completes)
+                left[chunk] -= kind is completes
+                if kind is Pass.BACKWARD:
                     backwards.pop((number, chunk))()
+                elif stage.deferred:
+                    with self._spans("backward"):
+                        self._pass_back(stage.deferred.compute)
         finally:
             stage.use(None)
 
-    def _run_backward(self, loss: Tensor) -> None:
-        self.stage.backward(loss)
+    def backward(self, loss: Tensor) -> None:
+        """Run this rank's part of a backward pass. Collective: yes."""
+        self._pass_back(partial(self.stage.backward, loss))
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -25,10 +25,11 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.engine.stage_links import Link, random_state, set_random_state
-from hvdtrain.engine.stages import EndOfStage, first_blocks, order_of_passes, refuse_what_has_no_stages, stages_of
+from hvdtrain.engine.stages import EndOfStage, Pass, first_blocks, order_of_passes, refuse_what_has_no_stages, stages_of
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
@@ -45,6 +46,7 @@ class Stage:
         option: of the command line.
         chunks: number of virtual stages of a rank; 1 without them.
         chunk: the one that is running, from 0; None outside of a step.
+        deferred: gradients of weights, which have passes of their own; None without `--parallel.zero_bubble`.
         device: of the blocks.
 
     Errors:
@@ -88,6 +90,7 @@ class Stage:
             for use in uses
         }
         self._passes: dict[tuple[int, int], dict[str, Tensor]] = {}  # under way, by micro-batch and virtual stage
+        self.deferred = DeferredGradients(model) if dimensions.zero_bubble else None
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
         self.device = device
@@ -134,13 +137,15 @@ class Stage:
         held = value.to(self.device) if is_held else value.new_empty(0, *value.shape[1:], device=self.device)
         return OnStages(tuple(value.shape), self._stages_by_name[name], self._ranks).of(held)
 
-    def order(self, micro_batches: int) -> Iterator[tuple[bool, int, int]]:
+    def order(self, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
         """Return `order_of_passes` of this rank."""
-        return order_of_passes(self._number, self._count, self.chunks, micro_batches)
+        return order_of_passes(self._number, self._count, self.chunks, micro_batches, deferred=bool(self.deferred))
 
     def use(self, chunk: int | None, micro_batch: int = 0) -> None:
         """Let the next pass be that of a virtual stage; None outside of a step."""
         self.chunk, self._pass = chunk, (micro_batch, chunk or 0)
+        if self.deferred:
+            self.deferred.use(None if chunk is None else self._pass)
         self._first, self._end = self._blocks[chunk or 0]
 
     def start(self) -> None:

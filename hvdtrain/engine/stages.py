@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,14 +19,38 @@ class EndOfStage(BaseException):
     """Ends a forward pass after the last block of a rank. No error: code of the task must not catch it."""
 
 
-def order_of_passes(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[bool, int, int]]:
-    """Yield the passes of a rank: whether it is a forward pass, the micro-batch, and the virtual stage, from 0.
+class Pass(Enum):
+    """What a rank of a pipeline computes at a time, of a micro-batch and a virtual stage."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # without what `WEIGHTS` has, if that is deferred
+    WEIGHTS = "weights"
+
+
+def order_of_passes(
+    stage: int, stages: int, chunks: int, micro_batches: int, *, deferred: bool = False
+) -> Iterator[tuple[Pass, int, int]]:
+    """Yield the passes of a rank, with the micro-batch and the virtual stage, from 0.
 
     1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503; with several virtual
     stages interleaved: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, arXiv:2104.04473, section 2.2. That needs a multiple of `stages` micro-batches; with others, all
     forward passes come first. Interleaved, twice as many are ahead as stages follow: transfers run meanwhile.
+
+    `deferred`: the gradients of weights have passes of their own. Each stage leaves as many of them for later as stages
+    are before it, so that no rank keeps more micro-batches than the first one: ZB-H1 of arXiv:2401.10241.
     """
+    left: deque[tuple[int, int]] = deque()
+    for kind, number, chunk in _two_kinds(stage, stages, chunks, micro_batches):
+        yield kind, number, chunk
+        if deferred and kind is Pass.BACKWARD:
+            left.append((number, chunk))
+            if len(left) > stage:
+                yield Pass.WEIGHTS, *left.popleft()
+    yield from ((Pass.WEIGHTS, *each) for each in left)
+
+
+def _two_kinds(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
     forwards = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]
     backwards = [(number, chunk) for group in groups for chunk in reversed(range(chunks)) for number in group]
@@ -32,11 +58,11 @@ def order_of_passes(stage: int, stages: int, chunks: int, micro_batches: int) ->
     if chunks > 1:
         ahead = len(forwards) if micro_batches % stages else 2 * ahead + (chunks - 1) * stages
     first = forwards[:ahead]
-    yield from ((True, *each) for each in first)
+    yield from ((Pass.FORWARD, *each) for each in first)
     for place, each in enumerate(forwards[ahead:]):
-        yield True, *each
-        yield False, *backwards[place]
-    yield from ((False, *each) for each in backwards[len(forwards) - len(first) :])
+        yield Pass.FORWARD, *each
+        yield Pass.BACKWARD, *backwards[place]
+    yield from ((Pass.BACKWARD, *each) for each in backwards[len(forwards) - len(first) :])
 
 
 def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> list[int]:

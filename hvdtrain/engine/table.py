@@ -214,8 +214,7 @@ TABLE = (
 
 def dimensions_of(config: Config) -> Dimensions:
     """Return how many ranks of a run divide matrices, experts, sequences and layers."""
-    parallel = config.parallel
-    return Dimensions(parallel.tp, parallel.ep, parallel.cp, parallel.pp, parallel.virtual_stages)
+    return Dimensions(**{name: getattr(config.parallel, name) for name in vars(ONE)})
 
 
 def groups_of(config: Config) -> Callable[[int], list[list[int]]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import ONE
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import RunConfig
@@ -78,9 +79,7 @@ def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info
         ConfigError: the ranks or the model cannot be divided as the config says.
     """
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
-    whole = replace(
-        run.config.parallel, engine="horovod", shard="none", dp_shard=None, tp=1, ep=1, cp=1, pp=1, virtual_stages=1
-    )
+    whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, **vars(ONE))
     alone = _after_backward(replace(run, config=replace(run.config, parallel=whole)), build, SoloComm(), info, device)
     expected = {name: p.grad for name, p in alone.task.model.named_parameters() if p.grad is not None}
     divided = _after_backward(run, build, comm, info, device)

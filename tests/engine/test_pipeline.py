@@ -23,8 +23,9 @@ from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.pipeline import PipelineEngine, with_stages
 from hvdtrain.engine.stage import Stage
-from hvdtrain.engine.stages import EndOfStage, _divide_evenly, first_blocks, order_of_passes
+from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.spans import Spans
 from hvdtrain.state.divided import (
     OnStages,
     copy_of,
@@ -303,35 +304,53 @@ def test_the_first_argument_is_what_is_passed_on() -> None:
 )  # fmt: skip
 def test_a_stage_runs_as_many_passes_ahead_as_stages_follow(stage: int, stages: int, order: str) -> None:
     found = order_of_passes(stage, stages, 1, 4)
-    assert " ".join(f"{'BF'[forward]}{number}" for forward, number, _ in found) == order
+    assert " ".join(f"{kind.name[0]}{number}" for kind, number, _ in found) == order
 
 
-def _finished(stages: int, chunks: int, micro_batches: int, transfer: float = 0.0) -> tuple[float, int]:
-    """Return when all ranks have ended, if a forward pass takes 1 and a backward pass 2, and the most passes ahead."""
-    waiting = [deque(order_of_passes(rank, stages, chunks, micro_batches)) for rank in range(stages)]
-    ends: dict[tuple[bool, int, int], float] = {}  # of a pass of a micro-batch in a virtual stage, of all ranks
-    now, ahead, most = [0.0] * stages, [0] * stages, 0
+def _finished(
+    stages: int, chunks: int, micro_batches: int, transfer: float = 0.0, *, deferred: bool = False
+) -> tuple[float, int]:
+    """Return when all ranks have ended, and the most micro-batches that one keeps.
+
+    A forward pass takes 1, the gradients of inputs 1, and those of weights 1, too.
+    """
+    waiting = [deque(order_of_passes(rank, stages, chunks, micro_batches, deferred=deferred)) for rank in range(stages)]
+    ends: dict[tuple[Pass, int, int], float] = {}  # of a pass of a micro-batch in a virtual stage, of all ranks
+    now, kept, most = [0.0] * stages, [0] * stages, 0
     while any(waiting):
         before = sum(map(len, waiting))
         for rank, passes in enumerate(waiting):
             while passes:
-                forward, number, chunk = passes[0]
+                kind, number, chunk = passes[0]
                 virtual = chunk * stages + rank
-                assert forward or (True, number, virtual) in ends
-                before_it = (forward, number, virtual - 1 if forward else virtual + 1)
-                if 0 <= before_it[2] < stages * chunks:
+                if kind is not Pass.FORWARD:
+                    assert (Pass.FORWARD if kind is Pass.BACKWARD else Pass.BACKWARD, number, virtual) in ends
+                before_it = (kind, number, virtual - 1 if kind is Pass.FORWARD else virtual + 1)
+                if kind is not Pass.WEIGHTS and 0 <= before_it[2] < stages * chunks:
                     if before_it not in ends:
                         break
                     now[rank] = max(now[rank], ends[before_it] + transfer)
                 passes.popleft()
-                now[rank] += 1 if forward else 2
-                assert (forward, number, virtual) not in ends
-                ends[forward, number, virtual] = now[rank]
-                ahead[rank] += 1 if forward else -1
-                most = max(most, ahead[rank])
+                now[rank] += 2 if kind is Pass.BACKWARD and not deferred else 1
+                assert (kind, number, virtual) not in ends
+                ends[kind, number, virtual] = now[rank]
+                kept[rank] += (kind is Pass.FORWARD) - (kind is (Pass.WEIGHTS if deferred else Pass.BACKWARD))
+                most = max(most, kept[rank])
         assert sum(map(len, waiting)) < before, "ranks wait for each other"
-    assert len(ends) == 2 * stages * chunks * micro_batches and not any(ahead)
+    assert len(ends) == (2 + deferred) * stages * chunks * micro_batches and not any(kept)
     return max(now), most
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+def test_stages_wait_a_third_with_gradients_of_weights_for_later(stages: int, chunks: int, micro_batches: int) -> None:
+    """And none keeps more micro-batches than without."""
+    took, most = _finished(stages, chunks, micro_batches, deferred=True)
+    assert took == 3 * micro_batches * chunks + stages - 1
+    assert most == _finished(stages, chunks, micro_batches)[1]
+    waited = 1 - 3 * micro_batches * chunks / took
+    dimensions = Dimensions(pp=stages, virtual_stages=chunks, zero_bubble=True)
+    assert dimensions.bubble(stages, micro_batches) == pytest.approx(waited)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -362,6 +381,7 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
     engine, done, taken = object.__new__(PipelineEngine), list[tuple[str, int, int | None, int]](), list[int]()
     engine.stage = stage = _stage(Model(blocks=4), 0, 2, chunks)
     engine._remaining = 4
+    engine._spans = Spans()
 
     def forward(number: int) -> Callable[[], None]:
         done.append(("F", number, stage.chunk, len(taken)))
@@ -373,7 +393,7 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
             yield partial(forward, number)
 
     engine.accumulate(passes())
-    expected = [("BF"[is_forward], number, chunk) for is_forward, number, chunk in stage.order(4)]
+    expected = [(kind.name[0], number, chunk) for kind, number, chunk in stage.order(4)]
     assert [each[:3] for each in done] == expected and stage.chunk is None
     for kind, number, chunk, count in done:
         assert count == (4 - number if kind == "B" else number + 1 if not chunk else count)

@@ -28,6 +28,7 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
+LATER = "--parallel.zero_bubble=true"
 ZERO, FSDP = "--parallel.shard=optimizer", "--parallel.engine=fsdp"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
@@ -72,9 +73,12 @@ TWO = {
         for name in ("latent", "heads", "adamw", "averaged", "recomputed", "frozen", "tied", "dropping", "balanced")
     },
     "pp2virtual/dropping": (PP + "2", "--parallel.virtual_stages=2", *VARIANTS["dropping"]),
+    "pp2virtuallater/dropping": (PP + "2", "--parallel.virtual_stages=2", LATER, *VARIANTS["dropping"]),
+    **{f"pp2later/{name}": (PP + "2", LATER, *VARIANTS[name]) for name in ("latent", "recomputed", "tied")},
     **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
     **{f"tp2/{name}": (TP + "2", *options) for name, options in ROUNDED.items()},
     **{f"pp2/{name}": (PP + "2", *ROUNDED[name]) for name in ("fp16", "bf16-weights")},
+    **{f"pp2later/{name}": (PP + "2", LATER, *ROUNDED[name]) for name in ("bf16", "bf16-weights")},
     "ep2/bf16-weights": (EP + "2", *ROUNDED["bf16-weights"]),
 }
 """Of two ranks, by mesh and variant."""
@@ -112,6 +116,9 @@ FOUR = {
     "pp2ep2/many": (PP + "2", EP + "2", *VARIANTS["many"]),
     "pp2cp2/heads": (PP + "2", CP + "2", *VARIANTS["heads"]),
     "ep2groups/adamw": (EP + "2", FSDP, "--parallel.dp_shard=2", *VARIANTS["adamw"]),
+    "pp4later/dropping": (PP + "4", LATER, *VARIANTS["dropping"]),
+    "pp2tp2later/norms": (PP + "2", TP + "2", LATER, *VARIANTS["norms"]),
+    "pp2zerolater/many": (PP + "2", ZERO, LATER, *VARIANTS["many"]),
     "pp4/dropping": (PP + "4", *VARIANTS["dropping"]),
     "pp2zero/dropping": (PP + "2", ZERO, *VARIANTS["dropping"]),
     "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
