@@ -32,8 +32,9 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "cp": {"parallel.cp": 2},
     "pp": {"parallel.pp": 2},
     "pp_virtual": {"parallel.pp": 2, "parallel.virtual_stages": 2},
+    "pp_zero_bubble": {"parallel.pp": 2, "parallel.zero_bubble": True},
 }
-PASSES = {"tp": 1, "cp": 1, "pp": 8, "pp_virtual": 8}
+PASSES = {"tp": 1, "cp": 1, "pp": 8, "pp_virtual": 8, "pp_zero_bubble": 8}
 """Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
 PAIRS = {
@@ -44,6 +45,7 @@ PAIRS = {
     "tp_over_replicated": ("tp", "replicated"),
     "pp_over_replicated": ("pp", "replicated"),
     "pp_virtual_over_pp": ("pp_virtual", "pp"),
+    "pp_zero_bubble_over_pp": ("pp_zero_bubble", "pp"),
 }
 SAMPLES, WARM_UP, STATE_STEPS = 8, 4, 2
 

@@ -132,6 +132,13 @@ def test_virtual_stages_need_a_pipeline_and_a_multiple_of_its_stages() -> None:
     assert virtual.table(2)[1].endswith("ranks 0-0, 1-1; 3 groups of layers each")
 
 
+def test_a_zero_bubble_needs_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"--parallel.zero_bubble true without a pipeline"):
+        Dimensions(cp=2, zero_bubble=True).check(2)
+    Dimensions(pp=2, zero_bubble=True).check(2)
+    assert Dimensions(pp=2, zero_bubble=True).options == "--parallel.pp 2"
+
+
 def test_one_rank_has_no_dimensions() -> None:
     with pytest.raises(ConfigError) as caught:
         Dimensions(2, 1).check(1)
