@@ -30,6 +30,7 @@ def test_one_that_cannot_be_started(tmp_path: Path) -> None:
         run_program([str(tmp_path / "nothing")], 60)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("end_s", [0.0, 60.0])
 def test_one_that_does_not_end_is_killed_with_what_it_started(end_s: float, tmp_path: Path) -> None:
     pids = tmp_path / "pids"

@@ -44,6 +44,8 @@ class DeferredGradients(TorchFunctionMode):
     def use(self, key: Hashable) -> None:
         """Let `key` name the pass that runs from now on; None outside of a step, where nothing is left out."""
         self._pass = key
+        if key is None:
+            self._products.clear()  # of a step that was not completed
 
     def compute(self) -> None:
         """Add the gradients that the backward pass of the one in use has left out."""
@@ -132,7 +134,8 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, offs: Tensor, products: list[Callable[[], Tensor]]) -> Tensor:
         ctx.products = products
         ctx.save_for_backward(input, weight, offs)
-        return _grouped_mm(input, weight, offs=offs)
+        result: Tensor = _grouped_mm(input, weight, offs=offs)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

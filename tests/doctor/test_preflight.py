@@ -152,6 +152,7 @@ def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.flaky(reruns=2)
 def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     """Its rank stops as soon as it is connected."""
     program("mpirun")

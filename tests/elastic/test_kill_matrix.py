@@ -27,7 +27,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.fault} {cell.phase} {cell.size}")
 def test_nothing_is_lost(cell: Cell, tmp_path: Path, matrix_losses: dict[int, float]) -> None:
     if (cell.hosts == 2 or cell.fault == "disk full") and os.geteuid() != 0 and "CI" not in os.environ:

@@ -10,7 +10,7 @@ from hvdtrain.observe.past_journal import read_journal
 from tests.support.chaos_rank import EXCEPTION, MEETING
 from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 Losses = dict[int, float]
 
 

@@ -15,7 +15,7 @@ from tests.support.chaos import RANK, ROOT, TASK
 from tests.support.launch import ENVIRONMENT, program
 from tests.support.scenario import LENGTH, PACE_S, Hosts, nothing_lost
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 class Stock:

@@ -144,3 +144,8 @@ def test_hooks_run_once_with_the_sum_of_all_uses() -> None:
     assert torch.equal(gradient, model.twice.weight.grad)  # type: ignore[arg-type]
     deferred.compute()  # nothing is left
     assert len(seen) == 1
+    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    deferred.use(None)  # the step is not completed
+    deferred.use(0)
+    deferred.compute()
+    assert len(seen) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.run import load
 from tests.support.two_hosts import TwoHosts
@@ -16,6 +18,7 @@ SLEEPER = [
 ]
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_host_with_late_ranks_is_named(hosts: TwoHosts, tmp_path: Path) -> None:
     """By how much it is late is measured by benchmarks/straggler.py: these four ranks share two cores."""
     argv = [sys.executable, "-m", "hvdtrain", *SLEEPER, "--late_rank=2", f"--run_dir={tmp_path / 'run'}"]

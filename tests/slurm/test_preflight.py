@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import slurm as target
 from tests.support.slurm import Slurm
-
-pytestmark = pytest.mark.timeout(300)
 
 PREFLIGHT = """#!/bin/bash
 # python -m hvdtrain preflight --write FILE, and python -m hvdtrain for training

@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from hvdtrain.launch.site import parse_site
 from tests.support.launch import ROOT
 from tests.support.slurm import GPUS, SLOTS, Slurm
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_proposed_profile_starts_a_job_on_two_nodes(two_nodes: Slurm, tmp_path: Path) -> None:

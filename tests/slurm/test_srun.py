@@ -25,8 +25,6 @@ from tests.support.host import Host, command_of
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
 
-pytestmark = pytest.mark.timeout(300)
-
 TOY = [
     f"--task={ROOT}/tests/support/toy.py:toy",
     "--train.steps=8",

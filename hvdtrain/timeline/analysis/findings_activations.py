@@ -34,12 +34,13 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         or stages < 2
     ):
         return
-    is_zero = facts.option("parallel", "zero_bubble") is True
-    dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks, zero_bubble=is_zero)
+    later = facts.option("parallel", "zero_bubble") is True
+    dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks, zero_bubble=later)
     every = -(-batch // micro_batch)
     passes, share = dimensions.own_passes(size, every), dimensions.bubble(size, every)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch"
+    advice += "" if dimensions.zero_bubble else "; or --parallel.zero_bubble true"
     waits = _waits_for_activations(facts)
     if waits is not None:
         cost = float(waits.mean())
@@ -52,7 +53,6 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
         advice += f"; or more --parallel.virtual_stages than {chunks}"  # which make steps on CPUs longer
-        advice += "" if is_zero else "; or --parallel.zero_bubble true"
     else:
         return
     yield Finding("pipeline", text, cost, advice)
