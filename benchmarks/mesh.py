@@ -33,10 +33,18 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "pp": {"parallel.pp": 2},
     "pp_virtual": {"parallel.pp": 2, "parallel.virtual_stages": 2},
     "pp_zero_bubble": {"parallel.pp": 2, "parallel.zero_bubble": True},
-    "pp_4": {"parallel.pp": 2},
-    "pp_4_zero_bubble": {"parallel.pp": 2, "parallel.zero_bubble": True},
+    "pp_4_passes": {"parallel.pp": 2},
+    "pp_zero_bubble_4_passes": {"parallel.pp": 2, "parallel.zero_bubble": True},
 }
-PASSES = {"tp": 1, "cp": 1, "pp": 8, "pp_virtual": 8, "pp_zero_bubble": 8, "pp_4": 4, "pp_4_zero_bubble": 4}
+PASSES = {
+    "tp": 1,
+    "cp": 1,
+    "pp": 8,
+    "pp_virtual": 8,
+    "pp_zero_bubble": 8,
+    "pp_4_passes": 4,
+    "pp_zero_bubble_4_passes": 4,
+}
 """Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
 PAIRS = {
@@ -48,7 +56,7 @@ PAIRS = {
     "pp_over_replicated": ("pp", "replicated"),
     "pp_virtual_over_pp": ("pp_virtual", "pp"),
     "pp_zero_bubble_over_pp": ("pp_zero_bubble", "pp"),
-    "pp_4_zero_bubble_over_pp_4": ("pp_4_zero_bubble", "pp_4"),
+    "pp_zero_bubble_over_pp_of_4_passes": ("pp_zero_bubble_4_passes", "pp_4_passes"),
 }
 SAMPLES, WARM_UP, STATE_STEPS = 8, 4, 2
 

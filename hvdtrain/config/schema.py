@@ -80,7 +80,7 @@ class ParallelConfig:
         virtual_stages: number of groups of layers on each rank of a pipeline (interleaved 1F1B): stages wait less by
             this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline
         zero_bubble: let stages of a pipeline compute gradients of weights while they would wait (zero bubble, ZB-H1):
-            they wait about a third as long, and keep no more. Not with train.compile
+            they wait about a third as long, and the last ones keep more. Not with train.compile
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stage import Stage
@@ -42,21 +42,21 @@ class PipelineEngine(MeshEngine):
     def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
         """Run the passes, each once for each of this rank's virtual stages."""
         stage, following = self.stage, iter(passes)
-        completes = Pass.WEIGHTS if stage.deferred else Pass.BACKWARD
-        left = [self._remaining] * stage.chunks  # passes of each virtual stage; gradients are complete with the last
+        # Passes of each virtual stage: with the last ones, its gradients are complete.
+        left = {kind: [self._remaining] * stage.chunks for kind in (Pass.BACKWARD, Pass.WEIGHTS)}
         forwards: dict[int, Callable[[], Callable[[], None]]] = {}
         backwards: dict[tuple[int, int], Callable[[], None]] = {}
         try:
             for kind, number, chunk in stage.order(self._remaining):
-                stage.use(chunk, number)
+                stage.use(chunk, number, backward=kind is Pass.BACKWARD)
                 if kind is Pass.FORWARD:
                     if not chunk:
                         forwards[number] = next(following)
                     last = chunk + 1 == stage.chunks
                     backwards[number, chunk] = (forwards.pop(number) if last else forwards[number])()
                     continue
-                self._remaining = left[chunk] + (kind is not completes)
-                left[chunk] -= kind is completes
+                self._remaining = left[kind][chunk]
+                left[kind][chunk] -= 1
                 if kind is Pass.BACKWARD:
                     backwards.pop((number, chunk))()
                 elif stage.deferred:
@@ -64,6 +64,10 @@ class PipelineEngine(MeshEngine):
                         self._pass_back(stage.deferred.compute)
         finally:
             stage.use(None)
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if not (self.stage.deferred and self.stage.deferred.awaits(parameter)):
+            super()._on_gradient(name, parameter)
 
     def backward(self, loss: Tensor) -> None:
         """Run this rank's part of a backward pass. Collective: yes."""

@@ -90,7 +90,7 @@ class Stage:
             for use in uses
         }
         self._passes: dict[tuple[int, int], dict[str, Tensor]] = {}  # under way, by micro-batch and virtual stage
-        self.deferred = DeferredGradients(model) if dimensions.zero_bubble else None
+        self.deferred = DeferredGradients(blocks) if dimensions.zero_bubble else None
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
         self.device = device
@@ -141,11 +141,11 @@ class Stage:
         """Return `order_of_passes` of this rank."""
         return order_of_passes(self._number, self._count, self.chunks, micro_batches, deferred=bool(self.deferred))
 
-    def use(self, chunk: int | None, micro_batch: int = 0) -> None:
+    def use(self, chunk: int | None, micro_batch: int = 0, *, backward: bool = False) -> None:
         """Let the next pass be that of a virtual stage; None outside of a step."""
         self.chunk, self._pass = chunk, (micro_batch, chunk or 0)
         if self.deferred:
-            self.deferred.use(None if chunk is None else self._pass)
+            self.deferred.use(None if chunk is None else self._pass, backward=backward)
         self._first, self._end = self._blocks[chunk or 0]
 
     def start(self) -> None:

@@ -37,11 +37,11 @@ def order_of_passes(
     Megatron-LM, arXiv:2104.04473, section 2.2. That needs a multiple of `stages` micro-batches; with others, all
     forward passes come first. Interleaved, twice as many are ahead as stages follow: transfers run meanwhile.
 
-    `deferred`: the gradients of weights have passes of their own. Each stage leaves as many of them for later as stages
-    are before it, so that no rank keeps more micro-batches than the first one: ZB-H1 of arXiv:2401.10241.
+    `deferred`: the gradients of weights have passes of their own. Each stage defers as many of them as stages are
+    before it, so that no rank keeps more micro-batches than the first one: ZB-H1 of arXiv:2401.10241.
     """
     left: deque[tuple[int, int]] = deque()
-    for kind, number, chunk in _two_kinds(stage, stages, chunks, micro_batches):
+    for kind, number, chunk in _forward_and_backward(stage, stages, chunks, micro_batches):
         yield kind, number, chunk
         if deferred and kind is Pass.BACKWARD:
             left.append((number, chunk))
@@ -50,7 +50,7 @@ def order_of_passes(
     yield from ((Pass.WEIGHTS, *each) for each in left)
 
 
-def _two_kinds(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
+def _forward_and_backward(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
     forwards = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]
     backwards = [(number, chunk) for group in groups for chunk in reversed(range(chunks)) for number in group]

@@ -1,17 +1,19 @@
-"""Gradients of weights that are computed after those of inputs: the same, and each when it is due."""
+"""Deferred gradients of weights: the same as without, each in its time, and hooks run once."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from hvdtrain.engine.deferred import DeferredGradients
+from hvdtrain.errors import TaskError
 
 OFFS = torch.tensor([3, 3, 12], dtype=torch.int32)
 
@@ -24,128 +26,196 @@ class Linear(nn.Module):
         self.once, self.twice = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(self.once(x)).tanh())  # type: ignore[no-any-return]
+        return self.twice(self.twice(self.once(x)).relu_()).relu_()  # type: ignore[no-any-return]
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
+class Weights(nn.Module):
+    """`weight`, which subclasses multiply with."""
+
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, 8, 8))
+        self.weight = nn.Parameter(torch.randn(*(shape or (8, 8))))
+
+
+class Experts(Weights):
+    def __init__(self) -> None:
+        super().__init__(3, 8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype  # it does not cast
-        return F.grouped_mm(x.reshape(-1, 8).to(dtype), self.weights.to(dtype).transpose(1, 2), offs=OFFS)
+        return F.grouped_mm(x.reshape(-1, 8).to(dtype), self.weight.to(dtype).transpose(1, 2), offs=OFFS)
 
 
-class Masked(nn.Module):
-    """As Conv1D of transformers, but only a part of the weight counts."""
+class Slices(Weights):
+    """As experts of transformers that run one after the other."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))
+        super().__init__(3, 8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, 8), self.weight * (torch.arange(4) > 0))
+        return torch.cat([F.linear(x[number], self.weight[number]) for number in range(3)])
 
 
-class Mixed(nn.Module):
-    """Its matrix is also used without a product."""
+class Conv1D(Weights):
+    """As that of transformers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
+        super().__init__(8, 4)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, 8), self.weight)
+
+
+class Residual(Weights):
+    """What is added is no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(x.reshape(-1, 8), x.reshape(-1, 8), self.weight)
+
+
+class Masked(Weights):
+    """The product with the mask is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = self.weight * (torch.arange(8) > 2)
+        return F.linear(x, masked) + masked.sum(0)
+
+
+class Mixed(Weights):
+    """Its matrix is also used without a product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight) + self.weight.sum(0)
 
 
-class FromInput(nn.Module):
+class Vector(Weights):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.matrix = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + F.linear(x[0, 0], self.matrix).sum()
+
+
+class FromInput(Weights):
     """Multiplies with what depends on its input, which the stage before waits for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, x[0, :4] * self.weight[:4] + x[1, :4]) + F.linear(x, x[0, :4])
+
+
+def _run(module: nn.Module, x: Tensor, *, again: bool) -> Any:
+    return checkpoint(module, x, use_reentrant=False) if again else module(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "complete"),
+    [
+        (Linear, {"twice.bias"}),
+        (Experts, set()),
+        (Slices, set()),
+        (Conv1D, {"bias"}),
+        (Residual, {"weight"}),
+        (Masked, {"weight"}),
+        (Mixed, {"weight"}),
+        (Vector, {"weight", "matrix"}),
+        (FromInput, {"weight"}),
+    ],
+)
+def test_gradients_are_the_same(kind: type[nn.Module], complete: set[str], again: bool, autocast: bool) -> None:
+    """Of two micro-batches, whose deferred gradients are computed the other way round, also if modules run `again`.
+
+    `complete`: the parameters that have a gradient, or a part of it, after the backward pass.
+    """
+    torch.manual_seed(0)
+    model = kind()
+    other, hooks = copy.deepcopy(model), list[str]()
+    deferred = DeferredGradients([model])
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.append(name))  # type: ignore[misc]
+    inputs = [torch.randn(3, 4, 8, requires_grad=True) for _ in range(2)]
+    copies = [each.detach().clone().requires_grad_() for each in inputs]
+    outputs = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = [_run(other, each, again=again) for each in copies]
+        for number, each in enumerate(inputs):
+            deferred.use(number)
+            outputs.append(_run(model, each, again=again))
+    for number, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        assert torch.equal(output, wanted)
+        gradient = torch.randn(output.shape).to(output.dtype)
+        wanted.backward(gradient)
+        deferred.use(number, backward=True)
+        output.backward(gradient)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+    for mine, its in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, **tolerance)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in complete)
+        assert deferred.awaits(parameter) == (name not in complete or kind is Mixed)
+    for number in (1, 0):
+        deferred.use(number)
+        hooks.clear()
+        deferred.compute()
+        assert hooks == [name for name, p in model.named_parameters() if name not in complete or kind is Mixed][::-1]
+    for (name, parameter), its in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, its.grad, msg=name, **tolerance)
+        assert not deferred.awaits(parameter)
+
+
+def test_nothing_is_deferred_outside_of_a_step_and_without_a_gradient_of_the_input() -> None:
+    model = Linear()
+    deferred = DeferredGradients([model])
+    model(torch.randn(2, 8)).sum().backward()
+    assert model.once.weight.grad is not None and model.twice.weight.grad is not None
+    model.zero_grad()
+    deferred.use("a micro-batch", backward=True)
+    model(torch.randn(2, 8)).sum().backward()  # nobody waits for the gradient of this input
+    assert model.once.weight.grad is not None and model.twice.weight.grad is None
+    deferred.compute()
+    assert model.twice.weight.grad is not None
+    model.zero_grad()
+    model(torch.randn(2, 8)).sum().backward()
+    deferred.use(None)  # the step is not completed
+    deferred.use("a micro-batch")
+    deferred.compute()
+    assert model.twice.weight.grad is None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_within_a_loss_function_are_refused(create_graph: bool) -> None:
+    """As of a penalty on them: they would be counted among those of the loss."""
+    model, x = Linear(), torch.randn(2, 8, requires_grad=True)
+    deferred = DeferredGradients([model])
+    deferred.use(0, backward=create_graph)
+    with pytest.raises(TaskError, match="computes gradients in its loss function"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)
+
+
+class Inner(nn.Module):
+    """Runs a part of its forward pass again, outside of what replaces it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, x[0, :4] * self.weight[:4] + x[1, :4]) + F.linear(x, x[0, :4])
+        return checkpoint(lambda x: F.linear(x, self.weight), x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "later"),
-    [
-        (Linear, {"once.weight", "twice.weight"}),
-        (Experts, {"weights"}),
-        (Masked, {"weight"}),
-        (Mixed, set()),
-        (FromInput, set()),
-    ],
-)
-def test_gradients_are_the_same(kind: type[nn.Module], later: set[str], again: bool, autocast: bool) -> None:
-    """Also with blocks that run `again` in the backward pass; two passes, and the first is computed last."""
-    torch.manual_seed(0)
-    model = kind()
-    other = copy.deepcopy(model)
-    deferred = DeferredGradients(model)
-    inputs = [torch.randn(3, 4, 8, requires_grad=True) for _ in range(2)]
-    copies = [each.detach().clone().requires_grad_() for each in inputs]
-
-    def run(module: nn.Module, x: Tensor) -> Any:
-        return checkpoint(module, x, use_reentrant=False) if again else module(x)
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        outputs, expected = [], [run(other, each) for each in copies]
-        for number, each in enumerate(inputs):
-            deferred.use(number)
-            outputs.append(run(model, each))
-    for number, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        assert torch.equal(output, wanted)
-        gradient = torch.randn(output.shape).to(output.dtype)
-        wanted.backward(gradient)
-        deferred.use(number)
-        output.backward(gradient)
-    tolerance = {"rtol": 0.02, "atol": 0.02} if autocast else {}
-    for mine, its in zip(inputs, copies, strict=True):
-        torch.testing.assert_close(mine.grad, its.grad, **tolerance)
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (name in later)
-    for number in (1, 0):
-        deferred.use(number)
-        deferred.compute()
-    for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad, msg=name, **tolerance)
-
-
-def test_nothing_is_left_out_outside_of_a_step_and_without_a_gradient_of_the_input() -> None:
-    model = Linear()
-    deferred = DeferredGradients(model)
-    model(torch.randn(2, 8)).sum().backward()
-    deferred.use("a step")
-    first = model.once.weight.grad
-    assert first is not None and model.twice.weight.grad is not None
-    model.zero_grad()
-    model(torch.randn(2, 8)).sum().backward()  # nobody waits for the gradient of this input
-    assert model.once.weight.grad is not None and model.twice.weight.grad is None
-    deferred.compute()
-    assert model.twice.weight.grad is not None
-
-
-def test_hooks_run_once_with_the_sum_of_all_uses() -> None:
-    model = Linear()
-    deferred = DeferredGradients(model)
-    seen: list[Tensor] = []
-    model.twice.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[union-attr]
-    deferred.use(0)
-    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
-    assert not seen
-    deferred.compute()
-    (gradient,) = seen
-    assert torch.equal(gradient, model.twice.weight.grad)  # type: ignore[arg-type]
-    deferred.compute()  # nothing is left
-    assert len(seen) == 1
-    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
-    deferred.use(None)  # the step is not completed
-    deferred.use(0)
-    deferred.compute()
-    assert len(seen) == 1
+def test_checkpointing_that_would_run_without_it_is_left_alone_or_fails() -> None:
+    block, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(block(x).sum(), block.weight)[0]
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    deferred = DeferredGradients([block])
+    deferred.use(0, backward=True)
+    block(x).sum().backward()
+    assert torch.equal(block.weight.grad, expected)
+    inner = Inner()
+    deferred = DeferredGradients([inner])
+    deferred.use(0, backward=True)
+    with pytest.raises(CheckpointError):
+        inner(x).sum().backward()

@@ -78,7 +78,7 @@ TWO = {
     **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
     **{f"tp2/{name}": (TP + "2", *options) for name, options in ROUNDED.items()},
     **{f"pp2/{name}": (PP + "2", *ROUNDED[name]) for name in ("fp16", "bf16-weights")},
-    **{f"pp2later/{name}": (PP + "2", LATER, *ROUNDED[name]) for name in ("bf16", "bf16-weights")},
+    **{f"pp2later/{name}": (PP + "2", LATER, *ROUNDED[name]) for name in ("bf16", "fp16", "bf16-weights")},
     "ep2/bf16-weights": (EP + "2", *ROUNDED["bf16-weights"]),
 }
 """Of two ranks, by mesh and variant."""

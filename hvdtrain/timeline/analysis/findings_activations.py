@@ -46,7 +46,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
 
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; with twice as many,"
     advice += f" {gain(dimensions.bubble(size, 2 * every))}"
-    if not later:
+    if not later and not facts.option("train", "compile"):  # which it does not support
         advice += f"; or --parallel.zero_bubble true: {gain(replace(dimensions, zero_bubble=True).bubble(size, every))}"
     waits = _waits_for_activations(facts)
     if waits is not None:
