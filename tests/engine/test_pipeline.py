@@ -21,6 +21,8 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.deferred import DeferredGradients
+from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.pipeline import PipelineEngine, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
@@ -375,13 +377,17 @@ def test_any_number_of_micro_batches_ends(stages: int, chunks: int, micro_batche
     assert _finished(stages, chunks, micro_batches)[1] == chunks * micro_batches
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
+def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) -> None:
     """A micro-batch is taken when its first pass begins; gradients are complete with the last of a virtual stage."""
     engine, done, taken = object.__new__(PipelineEngine), list[tuple[str, int, int | None, int]](), list[int]()
     engine.stage = stage = _stage(Model(blocks=4), 0, 2, chunks)
     engine._remaining = 4
     engine._spans = Spans()
+    if deferred:
+        stage.deferred = DeferredGradients(())
+        stage.deferred.compute = lambda: done.append(("W", stage._pass[0], stage.chunk, engine._remaining + 1))  # type: ignore[method-assign]
 
     def forward(number: int) -> Callable[[], None]:
         done.append(("F", number, stage.chunk, len(taken)))
@@ -396,7 +402,24 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
     expected = [(kind.name[0], number, chunk) for kind, number, chunk in stage.order(4)]
     assert [each[:3] for each in done] == expected and stage.chunk is None
     for kind, number, chunk, count in done:
-        assert count == (4 - number if kind == "B" else number + 1 if not chunk else count)
+        assert count == (4 - number if kind != "F" else number + 1 if not chunk else count)
+
+
+def test_a_gradient_is_handed_over_when_no_part_of_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, handed, model = object.__new__(PipelineEngine), list[str](), Model()
+    monkeypatch.setattr(MeshEngine, "_on_gradient", lambda self, name, parameter: handed.append(name))
+    engine.stage = stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
+    block, head = model.blocks[0], model.head
+    stage.use(0, 3)
+    assert isinstance(block, Block)
+    block.linear(torch.ones(2, 3, requires_grad=True))
+    head(torch.ones(2, 3, requires_grad=True))  # its large gradients are not kept
+    for name, parameter in model.named_parameters():
+        engine._on_gradient(name, parameter)
+    assert handed == [name for name, _ in model.named_parameters() if name != "blocks.0.linear.weight"]
+    stage.use(None)
+    engine._on_gradient("now", block.linear.weight)
+    assert handed[-1] == "now"
 
 
 def test_ranks_have_every_other_group_of_blocks() -> None:
