@@ -102,7 +102,8 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
     """Mark the best of the lines that fit, for each number of several ranks; return all lines, and why."""
     reasons = []
     for count in dict.fromkeys(line.ranks for line in lines if line.ranks > 1) if gib is not None else []:
-        fitting = [line for line in lines if line.ranks == count and line.memory and fits_in(line.memory, gib)]
+        tried = [line for line in lines if line.ranks == count]
+        fitting = [line for line in tried if line.memory and fits_in(line.memory, gib)]
         if not fitting:
             continue
         timed = [line for line in fitting if line.step_s is not None]
@@ -111,7 +112,8 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
         memory = best.memory
         assert memory is not None
         least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
-        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else "nothing else fits;"
+        others = "nothing else fits;" if len(tried) > 1 else "nothing else was tried;"
+        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else others
         sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
         reasons += [
             f"proposal for {count} rank(s): {_options(best)}",
