@@ -85,6 +85,8 @@ class DeferredGradients(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, or its replacement."""
         keywords = keywords or {}
+        if not torch.is_grad_enabled():  # as within a product below, if modules are nested
+            return function(*arguments, **keywords)
         if function is F.linear:
             return self._linear(*arguments, **keywords)
         if function is torch.addmm and len(arguments) == 3 and not keywords and arguments[0].dim() == 1:
@@ -107,7 +109,7 @@ class DeferredGradients(TorchFunctionMode):
 
     def _apply(self, kind: Any, function: Any, input: Tensor, weight: Tensor, **keywords: Any) -> Tensor:
         parameter = _parameter_of(weight)
-        if parameter is None or not (torch.is_grad_enabled() and input.requires_grad):
+        if parameter is None or not input.requires_grad:
             return function(input, weight, **keywords)  # type: ignore[no-any-return]
         products: list[Callable[[], Tensor]] = []
         deferred = self._passes.setdefault(self._pass, _Deferred())
