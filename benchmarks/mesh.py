@@ -6,6 +6,8 @@ Without clipping: torch cannot clip gradients of several meshes, as the peer has
 has all. `A_over_B`: the median over rounds of the ratio of the steps of one round, in which all jobs take turns (see
 jobs.py). `transformers_ep` is `from_pretrained` with a `DistributedConfig` and a plain loop. torchtitan is missing: its
 trainer needs a GPU.
+
+--only NAME,NAME measures these jobs alone, and no bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Figure, figure, main, ratios
+from common import Figure, figure, options, ratios, report
 from engines import CONSTANT, nested, step_s
 from jobs import Job, Setting, mpirun, take_turns, warmed_up
 
@@ -37,13 +39,9 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "pp_zero_bubble_4_passes": {"parallel.pp": 2, "parallel.zero_bubble": True},
 }
 PASSES = {
-    "tp": 1,
-    "cp": 1,
-    "pp": 8,
-    "pp_virtual": 8,
-    "pp_zero_bubble": 8,
-    "pp_4_passes": 4,
-    "pp_zero_bubble_4_passes": 4,
+    **dict.fromkeys(("tp", "cp"), 1),
+    **dict.fromkeys(("pp", "pp_virtual", "pp_zero_bubble"), 8),
+    **dict.fromkeys(("pp_4_passes", "pp_zero_bubble_4_passes"), 4),
 }
 """Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
@@ -102,10 +100,10 @@ def start(name: str, folder: Path) -> Job:
     return Job("ours", Setting("default", SAMPLES, optimizer=CONSTANT, clip=0.0, ours=ours), folder)
 
 
-def measure(quick: bool) -> list[Figure]:
-    whole, divided = expert_bytes("replicated"), expert_bytes("ep")
-    found = [figure("mesh/ep_expert_state", [divided / whole], "ratio")]
-    names = ["replicated", "ep", PEER] if quick else [*OURS, PEER]
+def measure(names: list[str], *, quick: bool) -> list[Figure]:
+    found = []
+    if not {"replicated", "ep"} - {*names}:
+        found.append(figure("mesh/ep_expert_state", [expert_bytes("ep") / expert_bytes("replicated")], "ratio"))
     with warmed_up({name: partial(start, name) for name in names}, WARM_UP) as jobs:
         steps = take_turns(jobs, step_s, 2 if quick else 8)
     for name, (ours, other) in PAIRS.items():
@@ -121,4 +119,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         train_counted(Path(sys.argv[2]), sys.argv[3])
     else:
-        main(__doc__, measure)
+        parser = options(__doc__)
+        parser.add_argument("--only", metavar="NAMES", help="measure only these jobs, separated by commas")
+        given = parser.parse_args()
+        every = ["replicated", "ep", PEER] if given.quick else [*OURS, PEER]
+        report(measure(given.only.split(",") if given.only else every, quick=given.quick), given.json)
