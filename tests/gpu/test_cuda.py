@@ -70,7 +70,7 @@ def test_another_stage_continues_with_the_random_numbers_of_the_device() -> None
 
 
 class Experts(nn.Module):
-    """A layer, and experts of which one has no rows."""
+    """A layer, and experts; one of them has no rows."""
 
     def __init__(self) -> None:
         super().__init__()
