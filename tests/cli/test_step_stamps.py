@@ -63,7 +63,7 @@ def test_off_means_none(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == [] and not (tmp_path / "timeline/steps.jsonl").exists()
 
 
-APART_US = 500_000.0
+APART_US = 50_000.0
 """Between Horovod's clock and ours: of the pair of looks that joins them a busy machine may delay the second."""
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdtrain.timeline.steps import read_starts
@@ -29,6 +30,7 @@ TOY = [
 ]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("rate", [pytest.param(None, marks=pytest.mark.slow), "1gbit"])
 def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, rate: str | None, tmp_path: Path) -> None:
     hosts.throttle(rate)
@@ -42,7 +44,7 @@ def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, rate: str |
     assert first["clock_ids"] == ["a", "b"] and len(start.clock_us) == 8
     assert (abs(start.offset_us) <= start.error_us).all()
     assert not start.offset_us[:, 0].any() and not start.error_us[:, 0].any()
-    assert (start.error_us[:, 1] > 0).all()
+    assert (start.error_us[:, 1] > 0).all() and np.median(start.error_us[:, 1]) < 5000  # a busy core delays an exchange
     assert start.steps.clock_error_us[1] == start.error_us[1:, 1].max()
     ours, theirs = read_spans(tmp_path / "run")
     assert ours.clock_error_us == 0 < theirs.clock_error_us

@@ -145,8 +145,8 @@ def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: in
     ways = {(way["source"], way["target"]): way for way in said["links"]["ways"]}
     assert ways.keys() == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
     for pair in (("a", "b"), ("b", "a")):
-        assert 0.5 * rate < ways[pair]["bytes_per_s"] * 8e-6 < 1.2 * rate
-    assert ways["a", "a"]["bytes_per_s"] > 2 * ways["a", "b"]["bytes_per_s"]
+        assert 0.8 * rate < ways[pair]["bytes_per_s"] * 8e-6 < 1.05 * rate
+    assert ways["a", "a"]["bytes_per_s"] > 10 * ways["a", "b"]["bytes_per_s"]
     rows = {row["ranks"]["size"]: row for row in said["outlook"]["rows"]}
     ring_s = 2 * 3 / 4 * 60e6 / min(ways["a", "b"]["bytes_per_s"], ways["b", "a"]["bytes_per_s"])
     assert ring_s < rows[4]["step_s"]["none"] < 1.2 * (ring_s + 0.45)
@@ -166,7 +166,7 @@ def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) 
     said = json.loads(done.stdout)
     assert said["links"]["by"] == "TCP, one stream"
     ways = {(way["source"], way["target"]): way["bytes_per_s"] * 8e-6 for way in said["links"]["ways"]}
-    assert 50 < ways["b", "a"] < 120 < ways["a", "b"]
+    assert 80 < ways["b", "a"] < 105 < 200 < ways["a", "b"]
     assert "slow b to a" in checks(said) and done.returncode == 1
 
 

@@ -20,7 +20,7 @@ from tests.support.launch import ROOT, train
 
 def _named(folder: Path, late: int, cause: str) -> None:
     analysis = analyse(load(folder))
-    assert late in analysis.blame.late, analysis.blame.reason
+    assert analysis.blame.late == [late], analysis.blame.reason
     assert analysis.blame.causes[late][0].name == cause
     assert "straggler" in {finding.kind for finding in analysis.findings}
 
@@ -40,7 +40,7 @@ def test_the_budget_of_a_step_sums_to_its_wall_time(name: str, gallery: Gallery)
     assert budget is not None
     last = max(steps)
     wall_ms = 1e3 * (steps[last]["time"] - steps[last - budget.steps]["time"])
-    assert budget.steps * sum(part.ms.value for part in budget.parts) == pytest.approx(wall_ms, rel=0.01, abs=2000)
+    assert budget.steps * sum(part.ms.value for part in budget.parts) == pytest.approx(wall_ms, rel=0.01, abs=100)
 
 
 @pytest.mark.slow
@@ -67,9 +67,10 @@ def test_slowness_that_comes_or_moves_is_named_with_its_moment(ranks: int, late:
     assert sorted(analysis.blame.late) == late, analysis.blame.reason
     for spell in analysis.blame.spells:
         assert abs((spell.first_step if spell.rank == late[-1] else spell.last_step + 1) - half) <= 0.05 * steps
-        assert spell.cost_ms.value == pytest.approx(100, rel=0.5)
+        assert spell.cost_ms.value == pytest.approx(100, rel=0.2)
         assert analysis.blame.causes[spell.rank][0].name == "forward"
     assert sorted({spell.rank for spell in analysis.blame.spells}) == late
+    assert not [finding for finding in analysis.findings if finding.kind == "jitter"]
     changes = [finding for finding in analysis.findings if finding.kind == "change"]
     assert not [each for each in changes if f"step {half - 1}" in each.text or f"step {half}" in each.text], (
         "one finding says it"
@@ -88,7 +89,7 @@ def test_texts_of_unequal_length_are_a_matter_of_data(ranks: int, tmp_path: Path
     kinds = {finding.kind: finding for finding in analysis.findings}
     assert "batch_sizes" in kinds and not analysis.blame.late, analysis.blame.reason
     cost = kinds["batch_sizes"].cost_ms
-    assert cost is not None and cost == pytest.approx(100 * (ranks - 1) / (ranks + 1), rel=0.5)
+    assert cost is not None and cost == pytest.approx(100 * (ranks - 1) / (ranks + 1), rel=0.2)
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_a_rank_that_is_late_in_most_steps_costs_what_they_do(tmp_path: Path) ->
     analysis = _planted(tmp_path, 2, "often", 100)
     assert analysis.blame.late == [1], analysis.blame.reason
     (row,) = [row for row in analysis.blame.ranks if row.rank == 1]
-    assert row.cost_ms.value == pytest.approx(80, rel=0.5)
+    assert row.cost_ms.value == pytest.approx(80, rel=0.2)
 
 
 @pytest.mark.slow
