@@ -38,6 +38,7 @@ examples:
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
   hvdtrain fit --run runs/SHORT --config run.yaml --ranks 8 --bandwidth_gbit 25
   hvdtrain fit --ranks 64 --gib 80 --config run.yaml --meshes ep8,tp2xep2,cp4
+  hvdtrain fit --ranks 64 --config run.yaml --meshes tp8,ep8 --run TP8 --run EP8
 
 exit code: 0 if a line fits in --gib, 1 if none does or on an error
 """
@@ -59,8 +60,11 @@ def parser() -> Parser:
     )
     add("--meshes", metavar="MESH,...", help=meshes)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
-    run = "predict the time of a step from this run of the same model, of 15 steps or more"
-    add("--run", type=Path, metavar="RUN", help=run)
+    run = (
+        "predict the time of a step from this run of the same model, of 15 steps or more; repeat it for runs of other"
+        " meshes"
+    )
+    add("--run", type=Path, metavar="RUN", action="append", default=[], help=run)
     bandwidth = "bandwidth of each host's link (default: measured in the run, if it had several ranks)"
     add("--bandwidth_gbit", type=float, metavar="X", help=bandwidth)
     add("--ranks_per_host", type=int, metavar="N", help="ranks on each host (default: as in the run)")
@@ -105,17 +109,17 @@ def _exit_code(found: list[Line], gib: float | None) -> int:
     return 0 if any(line.memory and fits_in(line.memory, gib) for line in found) else 1
 
 
-def _step_times(options: argparse.Namespace) -> StepTimes | None:
-    if options.run is None:
+def _step_times(options: argparse.Namespace) -> list[StepTimes]:
+    if not options.run:
         if options.bandwidth_gbit is not None or options.ranks_per_host is not None:
             raise ConfigError(
                 "--bandwidth_gbit and --ranks_per_host affect the time of a step, which is not predicted",
                 next_step="name a run of this model: --run RUN",
             )
-        return None
+        return []
     from hvdtrain.fit.step_time import StepTimes
 
-    return StepTimes.of_run(options.run, options.bandwidth_gbit, options.ranks_per_host)
+    return [StepTimes.of_run(run, options.bandwidth_gbit, options.ranks_per_host) for run in options.run]
 
 
 def _numbers(text: str) -> list[int]:
@@ -134,7 +138,7 @@ def _predict(
     shards: list[str] | None,
     modes: list[str] | None,
     gib: float | None,
-    times: StepTimes | None,
+    times: list[StepTimes],
     meshes: str | None,
 ) -> Iterator[Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
@@ -192,12 +196,17 @@ def _predict(
                 yield line
 
 
-def _with_step(line: Line, times: StepTimes, run: RunConfig) -> Line:
-    try:
-        found = times.predict(run, line.ranks)
-    except ConfigError as error:
-        return replace(line, no_step=error.what)
-    return replace(line, step_s=found.then.step_s, step_interval_s=(found.low_s, found.high_s))
+def _with_step(line: Line, times: list[StepTimes], run: RunConfig) -> Line:
+    """Predict from the first run that allows it."""
+    reasons = []
+    for each in times:
+        try:
+            found = each.predict(run, line.ranks)
+        except ConfigError as error:
+            reasons.append(error.what)
+        else:
+            return replace(line, step_s=found.then.step_s, step_interval_s=(found.low_s, found.high_s))
+    return replace(line, no_step="; ".join(reasons))
 
 
 def _text(line: Line, gib: float | None, unit: str) -> str:

@@ -117,7 +117,7 @@ class Dimensions:
         With `zero_bubble`, if the gradients of weights take a third of the time.
         """
         wait = (self.pp - 1) / (3 if self.zero_bubble else 1)
-        return wait / (wait + self.own_passes(size, passes) * self.virtual_stages)
+        return wait / (wait + self.own_passes(size, passes) * self.virtual_stages) if wait else 0.0
 
     def own_passes(self, size: int, passes: int) -> int:
         """Return how many of the `passes` of a step each group of ranks with the same samples has at least."""

@@ -129,6 +129,10 @@ class Engine(Protocol):
         """Return the names of the parameters in each collective, by the prefix of its name."""
         return {}
 
+    def copies(self) -> Mapping[str, int]:
+        """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
+        return {}
+
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchange, without the gradients."""
         return []

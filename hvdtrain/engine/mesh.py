@@ -267,6 +267,10 @@ class MeshEngine(DividedEngine):
                 found |= exchange.parameter_names()
         return found
 
+    def copies(self) -> dict[str, int]:
+        """Return how many ranks sum the gradient of each parameter."""
+        return {name: 1 if each is None else each.ranks for name, each in self._copies_of.items()}
+
     def buffers(self) -> list[Tensor]:
         """Return the buckets."""
         return [buffer for _, exchange in self._copies if exchange is not None for buffer in exchange.buffers()]

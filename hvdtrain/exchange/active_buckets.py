@@ -60,12 +60,13 @@ class ActiveBuckets(ABC):
     """The buckets in use; none until their plan is known.
 
     Attributes:
+        ranks: that exchange them.
         exchange: the exchange of the buckets in use.
         detached: state of compressors that belongs to no bucket.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._known: list[tuple[str, nn.Parameter]] = []
         self.exchange: BucketExchange | None = None
         self.detached = DetachedState({}, ranks)
@@ -90,7 +91,7 @@ class ActiveBuckets(ABC):
         names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
         self._delivered = [residual_key(name) for name in names]
         # State of other parameters stays: a frozen parameter may be freed again.
-        self.detached = self.detached.without_parameters(dict(self._known), self._ranks, keep=self._delivered)
+        self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)
         exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
         return exchange
 
@@ -106,7 +107,7 @@ class ActiveBuckets(ABC):
         """
         self.detached = self._state().residuals_only(ranks)
         self.exchange = self._figures = None
-        self._ranks = ranks
+        self.ranks = ranks
 
     def finite(self) -> bool:
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""
@@ -164,7 +165,7 @@ class ActiveBuckets(ABC):
         if self.exchange is None:
             return self.detached
         attached = {k: t for compressor in self._compressors() for k, t in compressor.state_dict().items()}
-        return DetachedState({**self.detached.tensors, **attached}, self._ranks)
+        return DetachedState({**self.detached.tensors, **attached}, self.ranks)
 
     def _compressors(self) -> Sequence[Compressor]:
         return self.exchange.compressors if self.exchange else ()

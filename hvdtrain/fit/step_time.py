@@ -66,9 +66,9 @@ class StepTimes:
         for name, value in {**vars(dimensions), "dp_shard": parallel.dp_shard}.items():
             if value != measured.get(name, getattr(ParallelConfig, name)):
                 raise ConfigError(
-                    f"the step's time is not predicted for --parallel.{name} other than {measured.get(name)}",
-                    expected="ranks that divide the model as in the run",
-                    next_step="measure both by runs of 15 steps, and compare them: hvdtrain compare",
+                    f"the step's time cannot be predicted from {self.path} for --parallel.{name} {value}",
+                    expected=f"ranks that divide the model as in the run: {measured.get(name)}",
+                    next_step="record a run of 15 steps with this option, and name it, too: --run RUN",
                 )
         change = Change(
             size=ranks,

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvdtrain.cli.fit import main
+from hvdtrain.cli.fit import _with_step, main
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.step_time import StepTimes
+from hvdtrain.fit.ways import Line
 from hvdtrain.task.base import load_task_function
 from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.stack import STACK
-from tests.support.whatif_run import run_folder
+from tests.support.whatif_run import SHAPES, run_folder
 
 JOB = (*STACK, "--method=adamw", "--train.global_batch=8", "--train.micro_batch=4")
 
@@ -69,9 +70,22 @@ def test_a_job_that_computes_something_else_is_refused(path: Path, option: str, 
     "options", [("--parallel.tp=2",), ("--parallel.cp=2",), ("--parallel.engine=fsdp", "--parallel.dp_shard=2")]
 )
 def test_ranks_that_divide_otherwise_are_refused(path: Path, options: tuple[str, ...]) -> None:
-    name = options[-1].partition("=")[0]
-    with pytest.raises(ConfigError, match=f"not predicted for {name} other than"):
+    name, _, value = options[-1].partition("=")
+    with pytest.raises(ConfigError, match=f"cannot be predicted from {path} for {name} {value}"):
         StepTimes.of_run(path, 10.0, None).predict(_parsed(*options), 4)
+
+
+@pytest.mark.parametrize("mesh", ["tp", "cp", "pp"])
+def test_a_mesh_is_predicted_from_a_run_of_it(path: Path, tmp_path: Path, mesh: str) -> None:
+    other = run_folder(tmp_path / "mesh", size=2, local_size=2, copies=dict.fromkeys(SHAPES, 1))
+    (other / "config.yaml").write_text(yaml.safe_dump(dict(_parsed(f"--parallel.{mesh}=2").resolved)))
+    run = _parsed(f"--parallel.{mesh}=2", "--train.global_batch=32")
+    found = StepTimes.of_run(other, None, None).predict(run, 4)
+    assert found.then == predict(read_evidence(other), Change(size=4, global_batch=32)).then
+    line = Line(4, "none", "none", None)
+    both = [StepTimes.of_run(each, 10.0, None) for each in (path, other)]
+    assert _with_step(line, both, run).step_s == found.then.step_s
+    assert _with_step(line, both, _parsed("--parallel.ep=2")).no_step.count("cannot be predicted from") == 2
 
 
 def test_a_run_that_found_its_micro_batch_has_that(path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,11 @@ EXACT = [job for job in JOBS if job.rpartition("/")[2] not in ROUNDED]
 
 def _recorded(gallery: Gallery, name: str) -> Recorded:
     return Recorded(gallery["mesh"].folder / name, 0, "", "")
+
+
+def _gradients(job: Recorded) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((job.run / "timeline/gradients.json").read_text())
+    return found
 
 
 @pytest.mark.slow
@@ -67,6 +75,23 @@ def test_waits_for_activations_are_a_part_of_the_step(mesh: str, gallery: Galler
     for step in steps:
         parts = [step[key] for key in JOURNAL_KEYS.values()]
         assert min(parts) >= 0 and sum(parts) <= step["step_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "copies"), [("tp2", {1, 2}), ("ep2", {1, 2}), ("cp2", {2}), ("pp2", {1})])
+def test_what_predictions_need_is_recorded(mesh: str, copies: set[int], gallery: Gallery, tmp_path: Path) -> None:
+    """Rank 0 has a part of some parameters, or of the layers."""
+    whole = _gradients(train_whole(tmp_path, common=DIVIDED))
+    found = _gradients(_recorded(gallery, f"two/{mesh}/latent"))
+    assert {each["copies"] for each in found["parameters"]} == copies
+    assert len(found["steps"]) == 2  # of six
+    for step in found["steps"]:
+        known = [us for us in step["ready_us"] if us is not None]
+        assert 0.9 * len(found["parameters"]) <= len(known) <= len(found["parameters"])
+        assert 0 < min(known) <= max(known) <= step["backward_us"]
+    sizes, every = ({e["name"]: math.prod(e["shape"]) for e in f["parameters"]} for f in (found, whole))
+    assert all(size in (every[name], every[name] / 2) for name, size in sizes.items())
+    assert (sizes == every) == (mesh == "cp2") and (sizes.keys() < every.keys()) == (mesh == "pp2")
 
 
 @pytest.mark.slow

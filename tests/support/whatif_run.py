@@ -41,6 +41,7 @@ def run_folder(
     device: str = "cpu",
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     state_bytes: tuple[float, float] | None = None,
+    copies: Mapping[str, int] | None = None,
 ) -> Path:
     """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps."""
     (path / "timeline").mkdir(parents=True)
@@ -80,7 +81,10 @@ def run_folder(
         "plan": None,
         "exchange_cpu_us": None,
         "parameters": [
-            {"name": n, "shape": list(s), "dtype": "float32", "rows": None, "state_bytes": state_bytes}
+            {
+                **{"name": n, "shape": list(s), "dtype": "float32", "rows": None, "state_bytes": state_bytes},
+                "copies": (copies or {}).get(n, size),
+            }
             for n, s in shapes.items()
         ],
         "steps": [step],

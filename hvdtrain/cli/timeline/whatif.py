@@ -54,10 +54,11 @@ def main(command: str, argv: list[str]) -> int:
         print(shown if options.json else "\n".join(rare_lines(evidence, change, rare)))
         return 0
     prediction = predict(evidence, change, probed)
-    find_engine(prediction.job.engine, prediction.job.compression, prediction.job.shard)
-    held = [held_bytes(evidence, job) for job in (evidence.job, prediction.job)]
+    job = prediction.job
+    find_engine(job.engine, job.compression, job.shard, dimensions=job.dimensions)
+    held = [held_bytes(evidence, job) for job in (evidence.job, job)]
     if options.probe or options.check:
-        probed.measure(evidence, (evidence.job, prediction.job))
+        probed.measure(evidence, (evidence.job, job))
         prediction = predict(evidence, change, probed)
     data = as_data(evidence, change, prediction, held)
     if not options.json:

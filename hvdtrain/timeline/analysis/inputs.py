@@ -114,9 +114,10 @@ class Facts:
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
     def has_other_engine(self) -> bool:
-        """Return whether the run has an engine that is not the default one."""
+        """Return whether the run has an engine that is not the default one, or ranks that divide the model."""
         engine, shard = (self.option("parallel", name) for name in ("engine", "shard"))
-        return (engine or "horovod", shard or "none") != ("horovod", "none")
+        is_divided = any(self.option("parallel", name) not in (None, 1) for name in ("tp", "ep", "cp", "pp"))
+        return is_divided or (engine or "horovod", shard or "none") != ("horovod", "none")
 
     def may_train_apart(self) -> bool:
         """Return whether the run exchanges in each step, by an engine that supports workers which train apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hvdtrain.compression.coding_cost import COPY_S_PER_BYTE, CodingCost
 from hvdtrain.compression.table import Compression
@@ -54,9 +55,9 @@ def assemble_step(
     coding, all_measured = _coding(evidence, job, buckets, costs, coding_factor)
     sent = [bucket_collectives(job, bucket, compression) for bucket in buckets]
 
-    def seconds_of(kind: str, nbytes: float) -> tuple[float, float]:
+    def seconds_of(kind: str, nbytes: float, summed_by: float = 1.0) -> tuple[float, float]:
         """Return the seconds of a collective, and the processor seconds that it takes from computing."""
-        wire_s, cpu_s = collective_s(link, job.ranks, kind, nbytes, change.algorithm or "auto")
+        wire_s, cpu_s = collective_s(link, job.summing(summed_by), kind, nbytes, change.algorithm or "auto")
         return wire_s, cpu_s if evidence.cores_are_full(job.ranks) else 0.0
 
     def gather(bucket: PlannedBucket) -> Exchange:
@@ -66,12 +67,16 @@ def assemble_step(
         wire_s, cpu_s = seconds_of("allgather", bucket.nbytes / ranks)
         return Exchange([Collective(copy / ranks, wire_s, cpu_s)], copy * shared, bucket.nbytes * (ranks + 1) / ranks)
 
-    exchanges = [_exchange(collectives, cost, seconds_of) for collectives, cost in zip(sent, coding, strict=True)]
+    exchanges = [
+        _exchange(collectives, cost, partial(seconds_of, summed_by=bucket.summed_by))
+        for collectives, cost, bucket in zip(sent, coding, buckets, strict=True)
+    ]
     exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
+    arrivals, tail_s = _arrivals(evidence, buckets, coding, slowdown)
     last = Step(
         0.0,
-        _arrivals(evidence, buckets, coding, slowdown),
-        evidence.tail_s * slowdown,
+        arrivals,
+        tail_s,
         exchanges,
         [*_late(buckets, coding, by_name), 0.0],
         after_s + sum(cost.commit_s for cost in coding),
@@ -86,7 +91,10 @@ def assemble_step(
 def _pass_times(evidence: Evidence, job: Job, change: Change, slowdown: float) -> PassTimes:
     parts, was, now = evidence.parts_s, evidence.job.passes, job.passes
     data_s = parts["data"] * now / was if change.data_ms is None else change.data_ms / 1e3
-    forward_s, backward_s = (parts["copy"] + parts["forward"]) / was, parts["backward"] / was
+    backward_s = parts["backward"] / was
+    # All that stages of a pipeline wait for each other counts as forward.
+    computed_s = parts["copy"] + parts["forward"] + parts["backward"]
+    forward_s = computed_s * job.pass_times / evidence.job.pass_times / now - backward_s
     return PassTimes(data_s, slowdown * forward_s, slowdown * backward_s, now)
 
 
@@ -138,17 +146,21 @@ def _exchange(
 
 def _arrivals(
     evidence: Evidence, buckets: Sequence[PlannedBucket], costs: Sequence[CodingCost], slowdown: float
-) -> list[Arrival]:
+) -> tuple[list[Arrival], float]:
+    """Return the gradients that several ranks sum, and backward after the last of them."""
     place = {name: (number, index) for number, b in enumerate(buckets) for index, name in enumerate(b.names)}
-    found, before = [], 0.0
+    found, before, last = [], 0.0, 0.0
     for gradient in evidence.gradients:
         if gradient.ready_s is None:
+            continue
+        last = max(last, gradient.ready_s + gradient.pack_s)
+        if gradient.name not in place:
             continue
         number, index = place[gradient.name]
         gap_s = max(0.0, gradient.ready_s - before)
         found.append(Arrival(gap_s * slowdown, costs[number].pack_s[index], number))
         before = max(before, gradient.ready_s + gradient.pack_s)
-    return found
+    return found, (last - before + evidence.tail_s) * slowdown
 
 
 def _late(buckets: Sequence[PlannedBucket], costs: Sequence[CodingCost], by_name: dict[str, Gradient]) -> list[float]:

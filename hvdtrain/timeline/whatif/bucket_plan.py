@@ -19,6 +19,7 @@ class Gradient:
         pack_s: time to pack it into its bucket.
         rows: rows that are not zero on one rank; None if nobody counted them.
         state_bytes: of the optimizer's state, for each element, and besides; None if unknown.
+        summed_by: share of all ranks that sum it. The others have other parts of a divided model.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Gradient:
     pack_s: float = 0.0
     rows: int | None = None
     state_bytes: tuple[float, float] | None = None
+    summed_by: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +55,14 @@ class PlannedBucket:
         shape: what the size of its payloads depends on.
         starts: first element of each gradient.
         rows: rows sent instead of the whole gradient, over all ranks; 0 to send all of it.
+        summed_by: share of all ranks that sum it.
     """
 
     names: Sequence[str]
     shape: Bucket
     starts: Sequence[int]
     rows: int = 0
+    summed_by: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -87,8 +91,12 @@ def plan_buckets(
     names = []
     for skipped in (False, True):
         group = [g.name for g in gradients if (g.ready_s is None) == skipped]
-        names += fill(group, limit_bytes, lambda name: by_name[name].nbytes, lambda name: by_name[name].dtype, rows)
+        names += fill(group, limit_bytes, lambda name: by_name[name].nbytes, lambda name: _kind(by_name[name]), rows)
     return [lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in names]
+
+
+def _kind(gradient: Gradient) -> tuple[str, float]:
+    return gradient.dtype, gradient.summed_by
 
 
 def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ranks: int, work: float) -> dict[str, int]:
@@ -104,10 +112,10 @@ def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ran
 
 
 def lay_out(gradients: Sequence[Gradient], rows: int = 0) -> PlannedBucket:
-    """Return a bucket of these gradients, of one dtype."""
+    """Return a bucket of these gradients, of one dtype, that the same ranks sum."""
     item, starts, length = ITEM_BYTES[gradients[0].dtype], [], 0
     for gradient in gradients:
         starts.append(length)
         length += padded(math.prod(gradient.shape), item)
     shape = Bucket([gradient.shape for gradient in gradients], gradients[0].dtype, length)
-    return PlannedBucket([gradient.name for gradient in gradients], shape, starts, rows)
+    return PlannedBucket([gradient.name for gradient in gradients], shape, starts, rows, gradients[0].summed_by)

@@ -18,11 +18,14 @@ AT_ONCE = 2
 
 
 def job_buckets(evidence: Evidence, job: Job) -> list[PlannedBucket]:
-    """Return the buckets that a job would have."""
+    """Return the buckets that a job would have, of what several ranks sum."""
     if evidence.buckets:
         return list(evidence.buckets)
     compression = evidence.compression_of(job.compression)
     limit = bucket_limit(evidence, job)
+    if job.dimensions.divides_model:
+        summed = [replace(g, rows=None) for g in evidence.gradients if job.summing(g.summed_by).size > 1]
+        return plan_buckets(summed, limit, compression, job.ranks.size)
     if job.engine == "horovod" and not job.is_divided:
         work = job.passes / evidence.job.passes
         return plan_buckets(evidence.gradients, limit, compression, job.ranks.size, work)
@@ -52,7 +55,7 @@ def bucket_collectives(job: Job, bucket: PlannedBucket, compression: Compression
     """Return kind and bytes of each collective that sums a bucket, in order."""
     if job.is_divided:
         return [("reducescatter", float(plain(bucket.shape, job.ranks.size, 0)["allreduce"]))]
-    return bucket.collectives(compression, job.ranks.size)
+    return bucket.collectives(compression, job.summing(bucket.summed_by).size)
 
 
 def unit_of(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.spans import JOURNAL_KEYS
@@ -30,6 +31,7 @@ class Job:
         bucket_mib: as in options; None for the default of the compression.
         global_batch, micro_batch: samples.
         engine, shard: as in options.
+        dimensions: numbers of ranks that divide the model or sequences.
     """
 
     ranks: Ranks
@@ -39,6 +41,7 @@ class Job:
     micro_batch: int
     engine: str = "horovod"
     shard: str = "none"
+    dimensions: Dimensions = ONE
 
     @property
     def is_divided(self) -> bool:
@@ -58,7 +61,31 @@ class Job:
     @property
     def passes(self) -> int:
         """Forward passes per step of the rank with the most micro-batches."""
-        return -(-self.micro_batches // self.ranks.size)
+        return -(-self.micro_batches // self.places)
+
+    @property
+    def places(self) -> int:
+        """Number of ranks, or groups of ranks, with their own samples."""
+        return self.ranks.size // self.dimensions.same_samples
+
+    @property
+    def pass_times(self) -> float:
+        """Duration of the passes of a step, in times of a pass: stages of a pipeline wait at its begin and end."""
+        return self.passes / (1 - self.dimensions.bubble(self.ranks.size, self.micro_batches))
+
+    @property
+    def neighbours_cross(self) -> bool:
+        """Whether ranks that divide matrices, sequences or experts are on several hosts."""
+        width = max(self.dimensions.tp * self.dimensions.cp, self.dimensions.experts)
+        return self.ranks.hosts > 1 and self.ranks.per_host % width > 0
+
+    def summing(self, share: float) -> Ranks:
+        """Return the ranks that sum what this share of all ranks has: neighbours have other parts."""
+        size = round(self.ranks.size * share)
+        if self.ranks.hosts == 1:
+            return Ranks(size, size)
+        stage = self.ranks.size // self.dimensions.pp
+        return Ranks(size, max(1, min(stage, self.ranks.per_host) * min(size, stage) // stage))
 
     @property
     def micro_batches(self) -> int:
@@ -163,6 +190,11 @@ class Change:
     workers: int | None = None
     outer_compression: str | None = None
 
+    @property
+    def changes_link(self) -> bool:
+        """Whether messages take other times."""
+        return self.bandwidth_gbit is not None or self.latency_us is not None
+
 
 def changed_job(evidence: Evidence, change: Change) -> Job:
     """Return the job after the change.
@@ -186,7 +218,10 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
         was.micro_batch,
         engine,
         change.shard or (was.shard if engine == was.engine else "none"),
+        was.dimensions,
     )
+    if job.dimensions:
+        _check_mesh(was, job, change)
     _check_engine(job)
     if job.engine == "fsdp" and not evidence.by_element:
         raise ConfigError(
@@ -194,6 +229,22 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
             next_step="--engine horovod --shard optimizer",
         )
     return job
+
+
+def _check_mesh(was: Job, job: Job, change: Change) -> None:
+    job.dimensions.check(job.ranks.size)
+    job.dimensions.check_passes(job.ranks.size, job.micro_batches)
+    what = ""
+    if change.sync is not None or (job.engine, job.shard) != (was.engine, was.shard):
+        what = "another engine, shard or sync cannot be predicted"
+    elif job.neighbours_cross and (was.ranks.per_host != job.ranks.per_host or change.changes_link):
+        what = "the exchange of activations between hosts cannot be predicted"
+    if what:
+        raise ConfigError(
+            f"{what} with {job.dimensions.options}",
+            expected="another number of such groups of ranks, global batch, compression or buckets",
+            next_step="measure the change, and compare both runs: hvdtrain compare",
+        )
 
 
 def _check_engine(job: Job) -> None:

@@ -222,6 +222,18 @@ class _Model:
         if not self.coding_measured and (size > 1 or self.job.compression != "none"):
             found.append("cost of coding: estimated from another machine; --probe measures it on this one")
         found += engine_notes(evidence, self.job)
+        if (dimensions := self.job.dimensions).same_samples > 1 or dimensions.ep > 1:
+            found.append("computing includes the exchange of activations; a pass is assumed to take as long as it did")
+        if dimensions.pp > 1:
+            found.append(f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take")
+        if (
+            dimensions.pp > 1
+            and self.job.ranks.hosts > 1
+            and (self.change.changes_link or evidence.job.ranks.hosts == 1)
+        ):
+            found.append(
+                "stages on several hosts exchange activations by another link than in the run: not in the model"
+            )
         if size > 1 and not evidence.jitter.reaches(size):
             measured = len(evidence.jitter.deviations)
             found.append(f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps")
@@ -230,12 +242,12 @@ class _Model:
                 f"extrapolated: from {evidence.job.ranks.size} to {size} ranks; the model has no switches and no"
                 " traffic of other jobs"
             )
-        idle = size - self.job.micro_batches
+        idle = self.job.places - self.job.micro_batches
         if idle > 0:
             found.append(
-                f"{idle} of {size} ranks would be idle: a global batch of {self.job.global_batch} has"
+                f"{idle} of {self.job.places} ranks would be idle: a global batch of {self.job.global_batch} has"
                 f" {self.job.micro_batches} micro-batch(es); to keep the work per rank: --global_batch"
-                f" {self.job.micro_batch * evidence.job.passes * size}"
+                f" {self.job.micro_batch * evidence.job.passes * self.job.places}"
             )
         if size > evidence.job.ranks.size and self.job.ranks.per_host > evidence.job.ranks.per_host:
             found.append(

@@ -199,8 +199,9 @@ def _job(job: Job) -> str:
     size = f" in buckets of {job.bucket_mib:g} MiB" if job.bucket_mib else ""
     engine = "" if job.engine == "horovod" else f", engine {job.engine}"
     shard = "" if job.shard == "none" else f", shard {job.shard}"
+    mesh = f", {job.dimensions.options}" if job.dimensions else ""
     return (
-        f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}{engine}{shard},"
+        f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}{engine}{shard}{mesh},"
         f" compression {job.compression}{size}, global batch {job.global_batch}"
     )
 

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
@@ -95,7 +96,9 @@ def _read(
         _micro_batch(path, config),
         engine,
         shard,
+        _dimensions(config),
     )
+    job.dimensions.check(job.ranks.size)
     if job.is_divided and job.compression != "none":
         raise DataError(
             f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {job.compression}",
@@ -125,7 +128,8 @@ def _read(
     )
     cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
-    traced = read_allreduces(path) if engine == "horovod" and not job.is_divided else []
+    among_all = engine == "horovod" and not job.is_divided and not job.dimensions
+    traced = read_allreduces(path) if among_all else []
     fitted = fit_link(evidence, start.link if start else (), traced, cpu_s, wait_and_wire)
     return replace(evidence, fitted=fitted)
 
@@ -145,15 +149,16 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     Errors:
         DataError: otherwise.
     """
-    parallel = config["parallel"]
-    if divided := [f"--parallel.{name} {value}" for name in ("tp", "ep", "pp") if (value := parallel.get(name, 1)) > 1]:
+    parallel, dimensions = config["parallel"], _dimensions(config)
+    engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
+    is_whole = (engine, shard) == ("horovod", "none") and dimensions.virtual_stages == 1 and not dimensions.zero_bubble
+    if dimensions.divides_model and not is_whole:
         raise DataError(
-            f"{path} cannot be predicted: a run with {' '.join(divided)} does not record when backward finishes each"
-            " gradient",
-            expected="a run in which each rank computes with the whole model",
+            f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard}"
+            f" {dimensions.options} does not record when backward finishes each gradient",
+            expected="--parallel.engine horovod --parallel.shard none, without virtual stages and zero bubble",
             next_step="measure the change, and compare both runs: hvdtrain compare",
         )
-    engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
     if shard in ENGINES.get(engine, ()) and engine != "fsdp":
         return engine, shard
     raise DataError(
@@ -162,6 +167,11 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         expected="a run with " + " or ".join(f"--parallel.engine {name}" for name in ENGINES if name != "fsdp"),
         next_step=f"record 15 steps with --parallel.engine horovod, and predict from them: --engine {engine}",
     )
+
+
+def _dimensions(config: Mapping[str, Any]) -> Dimensions:
+    given = config["parallel"]
+    return Dimensions(**{name: given.get(name, default) for name, default in vars(ONE).items()})
 
 
 def _notes(profile: Mapping[str, Any]) -> list[str]:
@@ -285,7 +295,8 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
         pack_s = median(pack_us) * 1e-6 if pack_us else 0.0
         shape = tuple(parameter["shape"])
         name, dtype, rows = parameter["name"], parameter["dtype"], parameter["rows"]
-        found.append(Gradient(name, shape, dtype, ready_s, pack_s, rows, states[i]))
+        summed_by = parameter.get("copies", profile["size"]) / profile["size"]
+        found.append(Gradient(name, shape, dtype, ready_s, pack_s, rows, states[i], summed_by))
     # Gradients that backward skips come last, in the reverse of the model's order.
     found.reverse()
     order = sorted(found, key=lambda g: (g.ready_s is None, g.ready_s or 0.0))

@@ -21,6 +21,7 @@ from hvdtrain.files import write_text
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Listener, Spans
+from hvdtrain.state.divided import local
 from hvdtrain.training.records.device_spans import timing_event
 
 VERSION = 1
@@ -33,10 +34,10 @@ class GradientMarks:
     """Marks the time at which backward reaches the hook of each gradient.
 
     Hooks run in the order in which they were registered. Those made before the engine mark when a gradient is ready,
-    those made after it when the gradient is packed.
+    those made after it when the gradient is packed. Where the engine places parts of the model, all are made after it.
 
     Attributes:
-        named: the trained parameters, by name.
+        named: the trained parameters that this rank has, or a part of them, by name.
         marks: one a parameter, of the last backward pass; None for a gradient that was not computed.
         counts_rows: whether to count the touched rows of embeddings.
         rows: the last count, by name.
@@ -45,7 +46,7 @@ class GradientMarks:
 
     def __init__(self, model: nn.Module, spans: Spans, *, on_cuda: bool = False) -> None:
         self.model = model
-        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and local(p).numel()]
         self.on_cuda = on_cuda
         self.counts_rows = False
         self.rows: dict[str, int] = {}
@@ -210,6 +211,7 @@ class GradientTimes(Listener):
         return busy_ns
 
     def _content(self) -> dict[str, Any]:
+        copies = self.engine.copies()
         return {
             "version": VERSION,
             "size": self.comm.size,
@@ -226,7 +228,8 @@ class GradientTimes(Listener):
             "parameters": [
                 {
                     "name": name,
-                    "shape": list(p.shape),
+                    "shape": list(local(p).shape),
+                    "copies": copies.get(name, self.comm.size),
                     "dtype": str(p.dtype).removeprefix("torch."),
                     "rows": self.ready.rows.get(name),
                     "state_bytes": self._state_bytes(name, p),

@@ -63,8 +63,11 @@ def build_engine(current: Round) -> Engine:
         if ready is not None:
             ready.close()
         raise
-    if ready is not None and (engine.uniform_passes or isinstance(engine, PeriodicEngine)):
-        # the model has other parameters now, or ranks exchange no gradients
+    if ready is not None and engine.uniform_passes:  # the model has other parameters now
+        ready.close()
+        # FSDP's engines sum gradients by units, in which parameters have no hooks.
+        ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if run.config.parallel.engine != "fsdp" else None
+    if ready is not None and isinstance(engine, PeriodicEngine):  # ranks exchange no gradients
         ready.close()
     elif ready is not None:
         path, host = current.layout.timeline.gradients, read_host(variables)

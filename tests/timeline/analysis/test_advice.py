@@ -38,6 +38,16 @@ def test_compression_is_advised_with_its_gain(tmp_path: Path) -> None:
     assert _predicted_ms(found.advice) == pytest.approx(1e3 * (evidence.step_s - best), rel=0.03)
 
 
+@pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2}])
+def test_what_a_mesh_does_not_support_is_not_advised(tmp_path: Path, options: dict[str, int]) -> None:
+    parallel = {"compression": "none", **options}
+    found = _exposed(tmp_path / "run", wait_ms=200.0, link=SLOW, options={"parallel": parallel})
+    assert found.advice.startswith("send less: --parallel.compression bf16 (predicted")
+    (tmp_path / "run" / "timeline" / "gradients.json").unlink()
+    (again,) = [f for f in analyse(load(tmp_path / "run")).findings if f.kind == "exposed"]
+    assert "auto" not in again.advice
+
+
 def test_compression_is_not_advised_where_little_time_goes_into_sending(tmp_path: Path) -> None:
     """The link explains 1 ms of the wait; with no prediction the same advice would be given."""
     found = _exposed(tmp_path / "run", wait_ms=60.0, local_size=2, link=FAST)

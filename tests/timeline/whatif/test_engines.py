@@ -159,13 +159,6 @@ def test_a_run_with_fsdp_is_refused(tmp_path: Path) -> None:
     assert "--engine fsdp" in str(caught.value)
 
 
-def test_a_run_with_a_divided_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a run with --parallel.tp 2 --parallel.pp 4 does not record") as caught:
-        _run(tmp_path / "run", options={"parallel": {"tp": 2, "pp": 4, "ep": 1}})
-    assert "hvdtrain compare" in str(caught.value)
-
-
-@pytest.mark.parametrize("limit", [1, 100, 120, 1000, 10_000])
 def test_buckets_of_ddp_are_those_of_torch(limit: int) -> None:
     sizes = [30, 7, 400, 1, 1, 90, 250, 3000, 5]
     found = fill_ddp([Gradient(str(i), (size,)) for i, size in enumerate(sizes)], limit)

@@ -1,0 +1,104 @@
+"""Predictions of ranks that divide a model, from a run of ranks that divide it in the same way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.timeline.whatif.evidence import Change
+from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.whatif_run import MIB, PARTS, SHAPES, run_folder
+
+BATCH = {"global_batch": 16, "micro_batch": 4}
+ALONE = dict.fromkeys(SHAPES, 1)
+COMPUTED_S = (PARTS["copy"] + PARTS["forward"] + PARTS["backward"]) / 1e3
+
+
+def _parallel(**dimensions: object) -> dict[str, dict[str, object]]:
+    return {"parallel": {"compression": "none", **dimensions}, "train": BATCH}
+
+
+@pytest.mark.parametrize("dimension", ["tp", "cp", "ep"])
+def test_copies_of_a_group_exchange_what_ranks_do(tmp_path: Path, dimension: str) -> None:
+    """What two groups of two ranks sum is summed by two ranks that are alone; of experts, by half of the ranks."""
+    copies = {"tp": ALONE, "ep": {**ALONE, "a": 2, "b": 2}, "cp": {}}[dimension]
+    alone = run_folder(tmp_path / "alone", options={"train": BATCH}, passes=4)
+    group = run_folder(
+        tmp_path / "group", size=2, local_size=2, options=_parallel(**{dimension: 2}), passes=4, copies=copies
+    )
+    expected = predict(read_evidence(alone), Change(size=2, bandwidth_gbit=1.0, ranks_per_host=1))
+    found = predict(read_evidence(group), Change(size=4, bandwidth_gbit=1.0, ranks_per_host=2))
+    assert found.then.handed_bytes == expected.then.handed_bytes == 8 * MIB + 4 * 512
+    if dimension == "tp":
+        assert found.now.handed_bytes == 0
+        assert found.then.wire_s == pytest.approx(expected.then.wire_s, rel=1e-3)
+        assert found.then.step_s == pytest.approx(expected.then.step_s, rel=1e-3)
+    else:  # in a ring, four ranks send 3/2 of the bytes of two: of all gradients, or of half of them
+        more = 1.25 if dimension == "ep" else 1.5
+        assert found.then.wire_s == pytest.approx(more * expected.then.wire_s, rel=0.01)
+
+
+def test_experts_that_no_other_rank_has_are_not_sent(tmp_path: Path) -> None:
+    experts = {"a": 1, "b": 1}
+    path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(ep=2), copies=experts, passes=2)
+    found = predict(read_evidence(path), Change())
+    assert found.now.handed_bytes == 4 * MIB + 4 * 512
+    with_copies = predict(read_evidence(path), Change(size=4, ranks_per_host=4))
+    assert with_copies.then.handed_bytes == 8 * MIB + 4 * 512
+
+
+@pytest.mark.parametrize(("stages", "batch"), [(2, 64), (4, 32), (4, 64)])
+def test_stages_wait_as_long_as_their_passes_less_one(tmp_path: Path, stages: int, batch: int) -> None:
+    path = run_folder(
+        tmp_path / "run", size=stages, local_size=stages, options=_parallel(pp=stages), copies=ALONE, passes=4
+    )
+    evidence = read_evidence(path)
+    found = predict(evidence, Change(global_batch=batch))
+    more = PARTS["data"] / 1e3 * (batch / 16 - 1)
+    ratio = (batch / 4 + stages - 1) / (4 + stages - 1)
+    assert found.then.step_s - evidence.step_s - more == pytest.approx(COMPUTED_S * (ratio - 1), rel=1e-3)
+    assert any(f"{stages - 1} pass(es)" in note for note in found.notes)
+
+
+def test_ranks_of_a_host_that_sum_a_part(tmp_path: Path) -> None:
+    options = _parallel(tp=2, pp=2)
+    path = run_folder(tmp_path / "run", size=8, local_size=8, options=options, copies=dict.fromkeys(SHAPES, 2))
+    job = read_evidence(path).job
+    assert (job.passes, job.summing(2 / 8)) == (2, Ranks(2, 2))
+    over = predict(read_evidence(path), Change(size=32, ranks_per_host=8, bandwidth_gbit=10.0, global_batch=128)).job
+    assert (over.passes, over.summing(2 / 8)) == (4, Ranks(8, 4))  # of 16 ranks of a stage, 8 are on a host
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Change(engine="ddp"), "another engine, shard or sync"),
+        (Change(shard="optimizer"), "another engine, shard or sync"),
+        (Change(sync="diloco:8", workers=2), "another engine, shard or sync"),
+        (Change(size=3), "3 rank.s. do not have the dimensions --parallel.tp 2"),
+        (Change(size=4, ranks_per_host=1, bandwidth_gbit=1.0), "activations between hosts"),
+    ],
+)
+def test_what_the_run_does_not_show_is_refused(tmp_path: Path, change: Change, said: str) -> None:
+    path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(tp=2), copies=ALONE)
+    with pytest.raises(ConfigError, match=said):
+        predict(read_evidence(path), change)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2, "shard": "optimizer"},
+        {"tp": 2, "engine": "fsdp"},
+        {"pp": 2, "virtual_stages": 2},
+        {"pp": 2, "zero_bubble": True},
+    ],
+)
+def test_runs_without_the_times_of_gradients_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
+    path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(**options), copies=ALONE)
+    with pytest.raises(DataError, match="does not record when backward finishes"):
+        read_evidence(path)
