@@ -10,6 +10,7 @@ turn is seen in forward's passes, and told to the prediction: other work there i
 - ranks: 1 rank, from it 2 on one host;
 - engines: 2 ranks on 2 cores with AdamW and clipping, without a divided optimizer; from it the other engines, and from
   each of them that one again (not from fsdp, which does not record enough);
+- meshes: 2 ranks that divide matrices, sequences or layers; from 4 micro-batches in a step 8, and the reverse;
 - unthrottled, 1gbit, 300mbit, 100mbit: 2 hosts of one core each (see tests/support/two_hosts.py; needs root), fitted to
   the base at the first rate alone.
 """
@@ -176,6 +177,26 @@ def engines(rounds: int) -> dict[str, Pair]:
         return found
 
 
+def meshes(rounds: int) -> dict[str, Pair]:
+    """From 4 micro-batches of a step to 8, and the reverse. Seconds are those of each job: their passes differ."""
+    found: dict[str, Pair] = {}
+    for name in ("tp", "cp", "pp"):
+        divided = replace(PLAIN, ours={**PLAIN.ours, f"parallel.{name}": 2})
+        passes = {"few": 2, "many": 4}
+        starts = {size: partial(Job, "ours", replace(divided, passes=each)) for size, each in passes.items()}
+        with warmed_up(starts, WARM_UP) as jobs:
+            turns = Turns(jobs)
+            turns.go(rounds, 4.0)
+            for source, target in (("few", "many"), ("many", "few")):
+                evidence = turns.evidence(source)
+                _told(evidence)
+                batch = divided.ranks * passes[target] * divided.micro_batch
+                measured_s = statistics.median(seconds for seconds, _ in turns.medians[target])
+                pair = predict(evidence, Change(global_batch=batch)), measured_s
+                found[f"meshes/{name}_{source}_to_{target}"] = pair
+    return found
+
+
 def between(names: Sequence[str], rates: Sequence[str]) -> dict[str, Pair]:
     """Between two hosts: what is known is the base at the first rate."""
     found: dict[str, Pair] = {}
@@ -213,13 +234,14 @@ def errors(figures: Sequence[Figure], name: str) -> list[Figure]:
 
 
 def measure(arguments: argparse.Namespace) -> list[Figure]:
-    """All pairs (or those of one question), the worst and the middle one; engines by themselves."""
+    """All pairs (or those of one question), the worst and the middle one; engines and meshes by themselves."""
     names = QUICK if arguments.quick else tuple(TRIED)
     rates = ("unthrottled", "1gbit") if arguments.quick else tuple(RATES)
     questions: Mapping[str, Callable[[], dict[str, Pair]]] = {
         "one_host": lambda: here(names, 3),
         "ranks": lambda: more_ranks(3),
         "engines": lambda: engines(3),
+        "meshes": lambda: meshes(3),
         "two_hosts": lambda: between(names, rates),
     }
     found: dict[str, list[Pair]] = {}
@@ -235,13 +257,14 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
             for label, pair in pairs.items():
                 found.setdefault(label, []).append(pair)
     figures = [compared(label, pairs) for label, pairs in found.items()]
-    of_engines = [f for f in figures if f.name.startswith("whatif/engines/")]
-    others = [f for f in figures if f not in of_engines]
-    return [*figures, *errors(others, ""), *errors(of_engines, "engines_")]
+    apart = {name: [f for f in figures if f.name.startswith(f"whatif/{name}/")] for name in ("engines", "meshes")}
+    others = [f for f in figures if not any(f in each for each in apart.values())]
+    return [*figures, *errors(others, ""), *(e for name, each in apart.items() for e in errors(each, f"{name}_"))]
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.add_argument("--only", choices=("one_host", "ranks", "engines", "two_hosts"), help="ask only this question")
+    asked = ("one_host", "ranks", "engines", "meshes", "two_hosts")
+    parser.add_argument("--only", choices=asked, help="ask only this question")
     given = parser.parse_args()
     report(measure(given), given.json)

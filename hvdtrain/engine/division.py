@@ -17,11 +17,8 @@ from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.memory import return_freed_memory
-from hvdtrain.state.divided import is_divided, name_of_parts, take_rows
+from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, take_rows
 from hvdtrain.state.sync import broadcast_parameters
-
-COPIES = "copies"
-"""Name of the dimension of a mesh of ranks with copies of a part; see `name_of_parts`."""
 
 _GROUP_BYTES = 16 << 20
 _EXCHANGE = "hvdtrain"
@@ -116,7 +113,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
-    """Return the mesh of the ranks of a stage: `width` of them divide something, the others have `COPIES` of it.
+    """Return the mesh of the ranks of a stage: the second dimension is that of the `width` ranks that divide something.
 
     With `--parallel.dp_shard`, of the ranks of a group. Collective: yes.
     """
@@ -125,7 +122,7 @@ def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
     groups = [lasting_group(comm, each) for each in ranks]
     stage = dimensions.stage(comm.rank, comm.size) if within is None else dimensions.block(comm.rank, within)
     every = torch.tensor(stage).view(-1, width)
-    names = (COPIES, name_of_parts(dimensions.pp))
+    names = (name_of_copies(dimensions.pp), name_of_parts(dimensions.pp))
     return DeviceMesh.from_group(groups, parts.device.type, every, mesh_dim_names=names)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -110,11 +111,14 @@ class FsdpEngine(DividedEngine):
 
     def backward(self, loss: Tensor) -> None:
         """Sum the gradients of `loss` at their owners. Collective: yes."""
+        self._pass_back(partial(torch.autograd.backward, loss))
+
+    def _pass_back(self, call: Callable[[], None]) -> None:
         self._end_pass()
         if self._collectives is not None:
             self._collectives.begin_pass()
         try:
-            torch.autograd.backward(loss)
+            call()
         except RuntimeError as error:
             raise self._explained(error) from error
 
@@ -181,14 +185,18 @@ class FsdpEngine(DividedEngine):
         return error
 
 
-def divide_part(parts: EngineParts, part: nn.Module, mesh: DeviceMesh, *, casts_inputs: bool = True) -> None:
+def divide_part(
+    parts: EngineParts, part: nn.Module, mesh: DeviceMesh, *, casts_inputs: bool = True, is_outside: bool = False
+) -> None:
     """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh.
 
-    `casts_inputs`: whether the part gets what it is called with in the format of its parameters.
+    `casts_inputs`: whether the part gets what it is called with in the format of its parameters. `is_outside`: whether
+    the part is outside of blocks, as the whole model is: it stays gathered until its backward pass.
     """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
-    formats = replace(_formats(parts.weights, is_root=part is parts.model), cast_forward_inputs=casts_inputs)
-    fully_shard(part, mesh=mesh, mp_policy=formats, offload_policy=offload)
+    is_outside = is_outside or part is parts.model
+    formats = replace(_formats(parts.weights, is_outside=is_outside), cast_forward_inputs=casts_inputs)
+    fully_shard(part, mesh=mesh, reshard_after_forward=not is_outside, mp_policy=formats, offload_policy=offload)
 
 
 def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
@@ -203,11 +211,11 @@ def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return modules
 
 
-def _formats(weights: torch.dtype | None, *, is_root: bool) -> MixedPrecisionPolicy:
+def _formats(weights: torch.dtype | None, *, is_outside: bool) -> MixedPrecisionPolicy:
     """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
     if weights is None:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if is_root else None)
+    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if is_outside else None)
 
 
 def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:
@@ -217,7 +225,8 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
         owner |= dict.fromkeys(divided.parameters(), module)  # type: ignore[attr-defined]
     found: dict[str, list[str]] = {module: [] for module in modules}
     for name, parameter in model.named_parameters():
-        found[owner[parameter]].append(name)
+        if parameter in owner:  # else another stage of a pipeline has it
+            found[owner[parameter]].append(name)
     return found
 
 

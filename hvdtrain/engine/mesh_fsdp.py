@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from hvdtrain.comm.dimensions import IN_GROUP
 from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh, mesh_groups
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
-from hvdtrain.engine.division import COPIES, divide_model, mesh_of_parts
+from hvdtrain.engine.division import divide_model, mesh_of_parts
 from hvdtrain.engine.fsdp import FsdpEngine, divide_part, refuse_buckets
 from hvdtrain.engine.fsdp_checks import check_fsdp
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
@@ -22,9 +22,10 @@ from hvdtrain.engine.mesh import check_mesh
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError
-from hvdtrain.state.divided import is_divided, name_of_parts
+from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, on_stages
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -44,23 +45,35 @@ class MeshFsdpEngine(FsdpEngine):
         self._hosts, self._everyone = gather_hosts(parts.comm), parts.comm
         self._experts: list[str] = []  # names of modules
         super().__init__(parts, mesh, collectives)
-        # See `_copy_view`. A model may return a view: what is outside of blocks stays gathered after forward.
-        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(parts.model).__name__}\) returned a view")
+        self._ignore_views(parts.model)
+
+    def _ignore_views(self, module: nn.Module) -> None:
+        """Ignore torch's warning that a module returns a view: it stays gathered after forward. See `_copy_view`."""
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
 
     def _divide(self, parts: EngineParts, mesh: Mesh) -> None:
         """Divide each block into parts, then this rank's part among the ranks with copies of it. Collective: yes."""
         tp, experts = parts.dimensions.tp, parts.dimensions.experts
         names = {module: name for name, module in parts.model.named_modules()}
-        copies, copies_of_experts = (mesh_of_parts(parts, width)[COPIES] for width in (tp, experts))
+        copies_name, parts_name = (name(parts.dimensions.pp) for name in (name_of_copies, name_of_parts))
+        copies, copies_of_experts = (mesh_of_parts(parts, width)[copies_name] for width in (tp, experts))
 
         def divide(part: nn.Module) -> None:
-            for module in _modules_of_experts(part, experts, names) if experts != tp else ():
+            for module in _modules_of_experts(part, experts, parts_name, names) if experts != tp else ():
                 module.register_forward_hook(_copy_view)
                 divide_part(parts, module, copies_of_experts, casts_inputs=False)  # the block has cast tokens
                 self._experts.append(names[module])
-            divide_part(parts, part, copies)
+            self._divide_rows(parts, part, copies)
 
+        self._place(parts, divide)
+
+    def _place(self, parts: EngineParts, divide: Callable[[nn.Module], None]) -> None:
+        """Give each rank its parts of the model, and divide them by `divide`. Collective: yes."""
         divide_model(parts, self._hosts, divide)
+
+    def _divide_rows(self, parts: EngineParts, part: nn.Module, ranks: DeviceMesh) -> None:
+        """Divide the rows of a block, or of what is left of the model, among the ranks with copies. Collective: yes."""
+        divide_part(parts, part, ranks)
 
     def _comms_of_modules(self, parts: EngineParts) -> Mapping[str, Comm]:
         """Return the ranks with copies of this rank's part of each module, by its name. Collective: yes."""
@@ -92,19 +105,21 @@ class MeshHybridEngine(HybridEngine, MeshFsdpEngine):
             super()._on_sum(module, names)
 
 
-def _modules_of_experts(part: nn.Module, ranks: int, names: Mapping[nn.Module, str]) -> list[nn.Module]:
+def _modules_of_experts(
+    part: nn.Module, ranks: int, parts_name: str, names: Mapping[nn.Module, str]
+) -> list[nn.Module]:
     """Return the modules with parameters of experts, which `ranks` ranks divide, and FSDP does not yet.
 
-    `names`: of all modules of the model.
+    `parts_name`: of the dimension of their mesh; `names`: of all modules of the model.
 
     Errors:
         ConfigError: one has other parameters, too.
     """
     found = []
     for module in part.modules():
-        if any(_is_of_experts(parameter, ranks) for parameter in module.parameters(recurse=False)):
+        if any(_is_of_experts(parameter, ranks, parts_name) for parameter in module.parameters(recurse=False)):
             found.append(module)
-            others = [other for other, parameter in module.named_parameters() if not _is_of_experts(parameter, ranks)]
+            others = [n for n, p in module.named_parameters() if not _is_of_experts(p, ranks, parts_name)]
             if others:
                 raise ConfigError(
                     f"--parallel.engine fsdp with --parallel.ep: {names[module]} has experts, and other parameters",
@@ -116,9 +131,10 @@ def _modules_of_experts(part: nn.Module, ranks: int, names: Mapping[nn.Module, s
     return found
 
 
-def _is_of_experts(parameter: nn.Parameter, ranks: int) -> bool:
-    mesh = cast("DTensor", parameter).device_mesh if is_divided(parameter) else None
-    return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (name_of_parts(1),))
+def _is_of_experts(parameter: nn.Parameter, ranks: int, parts_name: str) -> bool:
+    by_torch = is_divided(parameter) and on_stages(parameter) is None
+    mesh = cast("DTensor", parameter).device_mesh if by_torch else None
+    return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (parts_name,))
 
 
 def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
@@ -133,7 +149,12 @@ def make_mesh_fsdp(parts: EngineParts) -> FsdpEngine:
     """
     refuse_buckets(parts)
     _check(parts)
-    return MeshFsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))
+    kind = MeshFsdpEngine
+    if parts.dimensions.pp > 1:
+        from hvdtrain.engine.pipeline_fsdp import PipelineFsdpEngine  # which builds on this module
+
+        kind = PipelineFsdpEngine
+    return kind(parts, make_mesh(parts.comm, None), make_collectives(parts))
 
 
 def make_mesh_hybrid(parts: EngineParts) -> FsdpEngine:
@@ -153,10 +174,10 @@ def _check(parts: EngineParts) -> None:
     check_fsdp(parts)
     dimensions = parts.dimensions
     together = parts.comm.size if parts.dp_shard is None else parts.dp_shard
-    if together == dimensions.tp:
+    if together == dimensions.tp * dimensions.pp:
         raise ConfigError(
             f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
-            expected=f"a multiple of {dimensions.tp} ranks",
+            expected=f"more ranks, a multiple of {together}",
             found=f"{together} ranks, which hold one copy of each part",
             next_step="--parallel.engine horovod"
             + (", or start more ranks" if parts.dp_shard is None else ", or a larger --parallel.dp_shard"),

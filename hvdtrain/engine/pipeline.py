@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.mesh import MeshEngine
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass
@@ -19,20 +20,23 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 
 
-class PipelineEngine(MeshEngine):
-    """Ranks of a pipeline divide the blocks of a model; other pipelines have copies, with other samples.
+class Pipelined(Engine):
+    """What engines of pipelines share: the order of passes.
 
-    Args:
-        parts: the model's parameters become those of rank 0.
+    A subclass has `_pass_back`, which runs a backward pass, and in a step `_remaining`, the number of micro-batches.
 
     Attributes:
         stage: of this rank.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    stage: Stage
+    _spans: Spans
+    _remaining: int
+    _pass_back: Callable[[Callable[[], None]], None]
+
+    def _make_stage(self, parts: EngineParts) -> None:
         self._spans = parts.spans or Spans()
         self.stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, self._spans)
-        super().__init__(parts, place=self.stage.place)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run this rank's part of a forward pass. Collective: yes."""
@@ -65,10 +69,6 @@ class PipelineEngine(MeshEngine):
         finally:
             stage.use(None)
 
-    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if not (self.stage.deferred and self.stage.deferred.awaits(parameter)):
-            super()._on_gradient(name, parameter)
-
     def backward(self, loss: Tensor) -> None:
         """Run this rank's part of a backward pass. Collective: yes."""
         self._pass_back(partial(self.stage.backward, loss))
@@ -77,6 +77,22 @@ class PipelineEngine(MeshEngine):
         """Remove the hooks."""
         super().close()
         self.stage.close()
+
+
+class PipelineEngine(Pipelined, MeshEngine):
+    """Ranks of a pipeline divide the blocks of a model; other pipelines have copies, with other samples.
+
+    Args:
+        parts: the model's parameters become those of rank 0.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._make_stage(parts)
+        super().__init__(parts, place=self.stage.place)
+
+    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        if not (self.stage.deferred and self.stage.deferred.awaits(parameter)):
+            super()._on_gradient(name, parameter)
 
 
 def with_stages(task: Task, stage: Stage) -> Task:
@@ -89,9 +105,11 @@ def with_stages(task: Task, stage: Stage) -> Task:
     def run(function: Callable[..., Any], at_end: Callable[[], Any], *arguments: Any) -> Any:
         stage.start()
         try:
-            return function(*arguments)
+            found = function(*arguments)
         except EndOfStage:
-            return at_end()
+            found = at_end()
+        stage.end()
+        return found
 
     def on_stage(function: Callable[..., Any], at_end: Callable[[], Any], *arguments: Any) -> Any:
         if stage.chunk is not None or stage.chunks == 1:

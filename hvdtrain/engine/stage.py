@@ -46,6 +46,7 @@ class Stage:
         option: of the command line.
         chunks: number of virtual stages of a rank; 1 without them.
         chunk: the one that is running, from 0; None outside of a step.
+        on_start, on_end: called before and after each function of the task.
         deferred: gradients of weights, which have passes of their own; None without `--parallel.zero_bubble`.
         device: of the blocks.
 
@@ -96,6 +97,8 @@ class Stage:
         self.device = device
         # The first stage has all that blocks get.
         self._unchecked = set(range(self.chunks)) if self._number and not is_imagined else set()
+        self.on_start: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
         self.use(None)
         self.start()
         self._hooks: list[Any] = [blocks[0].register_forward_pre_hook(self._count_run, prepend=True)]
@@ -110,16 +113,19 @@ class Stage:
                 own = module.forward if self._number in stages else None
                 module.forward = partial(self._embed, module, own)  # type: ignore[method-assign]
 
-    def place(self, parts: EngineParts, hosts: list[Any]) -> set[str]:
+    def place(
+        self, parts: EngineParts, hosts: list[Any], divide: Callable[[nn.Module], object] | None = None
+    ) -> set[str]:
         """Give each rank its stage of rank 0's values; see `divide_model`. Collective: yes."""
+        self._divides = divide is not None
         whole = dict(parts.model.named_parameters())
         # With the names of tied parameters.
         named = parts.model.named_parameters(remove_duplicate=False)
         self._stages_by_name = {name: self._stages_of[parameter] for name, parameter in named}
         self._stages_of = {}
         if parts.dimensions.experts > 1:
-            return divide_model(parts, hosts, layers=self)
-        distribute(parts, whole, ties_of(parts.model), self.take)
+            return divide_model(parts, hosts, divide, layers=self)
+        distribute(parts, whole, ties_of(parts.model), self.take, divide)
         return set()
 
     def holds(self, name: str) -> bool:
@@ -135,6 +141,8 @@ class Stage:
         """Return the whole parameter on the device, or on ranks of other stages one without elements."""
         is_held = self.holds(name)
         held = value.to(self.device) if is_held else value.new_empty(0, *value.shape[1:], device=self.device)
+        if is_held and self._divides:
+            return held
         return OnStages(tuple(value.shape), self._stages_by_name[name], self._ranks).of(held)
 
     def order(self, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
@@ -151,6 +159,12 @@ class Stage:
     def start(self) -> None:
         """Begin a function of the task, which runs the model once."""
         self._runs, self._is_after = 0, False
+        self.on_start()
+
+    def end(self) -> None:
+        """End a function of the task."""
+        if self._dry is None:
+            self.on_end()
 
     def _count_run(self, *_: object) -> None:
         self._runs += 1

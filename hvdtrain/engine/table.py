@@ -183,7 +183,7 @@ TABLE = (
         "hvdtrain.engine.mesh_fsdp:make_mesh_fsdp",
         ("none",),
         ("parameters", "none"),
-        dimensions=("tp", "ep"),
+        dimensions=("tp", "ep", "pp"),
         casts_weights=True,
         places_model=True,
     ),
@@ -270,8 +270,8 @@ def find_engine(
         groups = f" with --parallel.dp_shard {dp_shard}" if dp_shard is not None else ""
         raise ConfigError(
             f"{options}{groups} does not support {dimensions.options}",
-            expected="--parallel.engine horovod with --parallel.shard none or optimizer, or (not with --parallel.pp)"
-            " --parallel.engine fsdp",
+            expected="--parallel.engine horovod with --parallel.shard none or optimizer, or --parallel.engine fsdp"
+            " (with --parallel.pp without --parallel.dp_shard)",
         )
     options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:

@@ -77,8 +77,7 @@ def meshes_to_try(text: str | None, count: int, engine: str) -> Iterator[Way]:
         for more, (name, most) in product(("", f"x{_FSDP}")[: 1 + (engine != _FSDP)], _MOST.items()):
             width = 2
             while width <= min(most, count) and count % width == 0:
-                if name != "pp" or not more:
-                    yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
+                yield replace(_way(f"{name}{width}{more}"), family=f"{name}{more}")
                 width *= 2
         return
     for mesh in text.split(",") if text not in (None, "none") else []:

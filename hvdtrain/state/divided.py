@@ -79,7 +79,7 @@ class Cut(NamedTuple):
         return rank // self.stride % self.parts
 
 
-_PARTS = "parts"
+_PARTS, _COPIES = "parts", "copies"
 
 
 def name_of_parts(stages: int) -> str:
@@ -90,8 +90,13 @@ def name_of_parts(stages: int) -> str:
     return f"{_PARTS}/{stages}"
 
 
+def name_of_copies(stages: int) -> str:
+    """Return the name of the dimension of ranks with copies of a part; see `name_of_parts`."""
+    return f"{_COPIES}/{stages}"
+
+
 def _stages_of(mesh: DeviceMesh) -> int:
-    """Return the number of stages in `name_of_parts`; 1 for other meshes."""
+    """Return the number of stages in the names of a mesh; 1 for other meshes."""
     return next((int(name.partition("/")[2]) for name in mesh.mesh_dim_names or () if "/" in name), 1)
 
 

@@ -138,15 +138,15 @@ def test_what_fsdp_cannot_divide_further_is_refused(
 
 def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are gathered among other ranks."""
-    monkeypatch.setattr(mesh_fsdp, "_is_of_experts", lambda parameter, ranks: parameter.dim() == 3)
+    monkeypatch.setattr(mesh_fsdp, "_is_of_experts", lambda parameter, *_: parameter.dim() == 3)
     model = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Module(), "norm": nn.LayerNorm(2)})})
     experts: Any = model["block"]["experts"]  # type: ignore[index]
     experts.matrices = nn.Parameter(torch.zeros(2, 2, 2))
     names = {module: name for name, module in model.named_modules()}
-    assert mesh_fsdp._modules_of_experts(model["block"], 2, names) == [experts]
+    assert mesh_fsdp._modules_of_experts(model["block"], 2, "parts/1", names) == [experts]
     experts.bias = nn.Parameter(torch.zeros(2))
     with pytest.raises(ConfigError, match=r"block.experts has experts, and other parameters(?s:.*)found: bias"):
-        mesh_fsdp._modules_of_experts(model["block"], 2, names)
+        mesh_fsdp._modules_of_experts(model["block"], 2, "parts/1", names)
 
 
 @pytest.mark.parametrize(

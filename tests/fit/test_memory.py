@@ -258,14 +258,14 @@ def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
     assert not any(line["proposed"] for line in every.values()), "without --gib"
     few = ("--ranks=4", f"--gib={peaks['cp2'] / 2**30}", "--shards=none")
     found = _lines(tmp_path, *few)
-    with_fsdp = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp"]
+    with_fsdp = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp", "pp2xfsdp"]
     assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2", "pp2", *with_fsdp], "and no larger ones of those that fit"
-    for name in ("ep2", "tp2", "cp2"):
+    for name in ("ep2", "tp2", "cp2", "pp2"):
         assert found[f"{name}xfsdp"]["memory"]["optimizer"] < 0.6 * found[name]["memory"]["optimizer"]
     fitting = {name: each for name, line in found.items() if (each := line["memory"])["peak"] <= peaks["cp2"]}
     assert 2 < len(fitting) < len(found)
     assert min(fitting, key=lambda name: fitting[name]["waited_for"]) == "pp2", "which waits for other stages, too"
-    best = min(fitting.keys() - {"pp2"}, key=lambda name: fitting[name]["waited_for"])
+    best = min(fitting.keys() - {"pp2", "pp2xfsdp"}, key=lambda name: fitting[name]["waited_for"])
     assert [name for name, line in found.items() if line["proposed"]] == [best]
     more = _lines(tmp_path, "--ranks=4", f"--gib={peaks['ep2'] / 2**30}", "--shards=none")
     assert [*more] == ["none", "ep2", "tp2", "cp2", "pp2", *with_fsdp], "not ep4, as ep2 fits"

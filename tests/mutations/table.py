@@ -238,8 +238,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "exchange/active_buckets.py",
-        "self.detached = self.detached.without_parameters(dict(self._known), self._ranks, keep=self._delivered)",
-        "self.detached = DetachedState({}, self._ranks)",
+        "self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)",
+        "self.detached = DetachedState({}, self.ranks)",
         "what is owed to a frozen parameter is forgotten",
         "tests/exchange/test_residual_transfer.py",
     ),

@@ -30,6 +30,7 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
 LATER = "--parallel.zero_bubble=true"
 ZERO, FSDP = "--parallel.shard=optimizer", "--parallel.engine=fsdp"
+SMALL = "--train.micro_batch=1"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -121,6 +122,10 @@ FOUR = {
     "pp2zerolater/many": (PP + "2", ZERO, LATER, *VARIANTS["many"]),
     "pp4/dropping": (PP + "4", *VARIANTS["dropping"]),
     "pp2zero/dropping": (PP + "2", ZERO, *VARIANTS["dropping"]),
+    "pp2ep2fsdp/many": (PP + "2", EP + "2", FSDP, *VARIANTS["many"]),
+    "pp2fsdp/many": (PP + "2", FSDP, *VARIANTS["many"]),
+    **{f"pp2fsdp/{name}": (PP + "2", FSDP, SMALL, *VARIANTS[name]) for name in ("recomputed", "averaged", "frozen")},
+    "pp2fsdp/bf16-weights": (PP + "2", FSDP, SMALL, *ROUNDED["bf16-weights"]),
     "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
 }
 """Of four ranks."""
@@ -130,6 +135,11 @@ STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", TP + "2", *VARIANTS["many"]), VARIANTS["many"]),
     "tied": tuple((*mesh, *VARIANTS["dropping"], "--train.ema=0.9") for mesh in ((PP + "2",), (PP + "4",), ())),
     "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
+    "blocks": (
+        (PP + "2", *VARIANTS["many"]),
+        (PP + "2", FSDP, *VARIANTS["many"]),
+        VARIANTS["many"],
+    ),
     "rows": ((FSDP, *VARIANTS["own"]), (TP + "2", FSDP, *VARIANTS["own"]), VARIANTS["own"]),
 }
 """Options of a run on two, four and one rank, one after the other."""

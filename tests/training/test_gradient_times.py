@@ -83,7 +83,7 @@ def test_a_failed_write_during_a_failure_is_reported_and_not_raised(tmp_path: Pa
     comm, spans = SoloComm(), Spans()
     model = nn.Linear(2, 2)
     # An engine that cannot tell its plan any more.
-    engine = SimpleNamespace(compression="none")
+    engine = SimpleNamespace(compression="none", copies=dict)
     ready = GradientMarks(model, spans)
     times = GradientTimes(ready, engine, comm, spans, tmp_path / "gradients.json", said.append, read_host({}))
     for step in range(1, 6):

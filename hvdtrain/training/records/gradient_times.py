@@ -116,7 +116,8 @@ class GradientTimes(Listener):
         number = step - self._first_step + 1
         if number > _FIRST and not self._is_closed:
             self._keep(step - 1)
-        self.ready.counts_rows = number == _COUNT_ROWS
+        # Where ranks divide the model, gradients are not sent as rows, and to count them would be collective.
+        self.ready.counts_rows = number == _COUNT_ROWS and not self.engine.copies()
         if number == _FIRST:
             self._packed = GradientMarks(self.ready.model, self.spans, on_cuda=self.ready.on_cuda)
         if _FIRST <= number <= _LAST + 1:

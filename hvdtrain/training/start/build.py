@@ -110,9 +110,9 @@ def engine_of_worker(
         return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
     engine = make(comm, parallel.compression)
     if dimensions.pp > 1:
-        from hvdtrain.engine.pipeline import PipelineEngine, with_stages
+        from hvdtrain.engine.pipeline import Pipelined, with_stages
 
-        assert isinstance(engine, PipelineEngine)
+        assert isinstance(engine, Pipelined)
         worker.task = with_stages(worker.task, engine.stage)
     return engine
 

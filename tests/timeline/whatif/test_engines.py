@@ -159,6 +159,7 @@ def test_a_run_with_fsdp_is_refused(tmp_path: Path) -> None:
     assert "--engine fsdp" in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", [1, 100, 120, 1000, 10_000])
 def test_buckets_of_ddp_are_those_of_torch(limit: int) -> None:
     sizes = [30, 7, 400, 1, 1, 90, 250, 3000, 5]
     found = fill_ddp([Gradient(str(i), (size,)) for i, size in enumerate(sizes)], limit)

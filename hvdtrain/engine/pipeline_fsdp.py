@@ -1,0 +1,129 @@
+"""The engine of a pipeline in which FSDP divides each stage among the ranks with copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.fsdp import divide_part
+from hvdtrain.engine.fsdp_collectives import FsdpCollectives
+from hvdtrain.engine.mesh_fsdp import MeshFsdpEngine
+from hvdtrain.engine.pipeline import Pipelined
+from hvdtrain.engine.table import EngineParts
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.divided import on_stages
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
+    """Ranks of a pipeline divide the blocks of a model; those with copies of a stage divide its rows.
+
+    Each block, and each module with parameters outside of blocks, is gathered by itself: the model cannot be, because
+    its pass ends within it.
+
+    Args:
+        parts: the model's parameters become those of rank 0.
+        mesh, collectives: see `MeshFsdpEngine`.
+    """
+
+    def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
+        _check(parts)
+        self._options = parts.dimensions.options
+        self._outside: dict[str, FSDPModule] = {}  # modules outside of blocks, by name
+        self._ran: set[str] = set()  # of these, in a pass
+        self._make_stage(parts)
+        super().__init__(parts, mesh, collectives)
+        root = _Root(self._modules.values())
+        fully_shard(root, mesh=self._ranks)
+        with torch.no_grad():
+            root()  # from now on torch knows it as the root of all
+        self.stage.on_start, self.stage.on_end = self._begin_pass, self._end_pass_forward
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients; all ranks have the same number of passes."""
+        super().begin(micro_batches)
+        self._remaining = micro_batches
+
+    def _place(self, parts: EngineParts, divide: Callable[[nn.Module], None]) -> None:
+        self.stage.place(parts, self._hosts, divide)
+
+    def _divide_rows(self, parts: EngineParts, part: nn.Module, ranks: DeviceMesh) -> None:
+        self._ranks = ranks
+        if part is not parts.model:
+            if _holds(part.parameters()):
+                divide_part(parts, part, ranks)
+            return
+        within = {module for block in blocks(part) for module in block.modules()}
+        for name, module in part.named_modules():
+            if module not in within and _holds(module.parameters(recurse=False)):
+                divide_part(parts, module, ranks, is_outside=True)
+                module.register_forward_hook(partial(self._note_run, name))
+                self._ignore_views(module)
+                assert isinstance(module, FSDPModule)
+                self._outside[name] = module
+
+    def _note_run(self, name: str, *_: object) -> None:
+        self._ran.add(name)
+
+    def _begin_pass(self) -> None:
+        """Gather what is outside of blocks, before any of it runs. Collective: yes."""
+        self._ran.clear()
+        for module in self._outside.values():
+            module.unshard()
+
+    def _end_pass_forward(self) -> None:
+        """Check that a pass has run all that is outside of blocks: ranks sum its gradients in the order of backward.
+
+        Errors:
+            TaskError: it has not.
+        """
+        if missing := sorted(self._outside.keys() - self._ran):
+            raise TaskError(
+                f"--parallel.engine fsdp with {self._options} does not support this task: a pass has not run"
+                f" {', '.join(missing)}",
+                expected="passes that run all modules with parameters outside of blocks",
+                next_step="use them in each pass, or --parallel.engine horovod",
+            )
+
+
+class _Root(nn.Module):
+    """A module of all that this rank gathers. torch lets the modules within one share their streams."""
+
+    def __init__(self, modules: Iterable[FSDPModule]) -> None:
+        super().__init__()
+        self.gathered = nn.ModuleList(modules)  # type: ignore[arg-type]
+
+    def forward(self) -> None:
+        """Do nothing."""
+
+
+def _holds(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(on_stages(parameter) is None for parameter in parameters)
+
+
+def _check(parts: EngineParts) -> None:
+    """Check that FSDP can divide the stages. Errors: ConfigError: it cannot."""
+    dimensions = parts.dimensions
+    within = {module for block in blocks(parts.model) for module in block.modules()}
+    around = [module for module in parts.model.modules() if module not in within and blocks(module)]
+    owner = {parameter: module for module in parts.model.modules() for parameter in module.parameters(recurse=False)}
+    named = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
+    options, elsewhere = f"--parallel.engine fsdp with {dimensions.options}", "or --parallel.engine horovod"
+    what = ""
+    if dimensions.virtual_stages > 1 or dimensions.zero_bubble:
+        what = "--parallel.virtual_stages or --parallel.zero_bubble"
+    elif len(named) > len({*parts.model.parameters()}):
+        what = "a parameter under two names, such as tied embeddings"
+    elif any(module in around for module in owner.values()):
+        what = "parameters outside of blocks that the module around the blocks has itself"
+    if what:
+        raise ConfigError(f"{options} does not support {what}", next_step=f"leave it out, {elsewhere}", everywhere=True)

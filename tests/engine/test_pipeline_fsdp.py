@@ -1,0 +1,116 @@
+"""Stages that FSDP divides among the ranks with copies of them. (Training: the laws.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import Task
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.engine.make import make_engine
+from hvdtrain.engine.pipeline import with_stages
+from hvdtrain.errors import ConfigError, TaskError
+
+PP2 = Dimensions(pp=2)
+
+
+class Model(nn.Module):
+    """Embeddings, blocks, a module that not each pass runs, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.rare, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(len(ids)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.rare(x) if ids[0] else x)  # type: ignore[no-any-return]
+
+
+def _loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
+    return model(ids).sum(), 1.0
+
+
+@contextmanager
+def _engine(rank: int, model: nn.Module, size: int = 4, **dimensions: Any) -> Iterator[Any]:
+    comm, optimizer = ImaginedComm(size, rank=rank), torch.optim.SGD(model.parameters())
+    asked = ("none", None, None, {}, "parameters", "fsdp", torch.device("cpu"), None, "fp32")
+    with imagined_ranks(size, rank):
+        engine = make_engine(optimizer, model, comm, *asked, replace(PP2, **dimensions), {})
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def test_ranks_have_all_rows_together() -> None:
+    """Each of a stage has its rows of that, and nothing of the other one."""
+    whole = {name: parameter.numel() for name, parameter in Model().named_parameters()}
+    found = dict.fromkeys(whole, 0)
+    for rank in range(4):
+        model = Model()
+        with _engine(rank, model) as engine:
+            held = {name: own.parameter for name, own in engine.owned().items() if own.parameter is not None}
+            first = {name for name in whole if name.startswith(("tokens", "places", "blocks.0"))}
+            assert held.keys() == (first if rank < 2 else whole.keys() - first)
+            for name, rows in held.items():
+                found[name] += rows.numel()
+            assert sum(map(len, (group["params"] for group in engine.optimizer.param_groups))) == len(held)
+    assert found == whole
+
+
+@pytest.mark.parametrize(("rank", "runs", "missing"), [(0, 1, ""), (2, 1, ""), (2, 0, "rare")])
+def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) -> None:
+    model: Any = Model()
+    with _engine(rank, model) as engine:
+        task = with_stages(Task(model, _loss, []), engine.stage)
+        engine.stage._unchecked = set()
+        engine.begin(2)
+
+        def forward() -> None:
+            engine.forward(lambda: task.loss(model, torch.tensor([runs, 2])))
+
+        if missing:
+            with pytest.raises(TaskError, match=f"a pass has not run {missing}\n"):
+                forward()
+        else:
+            forward()
+            forward()
+
+
+def _tied() -> nn.Module:
+    model: Any = Model()
+    model.head.weight = model.tokens.weight
+    return model  # type: ignore[no-any-return]
+
+
+def _around() -> nn.Module:
+    model = Model()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "dimensions", "said"),
+    [
+        (_tied, 4, {}, "a parameter under two names"),
+        (_around, 4, {}, "parameters outside of blocks"),
+        (Model, 4, {"virtual_stages": 1, "zero_bubble": True}, "--parallel.zero_bubble"),
+        (Model, 2, {}, "divides parts among the ranks with copies of them"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    build: Callable[[], nn.Module], size: int, dimensions: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said), _engine(0, build(), size, **dimensions):
+        pass
