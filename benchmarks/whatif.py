@@ -10,7 +10,8 @@ turn is seen in forward's passes, and told to the prediction: other work there i
 - ranks: 1 rank, from it 2 on one host;
 - engines: 2 ranks on 2 cores with AdamW and clipping, without a divided optimizer; from it the other engines, and from
   each of them that one again (not from fsdp, which does not record enough);
-- meshes: 2 ranks that divide matrices, sequences or layers; from 4 micro-batches in a step 8, and the reverse;
+- meshes: 2 ranks that divide matrices, sequences or layers of the default language model (they cannot divide 5 heads);
+  from 4 micro-batches in a step 8, and the reverse;
 - unthrottled, 1gbit, 300mbit, 100mbit: 2 hosts of one core each (see tests/support/two_hosts.py; needs root), fitted to
   the base at the first rate alone.
 """
@@ -181,7 +182,7 @@ def meshes(rounds: int) -> dict[str, Pair]:
     """From 4 micro-batches of a step to 8, and the reverse. Seconds are those of each job: their passes differ."""
     found: dict[str, Pair] = {}
     for name in ("tp", "cp", "pp"):
-        divided = replace(PLAIN, ours={**PLAIN.ours, f"parallel.{name}": 2})
+        divided = replace(PLAIN, model="default", ours={**PLAIN.ours, f"parallel.{name}": 2})
         passes = {"few": 2, "many": 4}
         starts = {size: partial(Job, "ours", replace(divided, passes=each)) for size, each in passes.items()}
         with warmed_up(starts, WARM_UP) as jobs:
