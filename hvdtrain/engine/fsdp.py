@@ -186,17 +186,29 @@ class FsdpEngine(DividedEngine):
 
 
 def divide_part(
-    parts: EngineParts, part: nn.Module, mesh: DeviceMesh, *, casts_inputs: bool = True, is_outside: bool = False
+    parts: EngineParts,
+    part: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    casts_inputs: bool = True,
+    stays_gathered: bool = False,
+    returns_fp32: bool = False,
 ) -> None:
     """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh.
 
-    `casts_inputs`: whether the part gets what it is called with in the format of its parameters. `is_outside`: whether
-    the part is outside of blocks, as the whole model is: it stays gathered until its backward pass.
+    Args:
+        parts: of the engine.
+        part: the whole model, or a module in it.
+        mesh: of the ranks.
+        casts_inputs: whether the part gets what it is called with in the format of its parameters.
+        stays_gathered: whether it does until a backward pass; the whole model does.
+        returns_fp32: whether its output is fp32; that of the whole model is.
     """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
-    is_outside = is_outside or part is parts.model
-    formats = replace(_formats(parts.weights, is_outside=is_outside), cast_forward_inputs=casts_inputs)
-    fully_shard(part, mesh=mesh, reshard_after_forward=not is_outside, mp_policy=formats, offload_policy=offload)
+    is_whole = part is parts.model
+    formats = replace(_formats(parts.weights, returns_fp32=returns_fp32 or is_whole), cast_forward_inputs=casts_inputs)
+    reshards = not (stays_gathered or is_whole)
+    fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=formats, offload_policy=offload)
 
 
 def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
@@ -211,11 +223,11 @@ def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
     return modules
 
 
-def _formats(weights: torch.dtype | None, *, is_outside: bool) -> MixedPrecisionPolicy:
+def _formats(weights: torch.dtype | None, *, returns_fp32: bool) -> MixedPrecisionPolicy:
     """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
     if weights is None:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if is_outside else None)
+    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if returns_fp32 else None)
 
 
 def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:

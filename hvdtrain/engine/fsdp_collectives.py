@@ -76,11 +76,7 @@ class FsdpCollectives:
             module.set_custom_reduce_scatter(_ReduceScatter(self, name, comm))  # type: ignore[arg-type]
             if names[name]:
                 self.parameter_names |= {f"{kind}/{name}": names[name] for kind in ("parameters", "gradients")}
-        # Not by modules within blocks: where backward computes activations again, their forward pass comes late.
-        blocks = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
-        for name, following in itertools.pairwise(blocks):
-            within = [other for other in modules if other.startswith(f"{name}.")]
-            modules[name].set_modules_to_forward_prefetch([modules[other] for other in [*within, following]])
+        prefetch_in_order(modules)
 
     def begin(self) -> None:
         """Start a step."""
@@ -150,6 +146,15 @@ class FsdpCollectives:
 
     def _span(self) -> AbstractContextManager[object]:
         return self._spans(GATHER) if self._is_step else nullcontext()
+
+
+def prefetch_in_order(modules: Mapping[str, FSDPModule]) -> None:
+    """Let the gather of each module begin before the one in front of it runs; `modules` by name, in this order."""
+    # Not by modules within blocks: where backward computes activations again, their forward pass comes late.
+    blocks = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
+    for name, following in itertools.pairwise(blocks):
+        within = [other for other in modules if other.startswith(f"{name}.")]
+        modules[name].set_modules_to_forward_prefetch([modules[other] for other in [*within, following]])
 
 
 class _Running:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.fsdp import divide_part
-from hvdtrain.engine.fsdp_collectives import FsdpCollectives
+from hvdtrain.engine.fsdp_collectives import FsdpCollectives, prefetch_in_order
 from hvdtrain.engine.mesh_fsdp import MeshFsdpEngine
 from hvdtrain.engine.pipeline import Pipelined
 from hvdtrain.engine.table import EngineParts
@@ -46,7 +46,8 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
         fully_shard(root, mesh=self._ranks)
         with torch.no_grad():
             root()  # from now on torch knows it as the root of all
-        self.stage.on_start, self.stage.on_end = self._begin_pass, self._end_pass_forward
+        prefetch_in_order(self._modules)
+        self.stage.on_start, self.stage.on_end = self._gather_outside, self._check_all_ran
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
@@ -63,9 +64,9 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
                 divide_part(parts, part, ranks)
             return
         within = {module for block in blocks(part) for module in block.modules()}
-        for name, module in part.named_modules():
+        for name, module in reversed([*part.named_modules()]):  # children before the modules around them
             if module not in within and _holds(module.parameters(recurse=False)):
-                divide_part(parts, module, ranks, is_outside=True)
+                divide_part(parts, module, ranks, stays_gathered=True, returns_fp32=not self.stage.is_first)
                 module.register_forward_hook(partial(self._note_run, name))
                 self._ignore_views(module)
                 assert isinstance(module, FSDPModule)
@@ -74,19 +75,19 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
     def _note_run(self, name: str, *_: object) -> None:
         self._ran.add(name)
 
-    def _begin_pass(self) -> None:
+    def _gather_outside(self) -> None:
         """Gather what is outside of blocks, before any of it runs. Collective: yes."""
         self._ran.clear()
         for module in self._outside.values():
             module.unshard()
 
-    def _end_pass_forward(self) -> None:
+    def _check_all_ran(self) -> None:
         """Check that a pass has run all that is outside of blocks: ranks sum its gradients in the order of backward.
 
         Errors:
             TaskError: it has not.
         """
-        if missing := sorted(self._outside.keys() - self._ran):
+        if torch.is_grad_enabled() and (missing := sorted(self._outside.keys() - self._ran)):
             raise TaskError(
                 f"--parallel.engine fsdp with {self._options} does not support this task: a pass has not run"
                 f" {', '.join(missing)}",
@@ -112,18 +113,22 @@ def _holds(parameters: Iterable[nn.Parameter]) -> bool:
 
 def _check(parts: EngineParts) -> None:
     """Check that FSDP can divide the stages. Errors: ConfigError: it cannot."""
-    dimensions = parts.dimensions
-    within = {module for block in blocks(parts.model) for module in block.modules()}
-    around = [module for module in parts.model.modules() if module not in within and blocks(module)]
-    owner = {parameter: module for module in parts.model.modules() for parameter in module.parameters(recurse=False)}
-    named = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-    options, elsewhere = f"--parallel.engine fsdp with {dimensions.options}", "or --parallel.engine horovod"
-    what = ""
+    dimensions, model = parts.dimensions, parts.model
+    within = {module for block in blocks(model) for module in block.modules()}
+    around = {name: module for name, module in model.named_modules() if module not in within and blocks(module)}
+    own = [f"{name}.{n}".lstrip(".") for name, m in around.items() for n, _ in m.named_parameters(recurse=False)]
+    first = {name for name, _ in model.named_parameters()}
+    again = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]
     if dimensions.virtual_stages > 1 or dimensions.zero_bubble:
-        what = "--parallel.virtual_stages or --parallel.zero_bubble"
-    elif len(named) > len({*parts.model.parameters()}):
-        what = "a parameter under two names, such as tied embeddings"
-    elif any(module in around for module in owner.values()):
-        what = "parameters outside of blocks that the module around the blocks has itself"
-    if what:
-        raise ConfigError(f"{options} does not support {what}", next_step=f"leave it out, {elsewhere}", everywhere=True)
+        what, next_step = "it, which divides each stage", "leave out --parallel.virtual_stages and .zero_bubble"
+    elif again:
+        what, next_step = f"{again[0]}, a second name of a parameter", "do not share it"
+    elif own:
+        what, next_step = f"{own[0]}, a parameter of the module around the blocks", "move it to a module of its own"
+    else:
+        return
+    raise ConfigError(
+        f"{dimensions.options} with --parallel.engine fsdp does not support {what}",
+        next_step=f"{next_step}, or --parallel.engine horovod",
+        everywhere=True,
+    )

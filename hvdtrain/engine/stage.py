@@ -123,6 +123,13 @@ class Stage:
         named = parts.model.named_parameters(remove_duplicate=False)
         self._stages_by_name = {name: self._stages_of[parameter] for name, parameter in named}
         self._stages_of = {}
+        if divide is not None and (name := next((n for n, s in self._stages_by_name.items() if len(s) > 1), "")):
+            raise ConfigError(
+                f"{self.option} with --parallel.engine fsdp does not support {name}, which the first stage and the last"
+                " one use, as tied embeddings are",
+                next_step="--parallel.engine horovod",
+                everywhere=True,
+            )
         if parts.dimensions.experts > 1:
             return divide_model(parts, hosts, divide, layers=self)
         distribute(parts, whole, ties_of(parts.model), self.take, divide)
@@ -175,6 +182,11 @@ class Stage:
                 " checkpointing but --memory.checkpointing",
                 next_step="leave out --parallel.pp",
             )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first stage."""
+        return not self._number
 
     @property
     def _virtual(self) -> int:

@@ -67,8 +67,9 @@ class StepTimes:
             if value != measured.get(name, getattr(ParallelConfig, name)):
                 raise ConfigError(
                     f"the step's time cannot be predicted from {self.path} for --parallel.{name} {value}",
-                    expected=f"ranks that divide the model as in the run: {measured.get(name)}",
-                    next_step="record a run of 15 steps with this option, and name it, too: --run RUN",
+                    expected=f"as in the run: {measured.get(name, getattr(ParallelConfig, name))}",
+                    next_step="record a run of 15 steps with this option, and name it, too: --run RUN; or compare such"
+                    " runs: hvdtrain compare",
                 )
         change = Change(
             size=ranks,

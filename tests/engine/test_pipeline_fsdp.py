@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +22,25 @@ from hvdtrain.errors import ConfigError, TaskError
 PP2 = Dimensions(pp=2)
 
 
+class Scaled(nn.Module):
+    """A module with parameters of its own and in a child."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(outputs)), nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
 class Model(nn.Module):
     """Embeddings, blocks, a module that not each pass runs, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.rare, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.rare, self.head = nn.Linear(4, 4), Scaled(4, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(len(ids)))
@@ -71,6 +83,7 @@ def test_ranks_have_all_rows_together() -> None:
 
 @pytest.mark.parametrize(("rank", "runs", "missing"), [(0, 1, ""), (2, 1, ""), (2, 0, "rare")])
 def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) -> None:
+    """In a step; evaluations sum no gradients."""
     model: Any = Model()
     with _engine(rank, model) as engine:
         task = with_stages(Task(model, _loss, []), engine.stage)
@@ -80,6 +93,8 @@ def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) 
         def forward() -> None:
             engine.forward(lambda: task.loss(model, torch.tensor([runs, 2])))
 
+        with torch.no_grad():
+            task.loss(model, torch.tensor([runs, 2]))
         if missing:
             with pytest.raises(TaskError, match=f"a pass has not run {missing}\n"):
                 forward()
@@ -90,7 +105,13 @@ def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) 
 
 def _tied() -> nn.Module:
     model: Any = Model()
-    model.head.weight = model.tokens.weight
+    model.head.weight = model.tokens.weight  # a further name
+    return model  # type: ignore[no-any-return]
+
+
+def _predicting() -> nn.Module:
+    model: Any = Model()
+    model.takes_embeddings = True
     return model  # type: ignore[no-any-return]
 
 
@@ -103,9 +124,11 @@ def _around() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "size", "dimensions", "said"),
     [
-        (_tied, 4, {}, "a parameter under two names"),
-        (_around, 4, {}, "parameters outside of blocks"),
-        (Model, 4, {"virtual_stages": 1, "zero_bubble": True}, "--parallel.zero_bubble"),
+        (_tied, 4, {}, "head.weight, a second name of a parameter"),
+        (_around, 4, {}, "scale, a parameter of the module around the blocks"),
+        (partial(Model, 4), 4, {"virtual_stages": 2}, "--parallel.virtual_stages 2 with --parallel.engine fsdp"),
+        (Model, 4, {"zero_bubble": True}, "with --parallel.engine fsdp does not support it"),
+        (_predicting, 4, {}, "tokens.weight, which the first stage and the last one use"),
         (Model, 2, {}, "divides parts among the ranks with copies of them"),
     ],
 )

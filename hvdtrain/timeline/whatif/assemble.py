@@ -107,7 +107,7 @@ def _coding(
     copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
     measured = [None if bucket.rows else costs(compression, bucket, ranks) for bucket in buckets]
     found = [
-        (cost or _estimate(compression, bucket, by_name, ranks, copy_s)).scaled(factor)
+        (cost or _estimate(compression, bucket, by_name, job.summing(bucket.summed_by).size, copy_s)).scaled(factor)
         for bucket, cost in zip(buckets, measured, strict=True)
     ]
     copied = compression.exact and evidence.copy_s_per_byte is not None

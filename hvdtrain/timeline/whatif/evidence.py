@@ -74,9 +74,9 @@ class Job:
         return self.passes / (1 - self.dimensions.bubble(self.ranks.size, self.micro_batches))
 
     @property
-    def neighbours_cross(self) -> bool:
+    def groups_span_hosts(self) -> bool:
         """Whether ranks that divide matrices, sequences or experts are on several hosts."""
-        width = max(self.dimensions.tp * self.dimensions.cp, self.dimensions.experts)
+        width = math.lcm(self.dimensions.tp * self.dimensions.cp, self.dimensions.experts)
         return self.ranks.hosts > 1 and self.ranks.per_host % width > 0
 
     def summing(self, share: float) -> Ranks:
@@ -234,15 +234,18 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
 def _check_mesh(was: Job, job: Job, change: Change) -> None:
     job.dimensions.check(job.ranks.size)
     job.dimensions.check_passes(job.ranks.size, job.micro_batches)
+    spans_hosts = was.groups_span_hosts or job.groups_span_hosts
     what = ""
     if change.sync is not None or (job.engine, job.shard) != (was.engine, was.shard):
         what = "another engine, shard or sync cannot be predicted"
-    elif job.neighbours_cross and (was.ranks.per_host != job.ranks.per_host or change.changes_link):
+    elif spans_hosts and (was.ranks.per_host != job.ranks.per_host or change.changes_link):
         what = "the exchange of activations between hosts cannot be predicted"
     if what:
         raise ConfigError(
             f"{what} with {job.dimensions.options}",
-            expected="another number of such groups of ranks, global batch, compression or buckets",
+            expected="another number of such groups of ranks, global batch, compression or buckets; the same"
+            " --ranks_per_host, or a multiple of these groups",
+            found=f"{job.ranks.per_host} rank(s) on a host",
             next_step="measure the change, and compare both runs: hvdtrain compare",
         )
 

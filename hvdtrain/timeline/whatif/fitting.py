@@ -47,6 +47,7 @@ def fit_link(
     ranks = evidence.job.ranks
     if ranks.size == 1:
         return FittedLink(None, "nothing was exchanged", 0.0)
+    exchanges = bool(job_buckets(evidence, evidence.job))
     waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)
     slower = False
 
@@ -62,7 +63,7 @@ def fit_link(
     for pairs, source, uncertainty in sources:
         if (found := fit_allreduces(pairs, ranks)) is not None:
             link, explained_s, _ = replayed(found)
-            slower = ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
+            slower = exchanges and ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
             if not slower:
                 uncertainty = max(uncertainty, _spread(pairs, ranks))
                 return FittedLink(link, f"{source}: {_text(link, uncertainty)}", uncertainty)
@@ -70,6 +71,8 @@ def fit_link(
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)
         link = replace(link, s_per_byte=link.cpu_s_per_byte)
         return FittedLink(link, f"not measured; from processor time, or assumed: {_text(link)}", _HIDDEN_UNCERTAINTY)
+    if not exchanges:  # the only rank with its part of the model
+        return FittedLink(None, "nothing was exchanged", 0.0)
     low, high = _FASTEST, _SLOWEST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
@@ -110,7 +113,7 @@ def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink
         ConfigError: nothing is known about it.
     """
     fitted, ranks = evidence.fitted, job.ranks
-    if ranks.size == 1:
+    if ranks.size == 1 or (job.dimensions.divides_model and not job_buckets(evidence, job)):
         return FittedLink(Link(0.0, 0.0), "none", 0.0)
     if ranks.hosts == 1 and gbit is not None:
         raise ConfigError(
@@ -125,7 +128,7 @@ def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink
         return _by_engine(evidence, job, assumed)
     if gbit is None:
         raise ConfigError(
-            f"the link between {ranks.hosts} hosts is unknown: the run had one host",
+            f"the link between {ranks.hosts} hosts is unknown: the run has exchanged nothing between hosts",
             expected=f"its bandwidth: {ranks.size} ranks with {ranks.per_host} on a host need {ranks.hosts} hosts",
             next_step=f"set its bandwidth: --bandwidth_gbit 10; or use one host: --ranks_per_host {ranks.size}",
         )
@@ -147,7 +150,7 @@ def _with_cpu(evidence: Evidence, link: Link, exchange_cpu_s: float | None) -> L
     """Return the link with the processor time that the exchange takes: at most the time that it takes in all."""
     compression, ranks = evidence.compression_of(evidence.job.compression), evidence.job.ranks
     sent = sum(
-        sent_bytes({kind: math.ceil(size)}, ranks.size)
+        sent_bytes({kind: math.ceil(size)}, evidence.job.summing(bucket.summed_by).size)
         for bucket in job_buckets(evidence, evidence.job)
         for kind, size in bucket_collectives(evidence.job, bucket, compression)
     )

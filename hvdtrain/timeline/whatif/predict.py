@@ -226,6 +226,7 @@ class _Model:
             found.append("computing includes the exchange of activations; a pass is assumed to take as long as it did")
         if dimensions.pp > 1:
             found.append(f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take")
+            found.append("gradients of other stages than the first one are not in the model")
         if (
             dimensions.pp > 1
             and self.job.ranks.hosts > 1

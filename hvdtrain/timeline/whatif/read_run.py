@@ -120,7 +120,8 @@ def _read(
         parts_s=median_parts(steps),
         step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
         jitter=Jitter.from_times(compute_s),
-        copy_s_per_byte=copy_s if engine == "horovod" else None,  # DDP packs between the marks of two gradients
+        # Others pack between the marks of two gradients.
+        copy_s_per_byte=copy_s if engine == "horovod" and not job.dimensions.divides_model else None,
         notes=_notes(profile),
         late_s=late_s,
         names=[parameter["name"] for parameter in profile["parameters"]],

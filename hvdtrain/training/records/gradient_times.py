@@ -225,7 +225,7 @@ class GradientTimes(Listener):
             "plan": self.engine.state_dict()[1].get("plan"),
             "exchange_cpu_us": self._exchange_cpu_us(),
             "by_element": updates_by_element(self.engine.optimizer),
-            "frozen_bytes": sum(p.nbytes for p in self.ready.model.parameters() if not p.requires_grad),
+            "frozen_bytes": sum(local(p).nbytes for p in self.ready.model.parameters() if not p.requires_grad),
             "parameters": [
                 {
                     "name": name,

@@ -65,7 +65,7 @@ def build_engine(current: Round) -> Engine:
         raise
     if ready is not None and engine.uniform_passes:  # the model has other parameters now
         ready.close()
-        # FSDP's engines sum gradients by units, in which parameters have no hooks.
+        # FSDP sums gradients by module: hooks of parameters do not run.
         ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if run.config.parallel.engine != "fsdp" else None
     if ready is not None and isinstance(engine, PeriodicEngine):  # ranks exchange no gradients
         ready.close()

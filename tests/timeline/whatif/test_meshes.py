@@ -64,6 +64,15 @@ def test_stages_wait_as_long_as_their_passes_less_one(tmp_path: Path, stages: in
     assert any(f"{stages - 1} pass(es)" in note for note in found.notes)
 
 
+def test_groups_that_leave_or_reach_the_network_are_refused(tmp_path: Path) -> None:
+    across = run_folder(tmp_path / "across", size=2, options=_parallel(tp=2), copies=ALONE)
+    with pytest.raises(ConfigError, match="activations between hosts"):
+        predict(read_evidence(across), Change(ranks_per_host=2))
+    both = run_folder(tmp_path / "both", size=6, local_size=6, options=_parallel(cp=3, ep=2), passes=2)
+    with pytest.raises(ConfigError, match="activations between hosts"):
+        predict(read_evidence(both), Change(ranks_per_host=3, bandwidth_gbit=1.0))
+
+
 def test_ranks_of_a_host_that_sum_a_part(tmp_path: Path) -> None:
     options = _parallel(tp=2, pp=2)
     path = run_folder(tmp_path / "run", size=8, local_size=8, options=options, copies=dict.fromkeys(SHAPES, 2))
@@ -87,6 +96,21 @@ def test_what_the_run_does_not_show_is_refused(tmp_path: Path, change: Change, s
     path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(tp=2), copies=ALONE)
     with pytest.raises(ConfigError, match=said):
         predict(read_evidence(path), change)
+
+
+def test_the_ranks_of_one_mesh_on_several_hosts_say_nothing_about_sums(tmp_path: Path) -> None:
+    """They wait for each other without a sum of gradients; the link was probed."""
+    options, link = _parallel(pp=2), [(1024, 1e-4), (1 << 20, 9e-3), (1 << 23, 7e-2)]
+    waiting = {"size": 2, "options": options, "copies": ALONE, "passes": 4, "wait_ms": 15.0}
+    evidence = read_evidence(run_folder(tmp_path / "probed", **waiting, link=link))
+    assert evidence.fitted.link is not None and evidence.copy_s_per_byte is None
+    assert 8e-9 / evidence.fitted.link.s_per_byte == pytest.approx(1.0, rel=0.1)
+    found = predict(evidence, Change(size=4, global_batch=32, ranks_per_host=1))
+    assert 0.03 < found.then.step_s - found.now.step_s < 0.2
+    unknown = read_evidence(run_folder(tmp_path / "unknown", **waiting))
+    assert unknown.fitted.link is None and predict(unknown, Change()).then.step_s == unknown.step_s
+    with pytest.raises(ConfigError, match="the link between 4 hosts is unknown"):
+        predict(unknown, Change(size=4, global_batch=32, ranks_per_host=1))
 
 
 @pytest.mark.parametrize(
