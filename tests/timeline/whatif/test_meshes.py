@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,15 @@ def test_runs_without_the_times_of_gradients_are_refused(tmp_path: Path, options
     path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(**options), copies=ALONE)
     with pytest.raises(DataError, match="does not record when backward finishes"):
         read_evidence(path)
+
+
+def test_marks_after_the_engine_say_nothing_about_packing(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", size=2, local_size=2, options=_parallel(ep=2))
+    file = path / "timeline" / "gradients.json"
+    found = json.loads(file.read_text())
+    for step in found["steps"]:
+        step["packed_us"] = [us + 1.0 for us in step["ready_us"]]
+    file.write_text(json.dumps(found))
+    assert read_evidence(path).copy_s_per_byte is None
+    notes = predict(read_evidence(path), Change(compression="fp16")).notes
+    assert any(note.startswith("cost of coding: estimated") for note in notes)
