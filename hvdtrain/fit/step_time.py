@@ -66,7 +66,7 @@ class StepTimes:
         for name, value in {**vars(dimensions), "dp_shard": parallel.dp_shard}.items():
             if value != measured.get(name, getattr(ParallelConfig, name)):
                 raise ConfigError(
-                    f"the step's time cannot be predicted from {self.path} for --parallel.{name} {value}",
+                    f"{self.path} does not predict a step with --parallel.{name} {value}",
                     expected=f"as in the run: {measured.get(name, getattr(ParallelConfig, name))}",
                     next_step="record a run of 15 steps with this option, and name it, too: --run RUN; or compare such"
                     " runs: hvdtrain compare",

@@ -111,6 +111,7 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
         memory = best.memory
         assert memory is not None
         least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
+        least += f" of {len(timed)} with a predicted time" if 0 < len(timed) < len(fitting) else ""
         others = "nothing else fits;" if len(tried) > 1 else "nothing else was tried;"
         others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else others
         sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))

@@ -71,7 +71,7 @@ def test_a_job_that_computes_something_else_is_refused(path: Path, option: str, 
 )
 def test_ranks_that_divide_otherwise_are_refused(path: Path, options: tuple[str, ...]) -> None:
     name, _, value = options[-1].partition("=")
-    with pytest.raises(ConfigError, match=f"cannot be predicted from {path} for {name} {value}"):
+    with pytest.raises(ConfigError, match=f"{path} does not predict a step with {name} {value}"):
         StepTimes.of_run(path, 10.0, None).predict(_parsed(*options), 4)
 
 
@@ -85,7 +85,7 @@ def test_a_mesh_is_predicted_from_a_run_of_it(path: Path, tmp_path: Path, mesh: 
     line = Line(4, "none", "none", None)
     both = [StepTimes.of_run(each, 10.0, None) for each in (path, other)]
     assert _with_step(line, both, run).step_s == found.then.step_s
-    assert _with_step(line, both, _parsed("--parallel.ep=2")).no_step.count("cannot be predicted from") == 2
+    assert _with_step(line, both, _parsed("--parallel.ep=2")).no_step.count("does not predict a step with") == 2
 
 
 def test_a_run_that_found_its_micro_batch_has_that(path: Path) -> None:

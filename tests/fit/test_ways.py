@@ -27,3 +27,11 @@ def test_a_proposal_says_what_else_there_is(others: tuple[Line, ...], why: str) 
     assert [line.proposed for line in lines] == [True, *(False for _ in others)]
     assert reasons[0] == "proposal for 2 rank(s): --parallel.shard none" and why in reasons[1]
     assert propose([LARGE], 1.0) == ([LARGE], [])
+
+
+def test_a_proposal_by_time_says_how_many_times_there_are() -> None:
+    timed = [replace(SMALL, mesh=mesh, step_s=step_s) for mesh, step_s in (("tp2", 2.0), ("ep2", 1.0))]
+    lines, reasons = propose([SMALL, *timed], 1.0)
+    assert [line.proposed for line in lines] == [False, False, True]
+    assert "of 3 ways that fit, it has the shortest step of 2 with a predicted time" in reasons[1]
+    assert "it has the shortest step: a rank" in propose(timed, 1.0)[1][1]
