@@ -78,9 +78,11 @@ class ParallelConfig:
             samples, and send activations to the next stage: only little crosses a link. Use at least four times as many
             micro-batches a step. The ranks of a stage follow each other; tp, ep and cp divide its layers
         virtual_stages: number of groups of layers on each rank of a pipeline (interleaved 1F1B): stages wait less by
-            this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline
+            this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline.
+            Not with engine fsdp
         zero_bubble: let stages of a pipeline compute gradients of weights while they would wait (zero bubble, ZB-H1):
-            they wait about a third as long, and the last ones keep more. Not with train.compile
+            they wait about a third as long, and the last ones keep more. Not with train.compile or
+            engine fsdp
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;

@@ -46,7 +46,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
 
     advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; with twice as many,"
     advice += f" {gain(dimensions.bubble(size, 2 * every))}"
-    if not later and not facts.option("train", "compile"):  # which it does not support
+    by_fsdp = facts.option("parallel", "engine") == "fsdp"  # without zero bubble and virtual stages
+    if not (later or by_fsdp or facts.option("train", "compile")):  # nor is it for compiled blocks
         advice += f"; or --parallel.zero_bubble true: {gain(replace(dimensions, zero_bubble=True).bubble(size, every))}"
     waits = _waits_for_activations(facts)
     if waits is not None:
@@ -59,7 +60,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     elif share >= _IDLE:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
-        advice += f"; or more --parallel.virtual_stages than {chunks}"  # which make steps on CPUs longer
+        if not by_fsdp:  # on CPUs, they make steps longer
+            advice += f"; or more --parallel.virtual_stages than {chunks}"
     else:
         return
     yield Finding("pipeline", text, cost, advice)

@@ -247,6 +247,10 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
     later = {**PIPELINE, "parallel": {"pp": 2, "zero_bubble": True}}
     (finding,) = [f for f in analyse(run_of(table_of(_work()), config=later)).findings if f.kind == "pipeline"]
     assert "at least 8% of forward and backward" in finding.text and "zero_bubble" not in str(finding.advice)
+    by_fsdp = {**PIPELINE, "parallel": {"pp": 2, "engine": "fsdp"}}
+    (finding,) = [f for f in analyse(run_of(table_of(_work()), config=by_fsdp)).findings if f.kind == "pipeline"]
+    assert "twice as many" in str(finding.advice)
+    assert "zero_bubble" not in str(finding.advice) and "virtual_stages" not in str(finding.advice)
     compiled = {**PIPELINE, "train": {**PIPELINE["train"], "compile": True}}  # type: ignore[dict-item]
     (finding,) = [f for f in analyse(run_of(table_of(_work()), config=compiled)).findings if f.kind == "pipeline"]
     assert "zero_bubble" not in str(finding.advice)
