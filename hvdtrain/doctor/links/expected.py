@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job
 from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link, Ranks
@@ -69,7 +70,17 @@ def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_
 
 
 def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
-    """Predict the step time by number of ranks and compression. Each rank has the work of a single one."""
+    """Predict the step time by number of ranks and compression. Each rank has the work of a single one.
+
+    Errors:
+        ConfigError: the ranks of the run divide the model, so that a single one has none of it whole.
+    """
+    if dimensions := evidence.job.dimensions:
+        raise ConfigError(
+            f"{evidence.path} cannot be used here: a run with {dimensions.options} says nothing about single ranks",
+            expected="a run in which each rank computes with the whole model",
+            next_step=f"hvdtrain timeline whatif {evidence.path} --size N predicts such ranks",
+        )
     inside, between = _inside(evidence, links), _between(links)
     if inside is not None:
         evidence = replace(evidence, fitted=FittedLink(inside, "measured", _OFF))

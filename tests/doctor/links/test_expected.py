@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.doctor.links.expected import COMPRESSIONS, assumed_run, lines, outlook
 from hvdtrain.doctor.links.measured import Direction, Links
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import run_folder
@@ -95,6 +96,13 @@ def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
     text = "\n".join(lines(found))
     assert "6*" in text and "3*" not in text and "not in the model" in text
     assert json.loads(json.dumps(asdict(found)))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
+
+
+def test_a_run_of_ranks_that_divide_the_model_is_refused(tmp_path: Path) -> None:
+    parallel = {"parallel": {"compression": "none", "pp": 2}, "train": {"global_batch": 16, "micro_batch": 4}}
+    evidence = read_evidence(run_folder(tmp_path / "run", size=2, local_size=2, options=parallel))
+    with pytest.raises(ConfigError, match="with --parallel.pp 2 says nothing about single ranks"):
+        outlook(evidence, links(), 1)
 
 
 def test_one_host_gives_no_information_about_links_between_hosts() -> None:
