@@ -101,7 +101,7 @@ def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
 def test_a_run_of_ranks_that_divide_the_model_is_refused(tmp_path: Path) -> None:
     parallel = {"parallel": {"compression": "none", "pp": 2}, "train": {"global_batch": 16, "micro_batch": 4}}
     evidence = read_evidence(run_folder(tmp_path / "run", size=2, local_size=2, options=parallel))
-    with pytest.raises(ConfigError, match="with --parallel.pp 2 says nothing about single ranks"):
+    with pytest.raises(ConfigError, match=r"with --parallel.pp 2 says nothing about single ranks"):
         outlook(evidence, links(), 1)
 
 
