@@ -201,7 +201,7 @@ def divide_part(
         part: the whole model, or a module in it.
         mesh: of the ranks.
         casts_inputs: whether the part gets what it is called with in the format of its parameters.
-        stays_gathered: whether it does until a backward pass; the whole model does.
+        stays_gathered: whether it does after forward, until a backward pass; the whole model does.
         returns_fp32: whether its output is fp32; that of the whole model is.
     """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()

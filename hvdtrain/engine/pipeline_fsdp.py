@@ -120,7 +120,7 @@ def _check(parts: EngineParts) -> None:
     first = {name for name, _ in model.named_parameters()}
     again = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]
     if dimensions.virtual_stages > 1 or dimensions.zero_bubble:
-        what, next_step = "it, which divides each stage", "leave out --parallel.virtual_stages and .zero_bubble"
+        what, next_step = "--parallel.virtual_stages and --parallel.zero_bubble", "leave them out"
     elif again:
         what, next_step = f"{again[0]}, a second name of a parameter", "do not share it"
     elif own:
@@ -128,7 +128,7 @@ def _check(parts: EngineParts) -> None:
     else:
         return
     raise ConfigError(
-        f"{dimensions.options} with --parallel.engine fsdp does not support {what}",
+        f"--parallel.pp {dimensions.pp} with --parallel.engine fsdp does not support {what}",
         next_step=f"{next_step}, or --parallel.engine horovod",
         everywhere=True,
     )

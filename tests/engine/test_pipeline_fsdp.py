@@ -126,8 +126,8 @@ def _around() -> nn.Module:
     [
         (_tied, 4, {}, "head.weight, a second name of a parameter"),
         (_around, 4, {}, "scale, a parameter of the module around the blocks"),
-        (partial(Model, 4), 4, {"virtual_stages": 2}, "--parallel.virtual_stages 2 with --parallel.engine fsdp"),
-        (Model, 4, {"zero_bubble": True}, "with --parallel.engine fsdp does not support it"),
+        (partial(Model, 4), 4, {"virtual_stages": 2}, "does not support --parallel.virtual_stages"),
+        (Model, 4, {"zero_bubble": True}, "--parallel.virtual_stages and --parallel.zero_bubble"),
         (_predicting, 4, {}, "tokens.weight, which the first stage and the last one use"),
         (Model, 2, {}, "divides parts among the ranks with copies of them"),
     ],
