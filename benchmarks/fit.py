@@ -36,6 +36,7 @@ MIB = 1 << 20
 FIRST, LAST = 2, 4
 """Counts begin at the first pass of FIRST, and end at that of LAST."""
 _SMALL = ("--train.global_batch=16", "--train.micro_batch=4")
+_MANY = ("--train.global_batch=16", "--train.micro_batch=2")
 _LLAMA = ("--task=models:llama15m", "--train.global_batch=8", "--train.micro_batch=2")
 _WIDE = ("--task=tests/support/stack.py:wide", "--train.global_batch=4", "--train.micro_batch=2")
 _IMAGE = ("--task=image", "--model.preset=resnet18", "--train.global_batch=16", "--train.micro_batch=4")
@@ -74,6 +75,7 @@ CONFIGURATIONS: list[tuple[int, tuple[str, ...]]] = [
     (2, (*_LLAMA, "--train.micro_batch=4", _SELECTIVE)),
     (4, (*_LLAMA, _FSDP)),
     (4, (*_LLAMA, _SHARD, _INT8)),
+    *((4, (*_MANY, f"--parallel.{name}=2", *more)) for name in ("tp", "pp") for more in ((), (_FSDP,))),
     (2, _IMAGE),
     (2, (*_IMAGE, _SHARD)),
 ]
@@ -155,7 +157,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     """Train as one rank of a job, and write its count into the folder."""
     from hvdtrain.comm.rounds import OneRound
     from hvdtrain.comm.start import start_comm
-    from hvdtrain.engine.table import groups_of
+    from hvdtrain.engine.table import dimensions_of, groups_of
     from hvdtrain.runtime.timeline import TimelinePlan
     from hvdtrain.runtime.tuning import prepare
     from hvdtrain.training.session import run_training
@@ -164,7 +166,8 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     run, build = _parsed(options)
     live = LiveBytes()
     comm: Any = CountedComm(start_comm(info, groups_of(run.config)), live)
-    passes = run.config.train.global_batch // run.config.train.pass_samples // comm.size
+    every = run.config.train.global_batch // run.config.train.pass_samples
+    passes = dimensions_of(run.config).own_passes(comm.size, every)
 
     def build_counted() -> Task:
         task = build()

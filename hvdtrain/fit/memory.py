@@ -172,7 +172,9 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     dimensions = dimensions_of(run.config)
     place, places, _ = dimensions.samples(comm.rank, comm.size)
     stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
-    under_way = dimensions.pp * min(2, dimensions.virtual_stages)  # micro-batches, with which memory is largest
+    # Micro-batches with which memory is largest; FSDP gathers some parameters in vain where passes take turns.
+    is_more = dimensions.virtual_stages > 1 or run.config.parallel.engine == "fsdp"
+    under_way = dimensions.pp * (2 if is_more else 1)
     passes = min(max(_PASSES, under_way), len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
