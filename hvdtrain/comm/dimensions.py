@@ -7,9 +7,10 @@ are a stage of a pipeline (pp). The stages follow each other, because they excha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
+from typing import Any
 
 from hvdtrain.errors import ConfigError
 
@@ -33,6 +34,11 @@ class Dimensions:
     pp: int = 1
     virtual_stages: int = 1
     zero_bubble: bool = False
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> Dimensions:
+        """Return those of the options of `--parallel`; a run of an older version lacks some."""
+        return Dimensions(**{name: options.get(name, default) for name, default in vars(ONE).items()})
 
     def __bool__(self) -> bool:
         return self != ONE

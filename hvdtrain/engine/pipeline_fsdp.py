@@ -46,7 +46,8 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
         fully_shard(root, mesh=self._ranks)
         with torch.no_grad():
             root()  # from now on torch knows it as the root of all
-        prefetch_in_order(self._modules)
+        if collectives is None:  # else they have
+            prefetch_in_order(self._modules)
         self.stage.on_start, self.stage.on_end = self._gather_outside, self._check_all_ran
 
     def begin(self, micro_batches: int) -> None:
@@ -63,9 +64,8 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
             if _holds(part.parameters()):
                 divide_part(parts, part, ranks)
             return
-        within = {module for block in blocks(part) for module in block.modules()}
-        for name, module in reversed([*part.named_modules()]):  # children before the modules around them
-            if module not in within and _holds(module.parameters(recurse=False)):
+        for name, module in reversed(_outside_of_blocks(part).items()):  # children before the modules around them
+            if _holds(module.parameters(recurse=False)):
                 divide_part(parts, module, ranks, stays_gathered=True, returns_fp32=not self.stage.is_first)
                 module.register_forward_hook(partial(self._note_run, name))
                 self._ignore_views(module)
@@ -107,6 +107,12 @@ class _Root(nn.Module):
         """Do nothing."""
 
 
+def _outside_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that are no block, and in none, by name; each before those in it."""
+    within = {module for block in blocks(model) for module in block.modules()}
+    return {name: module for name, module in model.named_modules() if module not in within}
+
+
 def _holds(parameters: Iterable[nn.Parameter]) -> bool:
     return any(on_stages(parameter) is None for parameter in parameters)
 
@@ -114,8 +120,7 @@ def _holds(parameters: Iterable[nn.Parameter]) -> bool:
 def _check(parts: EngineParts) -> None:
     """Check that FSDP can divide the stages. Errors: ConfigError: it cannot."""
     dimensions, model = parts.dimensions, parts.model
-    within = {module for block in blocks(model) for module in block.modules()}
-    around = {name: module for name, module in model.named_modules() if module not in within and blocks(module)}
+    around = {name: module for name, module in _outside_of_blocks(model).items() if blocks(module)}
     own = [f"{name}.{n}".lstrip(".") for name, m in around.items() for n, _ in m.named_parameters(recurse=False)]
     first = {name for name, _ in model.named_parameters()}
     again = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]

@@ -214,7 +214,7 @@ TABLE = (
 
 def dimensions_of(config: Config) -> Dimensions:
     """Return how many ranks of a run divide matrices, experts, sequences and layers."""
-    return Dimensions(**{name: getattr(config.parallel, name) for name in vars(ONE)})
+    return Dimensions.of(vars(config.parallel))
 
 
 def groups_of(config: Config) -> Callable[[int], list[list[int]]]:

@@ -56,7 +56,7 @@ def main(command: str, argv: list[str]) -> int:
     prediction = predict(evidence, change, probed)
     job = prediction.job
     find_engine(job.engine, job.compression, job.shard, dimensions=job.dimensions)
-    held = [held_bytes(evidence, job) for job in (evidence.job, job)]
+    held = [held_bytes(evidence, each) for each in (evidence.job, job)]
     if options.probe or options.check:
         probed.measure(evidence, (evidence.job, job))
         prediction = predict(evidence, change, probed)

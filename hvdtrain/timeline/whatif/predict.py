@@ -227,14 +227,10 @@ class _Model:
         if dimensions.pp > 1:
             found.append(f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take")
             found.append("gradients of other stages than the first one are not in the model")
-        if (
-            dimensions.pp > 1
-            and self.job.ranks.hosts > 1
-            and (self.change.changes_link or evidence.job.ranks.hosts == 1)
-        ):
-            found.append(
-                "stages on several hosts exchange activations by another link than in the run: not in the model"
-            )
+            if self.job.ranks.hosts > 1 and (self.change.changes_link or evidence.job.ranks.hosts == 1):
+                found.append(
+                    "stages on several hosts exchange activations by another link than in the run: not in the model"
+                )
         if size > 1 and not evidence.jitter.reaches(size):
             measured = len(evidence.jitter.deviations)
             found.append(f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps")

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from hvdtrain.comm.dimensions import ONE, Dimensions
+from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
@@ -96,7 +96,7 @@ def _read(
         _micro_batch(path, config),
         engine,
         shard,
-        _dimensions(config),
+        Dimensions.of(config["parallel"]),
     )
     job.dimensions.check(job.ranks.size)
     if job.is_divided and job.compression != "none":
@@ -150,7 +150,7 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     Errors:
         DataError: otherwise.
     """
-    parallel, dimensions = config["parallel"], _dimensions(config)
+    parallel, dimensions = config["parallel"], Dimensions.of(config["parallel"])
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
     is_whole = (engine, shard) == ("horovod", "none") and dimensions.virtual_stages == 1 and not dimensions.zero_bubble
     if dimensions.divides_model and not is_whole:
@@ -168,11 +168,6 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         expected="a run with " + " or ".join(f"--parallel.engine {name}" for name in ENGINES if name != "fsdp"),
         next_step=f"record 15 steps with --parallel.engine horovod, and predict from them: --engine {engine}",
     )
-
-
-def _dimensions(config: Mapping[str, Any]) -> Dimensions:
-    given = config["parallel"]
-    return Dimensions(**{name: given.get(name, default) for name, default in vars(ONE).items()})
 
 
 def _notes(profile: Mapping[str, Any]) -> list[str]:
