@@ -89,7 +89,7 @@ def measure_hosts(comm: Comm, device: torch.device, hosts: Sequence[str], second
 
     def measure_pairs(pairs: Sequence[tuple[str, str]]) -> None:
         for group, speed in _measure(comm, device, [sorted(ranks[a] + ranks[b]) for a, b in pairs], part_s):
-            for host in {hosts[rank] for rank in group}:
+            for host in dict.fromkeys(hosts[rank] for rank in group):  # not a set: its order differs by rank
                 between[host] = max(between.get(host, 0.0), speed)
 
     for pairs in rounds:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,3 +57,26 @@ def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_probe, "_measure", measure)
     (found,) = on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
     assert found.between == {host: 1.0 if host == "b" else 9.0 for host in hosts}
+
+
+@pytest.mark.parametrize("hash_of", [lambda name: ord(name), lambda name: -ord(name)])
+def test_all_ranks_pair_the_same_hosts_whatever_their_hashes(
+    hash_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process hashes strings differently; a and b are equally fast."""
+
+    class Name(str):
+        def __hash__(self) -> int:
+            return hash_of(str(self))
+
+    groups_measured = []
+
+    def measure(
+        comm: object, device: object, groups: list[list[int]], budget_s: float
+    ) -> list[tuple[list[int], float]]:
+        groups_measured.append(groups)
+        return [(group, 1.0 if 2 in group else 9.0) for group in groups]
+
+    monkeypatch.setattr(host_probe, "_measure", measure)
+    on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, [Name(host) for host in "abc"], 1.0, 0.5))
+    assert groups_measured[-2] == [[0, 2]]
