@@ -16,6 +16,8 @@ from hvdtrain.timeline.columns import Floats
 
 _IDLE = 0.05
 """Of a step, or of forward and backward: shorter waits are not reported."""
+_GAIN = 0.005
+"""Part of the time a sample that a change must save to be advised."""
 _HALF = 0.5
 
 
@@ -40,15 +42,17 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     every = -(-batch // micro_batch)
     passes, share = dimensions.own_passes(size, every), dimensions.bubble(size, every)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
+    advice = []
 
-    def gain(share_then: float) -> str:
-        return f"up to {1 - (1 - share) / (1 - share_then):.0%} less time a sample"
+    def advise(change: str, share_then: float) -> None:
+        if (gain := 1 - (1 - share) / (1 - share_then)) >= _GAIN:
+            advice.append(f"{change} up to {gain:.0%} less time a sample")
 
-    advice = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; with twice as many,"
-    advice += f" {gain(dimensions.bubble(size, 2 * every))}"
+    more = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; with twice as many,"
+    advise(more, dimensions.bubble(size, 2 * every))
     by_fsdp = facts.option("parallel", "engine") == "fsdp"  # without zero bubble and virtual stages
     if not (later or by_fsdp or facts.option("train", "compile")):  # nor is it for compiled blocks
-        advice += f"; or --parallel.zero_bubble true: {gain(replace(dimensions, zero_bubble=True).bubble(size, every))}"
+        advise("--parallel.zero_bubble true:", replace(dimensions, zero_bubble=True).bubble(size, every))
     waits = _waits_for_activations(facts)
     if waits is not None:
         cost = float(waits.mean())
@@ -61,10 +65,10 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
         if not by_fsdp:  # on CPUs, they make steps longer
-            advice += f"; or more --parallel.virtual_stages than {chunks}"
+            advice.append(f"more --parallel.virtual_stages than {chunks}")
     else:
         return
-    yield Finding("pipeline", text, cost, advice)
+    yield Finding("pipeline", text, cost, "; or ".join(advice) or "find out what slows the stage that waits least")
 
 
 def _divided_passes(facts: Facts) -> Iterator[Finding]:

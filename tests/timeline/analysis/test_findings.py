@@ -257,6 +257,13 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
     many = {**PIPELINE, "train": {"global_batch": 160, "micro_batch": 2}}
     for config in (many, {"parallel": {"pp": 1}}, {"parallel": {"pp": "2"}}):
         assert "pipeline" not in _kinds(analyse(run_of(table_of(_work()), config=config)))
+    unequal = table_of(_work(), more_ms={"activations": _each(6.0, rank=0)})
+    advice = {}
+    for batch in (16, 1600):
+        config = {**PIPELINE, "train": {"global_batch": batch, "micro_batch": 2}}
+        (finding,) = [f for f in analyse(run_of(unequal, config=config)).findings if f.kind == "pipeline"]
+        advice[batch] = str(finding.advice)
+    assert "twice as many" in advice[16] and advice[1600] == "find out what slows the stage that waits least"
 
 
 @pytest.mark.parametrize(("steps", "told"), [(6, False), (60, True)])
