@@ -117,8 +117,8 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
         sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
         reasons += [
             f"proposal for {count} rank(s): {_options(best)}",
-            f"  {others} a rank sends {sent},",
-            f"  and waits for {waited} of them in forward and backward",
+            f"  {others} a rank sends {sent} a step",
+            *([f"  and waits for {waited} of them in forward and backward"] if memory.waited_for else []),
             *([f"  its stages wait in {memory.bubble:.0%} of a step or more"] if memory.bubble else []),
         ]
     return lines, reasons

@@ -27,6 +27,9 @@ def test_a_proposal_says_what_else_there_is(others: tuple[Line, ...], why: str) 
     assert [line.proposed for line in lines] == [True, *(False for _ in others)]
     assert reasons[0] == "proposal for 2 rank(s): --parallel.shard none" and why in reasons[1]
     assert propose([LARGE], 1.0) == ([LARGE], [])
+    assert not any("waits for" in line for line in reasons)
+    waiting = replace(SMALL, memory=Memory(0, 0, 1, waited_for=1 << 20))
+    assert propose([waiting], 1.0)[1][-1] == "  and waits for 1.0 MiB of them in forward and backward"
 
 
 def test_a_proposal_by_time_says_how_many_times_there_are() -> None:
