@@ -224,7 +224,7 @@ def _read_profile(path: Path) -> dict[str, Any]:
     )
     try:
         found = orjson.loads(read_regular(file))
-    except (OSError, ValueError):
+    except OSError:
         raise missing from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise DataError(
