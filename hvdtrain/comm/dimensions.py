@@ -247,7 +247,7 @@ def _first_few(groups: Iterable[Sequence[int]]) -> str:
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    consecutive = ranks[-1] - ranks[0] == len(ranks) - 1
+    consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
     return f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
 
 

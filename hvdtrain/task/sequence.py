@@ -44,9 +44,12 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
     check_divides(_OPTION, part.count, seq_len, "tokens of a sequence", "another --data.seq_len")
     for count, what in ((heads, "heads"), (getattr(text, "num_key_value_heads", None) or heads, "heads of keys")):
         check_divides(_OPTION, part.count, count, f"{what} of attention")
-    if used == "eager" or "position_ids" not in inspect.signature(model.forward).parameters:
-        found = "eager attention" if used == "eager" else "a forward without position_ids"
-        raise _refused(model, found, "--model.attention sdpa, " if used == "eager" else "")
+    if used == "eager":
+        has_sdpa = getattr(model, "_supports_sdpa", False)
+        found, change = ("eager attention", "--model.attention sdpa, ") if has_sdpa else ("no attention by sdpa", "")
+        raise _refused(model, found, change)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise _refused(model, "a forward without position_ids")
     if dropout := getattr(text, "attention_dropout", 0.0):
         raise _refused(model, f"a dropout of attention weights of {dropout:g}", "--model.dropout 0, ")
     _check_mixing(model)

@@ -129,7 +129,7 @@ def test_virtual_stages_need_a_pipeline_and_a_multiple_of_its_stages() -> None:
         virtual.check_passes(4, 6)
     with pytest.raises(ConfigError, match=r"--parallel.virtual_stages 3 without a pipeline"):
         Dimensions(tp=2, virtual_stages=3).check(4)
-    assert virtual.table(2)[1].endswith("ranks 0-0, 1-1; 3 groups of layers each")
+    assert virtual.table(2)[1].endswith("ranks 0, 1; 3 groups of layers each")
 
 
 def test_a_zero_bubble_needs_a_pipeline() -> None:

@@ -109,7 +109,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
         (3, TOKENS, "llama", SMALL, "cannot divide the 4 heads of attention"),
         (4, TOKENS, "llama", {**SMALL, "num_key_value_heads": 2}, "cannot divide the 2 heads of keys of attention"),
         (2, TOKENS, "llama", {**SMALL, "attention_dropout": 0.1}, "a dropout of attention weights of 0.1"),
-        (2, TOKENS, "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "position_ids|eager"),
+        (2, TOKENS, "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "no attention by sdpa"),
         (2, TOKENS, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "attention"),
         (2, TOKENS, "lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers other than attention"),
     ],
