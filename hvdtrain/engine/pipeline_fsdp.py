@@ -127,7 +127,8 @@ def _check(parts: EngineParts) -> None:
     if dimensions.virtual_stages > 1 or dimensions.zero_bubble:
         what, next_step = "--parallel.virtual_stages and --parallel.zero_bubble", "leave them out"
     elif again:
-        what, next_step = f"{again[0]}, a second name of a parameter", "do not share it"
+        what = f"{again[0]}, which shares a parameter (tied embeddings)"
+        next_step = "untie it, by tie_word_embeddings: false in a model's config"
     elif own:
         what, next_step = f"{own[0]}, a parameter of the module around the blocks", "move it to a module of its own"
     else:

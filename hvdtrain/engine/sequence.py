@@ -83,7 +83,8 @@ def refuse_dropout(model: nn.Module, option: str) -> None:
             f"{option} does not support dropout, which {name} sets",
             expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
             found=f"a dropout of {value:g}",
-            next_step=f"--model.dropout 0, or leave out {option}",
+            next_step=f"a config of the model without it (that of attention weights: --model.dropout 0), or leave out"
+            f" {option}",
             everywhere=True,
         )
 

@@ -272,6 +272,7 @@ def find_engine(
             f"{options}{groups} does not support {dimensions.options}",
             expected="--parallel.engine horovod with --parallel.shard none or optimizer, or --parallel.engine fsdp"
             " (with --parallel.pp without --parallel.dp_shard)",
+            next_step=f"choose one of these, or leave out {dimensions.options}",
         )
     options += f" with {dimensions.options}" if dimensions else ""
     if kind is None and kinds:
@@ -313,13 +314,14 @@ def engine_of(config: Config, *, elastic: bool = False) -> EngineKind:
     options = parallel.engine, parallel.compression, parallel.shard, parallel.dp_shard, dimensions
     kind = find_engine(*options, offload=offload, elastic=elastic)
     divided = f" with {dimensions.options}" if dimensions else ""
-    if parallel.balance == "speed" and (parallel.compression.partition(":")[0] not in kind.balances or dimensions):
+    name = parallel.compression.partition(":")[0]
+    if parallel.balance == "speed" and (name not in kind.balances or dimensions):
+        others = "" if name in ("none", *kind.balances) else "--parallel.compression none and "
         raise ConfigError(
             f"--parallel.engine {kind.name} with --parallel.shard {parallel.shard}{divided} and --parallel.compression"
             f" {parallel.compression} does not support --parallel.balance speed",
             expected="passes in which a rank waits for no other, so that its speed can be measured",
-            next_step="--parallel.balance equal, or --parallel.compression none and"
-            f" {_with(dimensions, lambda k: bool(k.balances))}",
+            next_step=f"--parallel.balance equal, or {others}{_with(dimensions, lambda k: bool(k.balances))}",
         )
     plan = outer_plan(config)
     if plan is not None:

@@ -124,7 +124,7 @@ def _around() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "size", "dimensions", "said"),
     [
-        (_tied, 4, {}, "head.weight, a second name of a parameter"),
+        (_tied, 4, {}, "head.weight, which shares a parameter"),
         (_around, 4, {}, "scale, a parameter of the module around the blocks"),
         (partial(Model, 4), 4, {"virtual_stages": 2}, "does not support --parallel.virtual_stages"),
         (Model, 4, {"zero_bubble": True}, "--parallel.virtual_stages and --parallel.zero_bubble"),

@@ -79,6 +79,8 @@ def test_shares_by_speed_need_passes_that_wait_for_no_rank(options: dict[str, An
     with pytest.raises(ConfigError, match=r"does not support --parallel\.balance speed") as caught:
         engine_of(config)
     assert "--parallel.balance equal" in str(caught.value.next_step)
+    changes_compression = options.get("compression") == "powersgd:4"
+    assert ("--parallel.compression none and" in str(caught.value.next_step)) == changes_compression
 
 
 @pytest.mark.parametrize("engine", ["horovod", "ddp", "fsdp"])
@@ -99,6 +101,13 @@ def test_what_ranks_with_parts_of_sequences_do_not_support(
 ) -> None:
     with pytest.raises(ConfigError, match=found):
         engine_of(Config(parallel=ParallelConfig(cp=2, **options), train=TrainConfig(**train)), elastic=elastic)
+
+
+@pytest.mark.parametrize("options", [("ddp", "none", "none"), ("horovod", "none", "gradients")])
+def test_what_divides_no_model_says_what_does(options: tuple[str, str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"does not support --parallel\.ep 2") as caught:
+        find_engine(*options, dimensions=Dimensions(ep=2))
+    assert caught.value.next_step == "choose one of these, or leave out --parallel.ep 2"
 
 
 def test_which_engines_need_horovod() -> None:

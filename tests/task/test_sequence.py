@@ -201,8 +201,9 @@ def test_dropout_is_refused() -> None:
     drops, configured = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25)), nn.Linear(1, 1)
     configured.config = PretrainedConfig(attention_dropout=0.25)
     for model, where in ((drops, "1"), (configured, "config.attention_dropout")):
-        with pytest.raises(ConfigError, match=f"dropout, which {where} sets"):
+        with pytest.raises(ConfigError, match=f"dropout, which {where} sets") as caught:
             divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
+        assert "a config of the model without it" in str(caught.value.next_step)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama", "gpt2"])

@@ -58,7 +58,7 @@ def analyse(run: RunTrace) -> Analysis:
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
-    found = find(Facts(run, spent, exchange, blame, stragglers, *of_run, sizes))
+    facts = Facts(run, spent, exchange, blame, stragglers, *of_run, sizes)
     return Analysis(
         title=_title(run.path),
         size=size,
@@ -66,7 +66,7 @@ def analyse(run: RunTrace) -> Analysis:
         communication=exchange,
         carriers=carriers.top_carriers(run),
         blame=blame,
-        findings=found,
+        findings=find(facts),
         lanes=lanes.window_lanes(run, turns(of_run[1], blame)),
         memory=_memory(run.events.get("memory", {})),
         cost=cost_of(run.starts),
@@ -78,7 +78,7 @@ def analyse(run: RunTrace) -> Analysis:
         changes=of_run[1],
         over_time=over_time(run, of_run[1], blame),
         warnings=list(run.warnings),
-        notes=[*run.notes, *_notes(run)],
+        notes=[*run.notes, *_notes(facts)],
     )
 
 
@@ -218,8 +218,10 @@ def _no_stamps(run: RunTrace) -> str:
     return "there are no step stamps of several ranks"
 
 
-def _notes(run: RunTrace) -> Iterator[str]:
-    table = run.steps
+def _notes(facts: Facts) -> Iterator[str]:
+    run, table = facts.run, facts.run.steps
+    if facts.option("parallel", "tp") not in (None, 1):
+        yield "forward and backward include the exchange of activations by --parallel.tp, which is not measured"
     if table is not None and len(table.step):
         left = warm_up(table)
         if left:

@@ -48,7 +48,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         if (gain := 1 - (1 - share) / (1 - share_then)) >= _GAIN:
             advice.append(f"{change} up to {gain:.0%} less time a sample")
 
-    more = "more micro-batches: a smaller --train.micro_batch, or a larger --train.global_batch; with twice as many,"
+    smaller = "a smaller --train.micro_batch, or " if micro_batch > 1 else ""
+    more = f"more micro-batches: {smaller}a larger --train.global_batch; with twice as many,"
     advise(more, dimensions.bubble(size, 2 * every))
     by_fsdp = facts.option("parallel", "engine") == "fsdp"  # without zero bubble and virtual stages
     if not (later or by_fsdp or facts.option("train", "compile")):  # nor is it for compiled blocks

@@ -257,6 +257,9 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
     many = {**PIPELINE, "train": {"global_batch": 160, "micro_batch": 2}}
     for config in (many, {"parallel": {"pp": 1}}, {"parallel": {"pp": "2"}}):
         assert "pipeline" not in _kinds(analyse(run_of(table_of(_work()), config=config)))
+    smallest = {**PIPELINE, "train": {"global_batch": 16, "micro_batch": 1}}
+    (finding,) = [f for f in analyse(run_of(table_of(_work()), config=smallest)).findings if f.kind == "pipeline"]
+    assert "more micro-batches: a larger --train.global_batch" in finding.advice
     unequal = table_of(_work(), more_ms={"activations": _each(6.0, rank=0)})
     advice = {}
     for batch in (16, 1600):
@@ -264,6 +267,12 @@ def test_the_least_wait_of_a_pipeline_is_reported() -> None:
         (finding,) = [f for f in analyse(run_of(unequal, config=config)).findings if f.kind == "pipeline"]
         advice[batch] = str(finding.advice)
     assert "twice as many" in advice[16] and advice[1600] == "find out what slows the stage that waits least"
+
+
+@pytest.mark.parametrize(("tp", "noted"), [(1, False), (2, True)])
+def test_a_note_says_where_the_exchange_of_divided_matrices_is(tp: int, noted: bool) -> None:
+    notes = analyse(run_of(table_of(_work()), config={"parallel": {"tp": tp}})).notes
+    assert any("--parallel.tp, which is not measured" in note for note in notes) == noted
 
 
 @pytest.mark.parametrize(("steps", "told"), [(6, False), (60, True)])
