@@ -31,8 +31,8 @@ from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
 
-_RELEASE_S = 10.0
-"""How long the claim of a dead rank may last."""
+_RELEASE_S = 60.0
+"""How long the claim of an earlier rank 0 may last: the kernel ends a dead process, or a slow disk keeps one that leaves."""
 
 
 def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Path, RunDirectory | None]:
