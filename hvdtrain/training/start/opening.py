@@ -32,7 +32,7 @@ from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
 
 _RELEASE_S = 60.0
-"""How long the claim of an earlier rank 0 may last: the kernel ends a dead process, or a slow disk keeps one that leaves."""
+"""How long the claim of an earlier rank 0 may last: it may be dying, or leaving and waiting for a slow disk."""
 
 
 def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Path, RunDirectory | None]:
