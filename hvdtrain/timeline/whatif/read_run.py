@@ -216,16 +216,16 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 def _read_profile(path: Path) -> dict[str, Any]:
     file = RunLayout(path).timeline.gradients
-    missing = DataError(
-        f"{path} lacks {file.relative_to(path)}, the times at which backward finishes each gradient",
-        expected="that file; rank 0 writes it at step 8 of a run, unless --observe.timeline is off",
-        next_step=f"run 15 steps again: python -m hvdtrain --config {shlex.quote(str(RunLayout(path).config))}"
-        " --run_dir NEW --train.stop_at 15",
-    )
     try:
         found = orjson.loads(read_regular(file))
-    except OSError:
-        raise missing from None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} lacks a readable {file.relative_to(path)}, the times at which backward finishes each gradient",
+            expected="that file; rank 0 writes it at step 8 of a run, unless --observe.timeline is off",
+            found=str(error),
+            next_step=f"run 15 steps again: python -m hvdtrain --config {shlex.quote(str(RunLayout(path).config))}"
+            " --run_dir NEW --train.stop_at 15",
+        ) from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise DataError(
             f"{file} has format version {found.get('version') if isinstance(found, dict) else None}, and this hvdtrain"

@@ -140,7 +140,7 @@ def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
         ("config.yaml", "&a [*a]", "not the folder of an hvdtrain run"),
         ("config.yaml", "a: 1", "is damaged, or was written by another program"),
         ("timeline/gradients.json", '{"version": 1}', "is damaged"),
-        ("timeline/gradients.json", "[" * 100_000, "is damaged"),
+        ("timeline/gradients.json", "[" * 100_000, "lacks a readable timeline/gradients.json"),
         ("journal.jsonl", '5\n[]\n{"step": 1}\n' * 9, "is damaged"),
     ],
 )
