@@ -1,4 +1,4 @@
-"""``python -m tests.mutations [--only N,N] [--json FILE]``: which tier of the tests catches each mutation of `table`.
+"""``python -m tests.mutations [ROOM ...] [--only N,N]``: which tier of the tests catches each mutation of `table`.
 
 Each mutation is written into a copy of the checkout, never into the checkout itself. Its tests run there: first
 those of `make test`, then the slow ones. A failure counts only if the same test passes without the mutation.
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
-from tests.mutations.table import MUTATIONS, Mutation
+from tests.mutations.mutation import Mutation
+from tests.mutations.table import MUTATIONS, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = "tests/parallel"
@@ -112,13 +113,22 @@ def outcome(checkout: Checkout, mutation: Mutation) -> tuple[str, str]:
     return ("survived" if ran else "no tests"), ""
 
 
+def room_of(mutation: Mutation) -> str:
+    """Return the room of the file that a mutation changes."""
+    room, _, rest = mutation.file.partition("/")
+    return room if rest else "leaves"
+
+
 def main() -> int:
     """Run; 1 where a mutation is not caught, 2 where the table does not fit the source."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="See which tier catches what.")
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"{', '.join(ROOMS)} (default: all)")
     parser.add_argument("--only", metavar="N,N", help="numbers of mutations, from 1 (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the results to")
     options = parser.parse_args()
     numbers = [int(n) for n in options.only.split(",")] if options.only else range(1, len(MUTATIONS) + 1)
+    if options.rooms:
+        numbers = [n for n in numbers if room_of(MUTATIONS[n - 1]) in options.rooms]
     wrong = [n for n, m in enumerate(MUTATIONS, 1) if (ROOT / "hvdtrain" / m.file).read_text().count(m.old) != 1]
     if wrong:
         print(f"the text to replace does not occur exactly once in the files of mutations {wrong}", file=sys.stderr)
@@ -129,7 +139,7 @@ def main() -> int:
         for number in numbers:
             mutation, began_s = MUTATIONS[number - 1], time.monotonic()
             caught_by, test = outcome(checkout, mutation)
-            row = {"number": number, "file": mutation.file, "breaks": mutation.breaks, "seen": mutation.seen}
+            row = {"number": number, "file": mutation.file, "breaks": mutation.breaks}
             rows.append({**row, "outcome": caught_by, "test": test, "seconds": round(time.monotonic() - began_s, 1)})
             print(f"{number:3} {mutation.file:40} {caught_by:13} {rows[-1]['seconds']:6.1f} s  {test}", flush=True)
             if options.json:

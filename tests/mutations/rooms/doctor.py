@@ -1,0 +1,27 @@
+"""Mutations of `hvdtrain/doctor/`."""
+
+from tests.mutations.mutation import Mutation, mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    mutation(
+        "doctor/hosts/checks.py",
+        "if facts.fabric and facts.locked_bytes >= 0}",
+        "if facts.locked_bytes >= 0}",
+        "doctor warns of locked memory where only TCP is used",
+        "tests/doctor/hosts/test_checks.py",
+    ),
+    mutation(
+        "doctor/links/expected.py",
+        "work = evidence.job.micro_batch * evidence.job.passes",
+        "work = evidence.job.micro_batch",
+        "the outlook gives each rank one micro-batch instead of the run's work",
+        "tests/doctor/links/test_expected.py",
+    ),
+    mutation(
+        "doctor/hosts/survey.py",
+        "Offset((there - (sent + came) / 2) * 1e-9,",
+        "Offset((there - sent) * 1e-9,",
+        "the time of the question counts as an offset of the clocks",
+        "tests/doctor/hosts/test_clock_offset.py",
+    ),
+)

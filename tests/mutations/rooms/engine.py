@@ -1,0 +1,30 @@
+"""Mutations of `hvdtrain/engine/`."""
+
+from tests.mutations.mutation import Mutation, mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    mutation(
+        "engine/exchange.py",
+        "        if self._remaining == 0:\n",
+        "        if self._remaining <= 1:\n",
+        "the exchange starts one micro-batch too early",
+        "tests/training/test_step.py",
+        "tests/laws/test_laws.py",
+    ),
+    mutation(
+        "engine/fsdp_collectives.py",
+        "                coding.decode(received, out.view(comm.size, -1))\n",
+        "                kept = own.clone()\n"
+        "                coding.decode(received, out.view(comm.size, -1))\n"
+        "                own.copy_(kept)\n",
+        "an owner computes with parameters that are not rounded, unlike the other ranks",
+        "tests/engine/test_fsdp_collectives.py",
+    ),
+    mutation(
+        "engine/hybrid.py",
+        "if self._remaining or self._runs[module] != 1:",
+        "if self._runs[module] != 1:",
+        "groups of ranks exchange the gradients of each pass instead of their sum",
+        "tests/engine/test_fsdp_engine.py",
+    ),
+)

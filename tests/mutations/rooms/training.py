@@ -1,0 +1,100 @@
+"""Mutations of `hvdtrain/training/`."""
+
+from tests.mutations.mutation import Mutation, mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    mutation(
+        "training/diagnostics/step_replay.py",
+        "        for module, training in modes.items():\n            module.training = training\n",
+        "",
+        "looking into a bad step does not restore the modes of modules",
+        "tests/training/test_step_replay.py",
+    ),
+    mutation(
+        "training/records/run_report.py",
+        "_fingerprint(folder / file[0]) != file[1]",
+        "not (folder / file[0]).exists()",
+        "a trace of an earlier start stands for the one on another host",
+        "tests/training/test_remote_spans.py",
+    ),
+    mutation(
+        "training/result.py",
+        'if line.get("event") == "started" and not line.get("goes_on"):',
+        'if line.get("event") == "started" and line.get("goes_on"):',
+        "the budget includes earlier starts of the run",
+        "tests/training/test_time_budget.py",
+    ),
+    mutation(
+        "training/loop/evaluate.py",
+        "*(i * self._length // self.count for i in range(b.start, b.stop))]",
+        "*range(b.start, b.stop)]",
+        "only the first held-out samples are used, not some all over",
+        "tests/training/test_evaluate.py",
+    ),
+    mutation(
+        "training/loop/evaluate.py",
+        "total[0] = total[0] + _exact(value)",
+        "total[0] = float(torch.tensor(total[0]) + value)",
+        "held-out losses are summed in fp32",
+        "tests/training/test_evaluate.py",
+    ),
+    mutation(
+        "training/loop/evaluate.py",
+        "[sample_seed(0, b),",
+        "[torch.initial_seed(),",
+        "held-out samples that draw random numbers are others each time",
+        "tests/training/test_evaluate.py",
+    ),
+    mutation(
+        "training/diagnostics/curves.py",
+        "_SMALLEST = 0.01\n",
+        "_SMALLEST = 0.001\n",
+        "on a loss curve without noise small jumps are spikes",
+        "tests/training/test_loss_spikes.py",
+    ),
+    mutation(
+        "training/loop/step.py",
+        "            seed()\n",
+        "",
+        "dropout follows the rank's own random state",
+        "tests/training/test_step.py",
+        "tests/laws/test_laws.py",
+    ),
+    mutation(
+        "training/loop/step.py",
+        "scaler.scale(whole / nominal)",
+        "scaler.scale(whole / weight)",
+        "each micro-batch is normalised by its own weight",
+        "tests/training/test_step.py",
+        "tests/laws/test_laws.py",
+    ),
+    mutation(
+        "training/loop/step.py",
+        "self.clip / (grad_norm + 1e-6)",
+        "self.clip / (raw_norm + 1e-6)",
+        "clipping compares the norm before it is corrected for the actual weight",
+        "tests/training/test_step.py",
+        "tests/laws/test_laws.py",
+    ),
+    mutation(
+        "training/elastic/worker_state.py",
+        "                self.commits.restore(self.state)\n",
+        "                pass\n",
+        "survivors continue without what a lost rank's compression still owed",
+        "tests/training/test_worker_state.py",
+    ),
+    mutation(
+        "training/loop/trainer.py",
+        "                self.roll_back.end_round(self._state)\n",
+        "",
+        "a planned change of the ranks loses the steps since the last commit of a divided optimizer",
+        "tests/laws/test_divided_rounds.py",
+    ),
+    mutation(
+        "training/diagnostics/drift.py",
+        "if any(n * squares != total * total for",
+        "if any(n * squares < total * total for",
+        "parameters that differ between ranks are never noticed",
+        "tests/training/test_drift.py",
+    ),
+)
