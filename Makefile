@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint dist launchers reference bench chaos gpu-kit gpu clean
+.PHONY: help setup train test test-all unstable times check mutations lint dist launchers reference bench chaos gpu-kit gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,28 +32,29 @@ setup: ## make .venv with everything pinned, and Horovod built for its torch and
 train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
 	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)
 
-# Open MPI needs two variables to run as root, and another one to start without ssh. OMP_NUM_THREADS: one core per rank.
-WITHOUT_SSH = $(if $(shell command -v ssh || command -v rsh),,OMPI_MCA_plm_rsh_agent=/bin/false PRTE_MCA_plm_ssh_agent=/bin/false)
-ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $(WITHOUT_SSH) PATH="$(BIN):$$PATH" \
-	mpirun -np 2 $(BIN)/python -m pytest -q -p no:cacheprovider tests/parallel
-
-# One process a core, at most eight. TALLY counts the outcomes of all runs of pytest.
-TALLY := build/tests.jsonl
-PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist loadgroup --durations=25 --durations-min=3 --tally=$(TALLY)
-
+RUNNER := $(BIN)/python -m tests.runner
+TESTS ?=
 test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one rank
-	@mkdir -p build && rm -f $(TALLY)
-	@$(ON_RANKS) --tally=$(TALLY)
-	@$(PYTEST) -m "not slow" --jobs-at-most=20
-	@$(BIN)/python -m tests.support.tally $(TALLY)
+	@$(RUNNER) fast
 
 test-all: setup ## the slower tests, which make test leaves out: two hosts, Slurm, browsers, other MPIs, containers
-	@mkdir -p build
-	@$(PYTEST) -m slow
+	@$(RUNNER) slow
+
+unstable: setup ## TESTS 20 times beside busy cores: make unstable TESTS=tests/test_files.py::test_name
+	@$(RUNNER) unstable $(TESTS)
+
+times: setup ## record what the last .ci/run or make test-all measured, in tests/runner/times.json
+	@$(RUNNER) record
+
+check: ## what to run before each commit, in a minute: ruff, wording, collection of all tests, structure, mypy if its cache is warm
+	@$(RUNNER) check
+
+ROOMS ?=
+mutations: setup ## see that tests notice each planted mistake of ROOMS: make mutations ROOMS="exchange state"
+	@$(BIN)/python -m tests.mutations $(ROOMS)
 
 lint: setup ## ruff, mypy, and words with a plainer standard term
-	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
-	@$(BIN)/python -m tests.lint.wording
+	@$(RUNNER) lint
 
 dist: setup ## wheel and source archive of hvdtrain, in dist
 	@$(BIN)/python -m build --no-isolation --outdir dist .

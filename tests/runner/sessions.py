@@ -1,0 +1,107 @@
+"""Starts pytest as `tests.runner` needs it: on two ranks, or with a process for each core; again where tests failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
+from tests.runner.results import FAILED, Outcome, read_results
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "tests"
+PARALLEL = "tests/parallel"
+"""Tests that run on two ranks, too."""
+_MOST_PROCESSES = 8
+_numbers = count(1)
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process of tests.
+
+    Bytecode is written, in a folder of its own: else each of the thousands of processes compiles the package, and
+    each run of pytest rewrites all files of tests.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "pycache"), "PATH": path}
+    return {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"} | own
+
+
+def on_two_ranks(*, listed: Iterable[str] | None = None, until: float | None = None) -> dict[str, Outcome]:
+    """Run `PARALLEL`, or those `listed`, on two ranks."""
+    more = ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
+    command = ["mpirun", "-np", "2", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return _run([*command, *([PARALLEL] if listed is None else [])], listed, until, more, ranks=2)
+
+
+def on_all_cores(*options: str, workers: int | None = None) -> dict[str, Outcome]:
+    """Run the tests that `options` of pytest choose, a process for each core, or `workers`."""
+    number = workers or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(number), "--dist=loadgroup", "--no-loadscope-reorder"]
+    return _run([*command, "--durations=25", "--durations-min=3", *options], None, None, {})
+
+
+def alone(listed: Iterable[str], *, until: float | None = None) -> dict[str, Outcome]:
+    """Run those tests in one process, with a gallery of its own."""
+    return _run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], listed, until, {})
+
+
+def _run(
+    command: list[str], listed: Iterable[str] | None, until: float | None, more: Mapping[str, str], *, ranks: int = 1
+) -> dict[str, Outcome]:
+    """Run it until it ends, or is killed at the time `until`; a test without an outcome has failed then."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    number = next(_numbers)
+    results = BUILD / f"results-{number}.jsonl"
+    files = [results, *(results.with_name(f"{results.name}.rank{rank}") for rank in range(1, ranks))]
+    for file in files:
+        file.unlink(missing_ok=True)
+    names = None if listed is None else list(listed)
+    if names is not None:
+        listing = BUILD / f"listed-{number}.json"
+        listing.write_text(json.dumps(names))
+        command = [*command, f"--listed={listing}", *sorted({name.partition("::")[0] for name in names})]
+    own = ["-p", "tests.runner.plugin", "--continue-on-collection-errors", f"--results={results}"]
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as temporary:
+        environment = variables(os.environ) | more
+        if names is not None:
+            environment |= {"GALLERY": f"{temporary}/gallery"}
+        process = subprocess.Popen([*command, *own], cwd=ROOT, env=environment, start_new_session=True)
+        code = _wait(process, until)
+    outcomes = read_results(file for file in files if file.exists())
+    missing = {name: Outcome(FAILED, error="it did not run") for name in names or () if name not in outcomes}
+    if not outcomes or (code not in (0, 1, 5) and not any(each.kind == FAILED for each in outcomes.values())):
+        missing["pytest"] = Outcome(FAILED, error=f"exit code {code}")
+    return outcomes | missing
+
+
+def _wait(process: subprocess.Popen[bytes], until: float | None) -> int:
+    try:
+        return process.wait(None if until is None else max(1.0, until - time.time()))
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def busy(loops: int) -> Iterator[None]:
+    """Keep `loops` cores busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
