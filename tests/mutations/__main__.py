@@ -1,7 +1,8 @@
 """``python -m tests.mutations [ROOM ...] [--only N,N]``: which tier of the tests catches each mutation of `table`.
 
 Each mutation is written into a copy of the checkout, never into the checkout itself. Its tests run there: first
-those of `make test`, then the slow ones. A failure counts only if the same test passes without the mutation.
+those of `make test`, then the slow ones. A failure counts only if the same test passes without the mutation. A core
+tries one mutation at a time, in a copy of its own.
 
 Libraries rejected: mutmut and cosmic-ray. They make mutants at random, by the thousand, and run all tests on each. Here
 it is a fixed list that people chose, each a mistake that once was or may be made, and some tests start whole jobs.
@@ -10,7 +11,6 @@ it is a fixed list that people chose, each a mistake that once was or may be mad
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -20,18 +20,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
 from tests.mutations.mutation import Mutation
-from tests.mutations.table import MUTATIONS, ROOMS
+from tests.mutations.table import MUTATIONS, ROOMS, room_of
+from tests.runner.sessions import BUILD, variables
+from tests.runner.times import head
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = "tests/parallel"
 """Tests that `make test` runs on two ranks."""
 TIERS = {"make test": "not slow", "make test-all": "slow"}
 TIMEOUT_S = 600
+EXPECTED_S = 60
+RESULTS = BUILD / "mutations.json"
 _PASSED, _USAGE, _NOTHING_COLLECTED, _TIMED_OUT = 0, 4, 5, 124
 _FAILED = re.compile(r"(?:^FAILED|^ERROR|rank \d+:) (tests/[^\s\[]+(?:\[.*?\])?)(?= - |$)", re.MULTILINE)
 
@@ -42,7 +48,10 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "checkout"
         self._temporary = folder / "t"
+        self._bytecode = folder / "bytecode"
         self._texts: dict[Path, str] = {}
+        self._writes = count(1)
+        self._began_s = time.time()
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in filter(None, names.split("\0")):
@@ -51,11 +60,12 @@ class Checkout:
                 shutil.copy2(ROOT / name, self.root / name)
 
     def write(self, mutation: Mutation, *, mutated: bool) -> None:
-        """Write the file of a mutation, mutated or as it was; its bytecode would be taken for that of the last one."""
+        """Write the file of a mutation, mutated or as it was, with a time of its own: Python knows bytecode by it."""
         path = self.root / "hvdtrain" / mutation.file
         text = self._texts.setdefault(path, path.read_text(encoding="utf-8"))
         path.write_text(text.replace(mutation.old, mutation.new) if mutated else text, encoding="utf-8")
-        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+        at_s = self._began_s + 10 * next(self._writes)
+        os.utime(path, (at_s, at_s))
 
     def run(self, tests: list[str], marked: str) -> tuple[int, str]:
         """Exit code and output of the first of these test runs that fails: those on ranks by themselves."""
@@ -73,13 +83,12 @@ class Checkout:
     def _start(self, argv: list[str]) -> tuple[int, str]:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        variables = {"PYTHONPATH": str(self.root), "TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1", "PATH": path}
-        variables |= ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
+        own = {"PYTHONPATH": str(self.root), "TMPDIR": str(self._temporary), "PYTHONPYCACHEPREFIX": str(self._bytecode)}
+        own |= ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
         output = self._temporary.with_name("output")
         with output.open("wb") as file:
             process = subprocess.Popen(
-                argv, cwd=self.root, env=os.environ | variables, stdout=file, stderr=file, start_new_session=True
+                argv, cwd=self.root, env=variables(os.environ) | own, stdout=file, stderr=file, start_new_session=True
             )
             try:
                 code = process.wait(TIMEOUT_S)
@@ -113,20 +122,14 @@ def outcome(checkout: Checkout, mutation: Mutation) -> tuple[str, str]:
     return ("survived" if ran else "no tests"), ""
 
 
-def room_of(mutation: Mutation) -> str:
-    """Return the room of the file that a mutation changes."""
-    room, _, rest = mutation.file.partition("/")
-    return room if rest else "leaves"
-
-
 def main() -> int:
     """Run; 1 where a mutation is not caught, 2 where the table does not fit the source."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="See which tier catches what.")
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"{', '.join(ROOMS)} (default: all)")
     parser.add_argument("--only", metavar="N,N", help="numbers of mutations, from 1 (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the results to")
+    parser.add_argument("--until", type=float, metavar="TIME", help="begin none that may end after it")
     options = parser.parse_args()
-    numbers = [int(n) for n in options.only.split(",")] if options.only else range(1, len(MUTATIONS) + 1)
+    numbers = [int(n) for n in options.only.split(",")] if options.only else list(range(1, len(MUTATIONS) + 1))
     if options.rooms:
         numbers = [n for n in numbers if room_of(MUTATIONS[n - 1]) in options.rooms]
     wrong = [n for n, m in enumerate(MUTATIONS, 1) if (ROOT / "hvdtrain" / m.file).read_text().count(m.old) != 1]
@@ -134,17 +137,38 @@ def main() -> int:
         print(f"the text to replace does not occur exactly once in the files of mutations {wrong}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="mut-", ignore_cleanup_errors=True) as folder:
-        checkout = Checkout(Path(folder))
-        for number in numbers:
-            mutation, began_s = MUTATIONS[number - 1], time.monotonic()
-            caught_by, test = outcome(checkout, mutation)
-            row = {"number": number, "file": mutation.file, "breaks": mutation.breaks}
-            rows.append({**row, "outcome": caught_by, "test": test, "seconds": round(time.monotonic() - began_s, 1)})
-            print(f"{number:3} {mutation.file:40} {caught_by:13} {rows[-1]['seconds']:6.1f} s  {test}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(row["outcome"] not in TIERS for row in rows))
+    left = list(reversed(numbers))
+    commit = head(ROOT)
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(prefix="mut-", ignore_cleanup_errors=True) as folder:
+            checkout = Checkout(Path(folder))
+            while options.until is None or time.time() + EXPECTED_S < options.until:
+                try:
+                    number = left.pop()
+                except IndexError:  # the other core has taken the last one
+                    return
+                rows.append(_row(checkout, number))
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(work) for _ in os.sched_getaffinity(0)]:
+            done.result()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({"commit": commit, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    missed = sorted(row["number"] for row in rows if not row["caught"])
+    not_run = f", {len(left)} not run" if left else ""
+    print(f"mutations: {len(rows) - len(missed)} caught, {len(missed)} not caught{not_run}", *missed)
+    return int(bool(missed))
+
+
+def _row(checkout: Checkout, number: int) -> dict[str, Any]:
+    """Try a mutation, and print what became of it."""
+    mutation, began_s = MUTATIONS[number - 1], time.monotonic()
+    caught_by, test = outcome(checkout, mutation)
+    seconds = round(time.monotonic() - began_s, 1)
+    print(f"{number:3} {mutation.file:40} {caught_by:13} {seconds:6.1f} s  {test}", flush=True)
+    row = {"number": number, "room": room_of(mutation), "file": mutation.file, "breaks": mutation.breaks}
+    return {**row, "outcome": caught_by, "caught": caught_by in TIERS, "test": test, "seconds": seconds}
 
 
 if __name__ == "__main__":

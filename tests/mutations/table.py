@@ -15,3 +15,9 @@ ROOMS = sorted(file.stem for file in (Path(__file__).parent / "rooms").glob("*.p
 MUTATIONS: tuple[Mutation, ...] = tuple(
     mutation for room in ROOMS for mutation in import_module(f"tests.mutations.rooms.{room}").MUTATIONS
 )
+
+
+def room_of(mutation: Mutation) -> str:
+    """Return the room of the file that a mutation changes."""
+    room, _, rest = mutation.file.partition("/")
+    return room if rest else "leaves"

@@ -2,11 +2,11 @@
 
 fast       what `make test` runs: on two ranks, then those that are not slow
 slow       what `make test-all` runs
-all        what ``.ci/run`` runs: both, with lint beside them
+all        what ``.ci/run`` runs: both, with lint beside them; then mutations of rooms that have changed
 unstable   repeat tests beside busy cores: python -m tests.runner unstable TEST ...
 lint       ruff, mypy and wording
 check      in a minute: lint, where mypy has a cache; collection of all tests; tests of the structure
-record     write what the last run of `slow` or `all` measured into tests/runner/times.json
+record     write what the last run, and the last `make mutations`, measured into tests/runner/times.json
 tiers      print the table of commands and times for CONTRIBUTING.md
 
 A test that failed runs again at the end, alone, twice. It fails the run if it fails once more; if it passes both times,
@@ -18,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
+from tests.mutations.table import MUTATIONS, ROOMS, room_of
 from tests.runner.lint import beside, check, lint
 from tests.runner.order import by_worth, rooms_of_files
 from tests.runner.plugin import NOT_RUN
@@ -31,9 +33,11 @@ from tests.runner.results import FAILED, PASSED, Outcome, failed, judged, summar
 from tests.runner.sessions import BUILD, PARALLEL, ROOT, alone, busy, on_all_cores, on_two_ranks
 from tests.runner.times import changed_since, head, read_times, write_times
 
-LAST = BUILD / "last.json"
+LAST, TRIED = BUILD / "last.json", BUILD / "mutations.json"
 AGAIN_MIN = 10.0
 """How long tests may run again after the deadline."""
+MUTATIONS_MIN = 10.0
+"""How long mutations may take."""
 TWICE = 2
 ON_RANKS = " on 2 ranks"
 
@@ -75,6 +79,7 @@ def run(command: str, began: float, deadline: float | None) -> int:
     outcomes |= on_all_cores(*_chosen(command, deadline))
     findings = linting() if linting is not None else ""
     again = _again(failed(outcomes), None if deadline is None else deadline + 60 * AGAIN_MIN)
+    mutations = _mutations(deadline) if command == "all" and deadline is not None and all(again.values()) else 0
     seconds = time.time() - began
     LAST.write_text(
         json.dumps(
@@ -86,7 +91,23 @@ def run(command: str, began: float, deadline: float | None) -> int:
             }
         )
     )
-    return _report(outcomes, again, findings, seconds)
+    return max(_report(outcomes, again, findings, seconds), mutations)
+
+
+def _mutations(deadline: float) -> int:
+    """Try the mutations of rooms that have changed since theirs were all caught; 1 where one is not caught."""
+    until = min(deadline, time.time() + 60 * MUTATIONS_MIN)
+    caught = read_times().mutations
+    since = changed_since(ROOT, set(caught.values()))
+    rooms = [room for room in ROOMS if room not in caught or _has_changed(room, since[caught[room]])]
+    if not rooms or time.time() > until:
+        return 0
+    command = [sys.executable, "-m", "tests.mutations", *rooms, f"--until={until}"]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def _has_changed(room: str, since: set[str]) -> bool:
+    return f"tests/mutations/rooms/{room}.py" in since or room in since
 
 
 def _chosen(command: str, deadline: float | None) -> list[str]:
@@ -161,15 +182,19 @@ def repeat(tests: list[str], times: int) -> int:
 
 
 def record() -> int:
-    """Write what the last run measured into the committed file; 2 where it cannot be said of a commit."""
-    last = json.loads(Path(LAST).read_text()) if LAST.exists() else None
-    if last is None or last["commit"] is None:
+    """Write what the last runs measured into the committed file; 2 where none can be said to be of a commit."""
+    times, added = read_times(), 0
+    if LAST.exists() and (last := json.loads(LAST.read_text()))["commit"]:
+        outcomes = {name: Outcome(**each) for name, each in last["outcomes"].items()}
+        times.add(last["command"], outcomes, last["seconds"], last["commit"])
+        added += 1
+    if TRIED.exists() and (tried := json.loads(TRIED.read_text()))["commit"]:
+        times.add_mutations(tried["rows"], Counter(room_of(each) for each in MUTATIONS), tried["commit"])
+        added += 1
+    if not added:
         print("error: no run is recorded, or files had changes that were not committed", file=sys.stderr)
         print("  next: commit, then .ci/run or make test-all, then make times", file=sys.stderr)
         return 2
-    times = read_times()
-    outcomes = {name: Outcome(**each) for name, each in last["outcomes"].items()}
-    times.add(last["command"], outcomes, last["seconds"], last["commit"])
     write_times(times)
     return 0
 

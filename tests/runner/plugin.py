@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadGroupScheduling
+from xdist.workermanage import WorkerController
 
 from tests.support.jobs_started import job_of
 
@@ -40,6 +42,36 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.jobs_at_most is not None:
         sys.addaudithook(_see)
     config.pluginmanager.register(_Runner(config), "tests.runner")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
+
+
+class Scheduler(LoadGroupScheduling):  # type: ignore[misc]
+    """The scheduler of pytest-xdist for groups, but for a process that dies: version 3.8.0 then waits forever.
+
+    There the process that takes over the last tests waits for more of them. And the test in which the old process died
+    is not handed out a second time here: `tests.runner` runs it again later.
+    """
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test in which a process died; queue what else it had."""
+        units = self.assigned_work.pop(node)
+        left = [(unit, nodeid) for unit in units.values() for nodeid, done in unit.items() if not done]
+        if not left:
+            return None
+        unit, died_in = left[0]
+        unit[died_in] = True
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return died_in
+
+    def _reschedule(self, node: WorkerController) -> None:
+        super()._reschedule(node)
+        if not self.workqueue:
+            node.shutdown()  # it ends when it has run what it has
 
 
 def plain(nodeid: str) -> str:
@@ -144,8 +176,8 @@ def _is_slow(item: pytest.Item) -> bool:
 def _first_error(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Return the line of a failure that says what is wrong."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = str(crash.message if crash else report.longreprtext).strip()
-    return text.splitlines()[0][:300] if text else "no message"
+    text = str(crash.message).splitlines()[:1] if crash else report.longreprtext.splitlines()[-1:]
+    return text[0][:300] if text else "no message"
 
 
 def _see(event: str, arguments: tuple[Any, ...]) -> None:

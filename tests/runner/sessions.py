@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,9 @@ BUILD = ROOT / "build" / "tests"
 PARALLEL = "tests/parallel"
 """Tests that run on two ranks, too."""
 _MOST_PROCESSES = 8
+_SILENT_S = 900.0
+"""Longer than the timeout of a test in setup.cfg."""
+_LOOK_S = 5.0
 _numbers = count(1)
 
 
@@ -76,7 +80,7 @@ def _run(
         if names is not None:
             environment |= {"GALLERY": f"{temporary}/gallery"}
         process = subprocess.Popen([*command, *own], cwd=ROOT, env=environment, start_new_session=True)
-        code = _wait(process, until)
+        code = _wait(process, until, files)
     outcomes = read_results(file for file in files if file.exists())
     missing = {name: Outcome(FAILED, error="it did not run") for name in names or () if name not in outcomes}
     if not outcomes or (code not in (0, 1, 5) and not any(each.kind == FAILED for each in outcomes.values())):
@@ -84,11 +88,17 @@ def _run(
     return outcomes | missing
 
 
-def _wait(process: subprocess.Popen[bytes], until: float | None) -> int:
+def _wait(process: subprocess.Popen[bytes], until: float | None, files: list[Path]) -> int:
+    """Wait until it ends, and kill it at the time `until`, or where no test has begun or ended for `_SILENT_S`."""
+    news = time.time()
     try:
-        return process.wait(None if until is None else max(1.0, until - time.time()))
-    except subprocess.TimeoutExpired:
-        return -signal.SIGKILL
+        while True:
+            try:
+                return process.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                news = max([news, *(file.stat().st_mtime for file in files if file.exists())])
+                if time.time() > min(news + _SILENT_S, until or math.inf):
+                    return -signal.SIGKILL
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

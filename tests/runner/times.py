@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -26,18 +27,18 @@ class Times:
 
     Attributes:
         slow: by the id of each slow test.
+        mutations: of each room, the commit at which tests caught all its mutations.
         tiers: of each command, the number of tests that passed, and its seconds.
         machine: on which that was measured.
     """
 
     slow: dict[str, Passed] = field(default_factory=dict)
+    mutations: dict[str, str] = field(default_factory=dict)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     machine: str = ""
 
-    def add(
-        self, command: str, outcomes: Mapping[str, Outcome], seconds: float, commit: str, *, all_slow: bool
-    ) -> None:
-        """Add a run of a command at a commit; `all_slow`: slow tests that it did not have are no longer there."""
+    def add(self, command: str, outcomes: Mapping[str, Outcome], seconds: float, commit: str) -> None:
+        """Add a run of a command at a commit. Slow tests that `make test-all` does not have are no longer there."""
         slow = {name: outcome for name, outcome in outcomes.items() if outcome.slow}
         if command != "make test":
             self.slow = {name: passed for name, passed in self.slow.items() if name in slow}
@@ -45,6 +46,11 @@ class Times:
         passed = sum(outcome.kind == PASSED for outcome in outcomes.values())
         self.tiers[command] = {"tests": passed, "seconds": round(seconds)}
         self.machine = _machine()
+
+    def add_mutations(self, rows: Iterable[Mapping[str, Any]], number: Mapping[str, int], commit: str) -> None:
+        """Add outcomes of mutations at a commit; `number`: how many each room has."""
+        caught = Counter(str(row["room"]) for row in rows if row["caught"])
+        self.mutations |= {room: commit for room, tried in caught.items() if tried == number[room]}
 
     def table(self) -> str:
         """Return the table of tiers in Markdown."""
@@ -64,7 +70,8 @@ def read_times(file: Path = FILE) -> Times:
     if not file.exists():
         return Times()
     found = json.loads(file.read_text())
-    return Times({name: Passed(*each) for name, each in found["slow"].items()}, found["tiers"], found["machine"])
+    slow = {name: Passed(*each) for name, each in found.pop("slow").items()}
+    return Times(slow, **found)
 
 
 def write_times(times: Times, file: Path = FILE) -> None:
