@@ -107,7 +107,8 @@ def _mutations(deadline: float) -> int:
 
 
 def _has_changed(room: str, since: set[str]) -> bool:
-    return f"tests/mutations/rooms/{room}.py" in since or room in since
+    is_leaf = room == "leaves" and any(name.endswith(".py") and "/" not in name for name in since)
+    return is_leaf or not since.isdisjoint((room, f"tests/mutations/rooms/{room}.py"))
 
 
 def _chosen(command: str, deadline: float | None) -> list[str]:
