@@ -12,8 +12,7 @@ from hvdtrain.observe.past_journal import read_steps as read_journal_steps
 from hvdtrain.timeline.span_files import read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import read_starts
 from tests.support.gallery import STEPS, TOY, Gallery
-from tests.support.span_files import read_spans
-from tests.support.step_tables import read_steps
+from tests.support.step_tables import read_spans, read_steps
 from tests.support.thread_job import train_on_threads
 
 

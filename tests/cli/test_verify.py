@@ -41,7 +41,7 @@ def test_data_of_a_run_that_was_killed(gallery: Gallery, tmp_path: Path, capsys:
     assert "rank 1 does not have step 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("task", "code"), [("toy.py:toy", 0), ("forgetful.py:forgetful", 1)])
+@pytest.mark.parametrize(("task", "code"), [("toy.py:toy", 0), ("toys.py:forgetful", 1)])
 @pytest.mark.slow
 def test_resume_on_two_ranks(
     task: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -90,7 +90,7 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
     monkeypatch.setenv("INTERRUPTED", f"{number} {os.getpid()}")
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(yaml.safe_dump({"task": f"{SUPPORT}/interrupting.py:interrupting"}))
+    (run / "config.yaml").write_text(yaml.safe_dump({"task": f"{SUPPORT}/toys.py:interrupting"}))
     own = psutil.Process().children(recursive=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may have it ignored
     try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.timeline.steps import read_starts
-from tests.support.span_files import read_spans
+from tests.support.step_tables import read_spans
 from tests.support.two_hosts import OWN, TwoHosts
 
 ROOT = Path(__file__).parents[2]

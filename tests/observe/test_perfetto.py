@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from tests.support.browser import until
-from tests.support.perfetto import import_errors, perfetto, text
+from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.toy import toy
 
 pytestmark = pytest.mark.slow

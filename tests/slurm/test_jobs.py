@@ -19,7 +19,7 @@ STEPS = 40
 PATHS = {"PYTHONPATH": str(ROOT)}
 """What the task of the job imports is the tests' own."""
 PACED = [
-    f"--task={Path(__file__).parents[1]}/support/paced.py:paced",
+    f"--task={Path(__file__).parents[1]}/support/toys.py:paced",
     f"--train.steps={STEPS}",
     "--train.global_batch=8",
     "--train.micro_batch=2",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from hvdtrain.observe.cost import Cost
 from hvdtrain.timeline.analysis.analysis import (
@@ -58,18 +60,18 @@ def budget(size: int) -> Budget:
     return Budget(what, about(sum(_PARTS.values()), 0.01), 380, parts(_PARTS), _EXPOSED)
 
 
-def lanes(size: int, steps: int = 3, buckets: int = 8, names: str = "") -> list[Lane]:
-    """Each rank's training thread; rank 0's exchange too. Rank 3 begins its backward late."""
+def lanes(size: int, buckets: int = 8) -> list[Lane]:
+    """Each rank's training thread in three steps; rank 0's exchange too. Rank 3 begins its backward late."""
     chance, found = random.Random(3), []
     for rank in range(size):
         slices: list[Slice] = []
-        for step in range(1, steps + 1):
+        for step in range(1, 4):
             start = now = (step - 1) * 352.4
             late = 12.0 if rank == 3 else 0.0
             inner = []
             for name, ms in (("data", 6.0 + late), ("forward", 96.0), ("backward", 181.0), ("wait", 41.0 - late)):
                 ms *= chance.uniform(0.98, 1.0)
-                inner.append(Slice(names + name, now, now + ms, step))
+                inner.append(Slice(name, now, now + ms, step))
                 if name == "forward":
                     inner.append(Slice("gc", now + 20, now + 24, step))
                 now += ms
@@ -77,16 +79,9 @@ def lanes(size: int, steps: int = 3, buckets: int = 8, names: str = "") -> list[
             slices += [Slice("step", start, start + 352.0, step), *inner]
         found.append(Lane(f"rank {rank} on node-{rank // 8}", slices))
         if rank == 0:
-            found.append(Lane("rank 0, exchange", _exchange(steps, buckets)))
-    return found
-
-
-def _exchange(steps: int, buckets: int) -> list[Slice]:
-    found = []
-    for step in range(1, steps + 1):
-        start = (step - 1) * 352.4 + 110
-        for bucket in range(buckets):
-            found.append(Slice(f"bucket {bucket}", start + 26 * bucket, start + 26 * bucket + 24, step))
+            begins_ms = [(step, n, (step - 1) * 352.4 + 110 + 26 * n) for step in range(1, 4) for n in range(buckets)]
+            slices = [Slice(f"bucket {n}", begin_ms, begin_ms + 24, step) for step, n, begin_ms in begins_ms]
+            found.append(Lane("rank 0, exchange", slices))
     return found
 
 
@@ -186,42 +181,37 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
     )
 
 
-def over_time(text: str = "") -> OverTime:
+def over_time() -> OverTime:
     """190 moments of a run, with a start, a straggler and a change."""
     chance = random.Random(7)
     moments = []
     for n in range(190):
         took = {name: ms * chance.uniform(0.9, 1.1) for name, ms in _PARTS.items()}
         moments.append(Moment(2 * n + 1, 2 * n + 2, sum(took.values()), 350.0, took))
-    marks = [Mark("start", 1, f"the run starts{text}"), Mark("straggler", 200, f"rank 3 becomes a straggler{text}")]
-    return OverTime(moments, [*marks, Mark("change", 300, f"steps take longer{text}")])
+    marks = [Mark("start", 1, "the run starts"), Mark("straggler", 200, "rank 3 becomes a straggler")]
+    return OverTime(moments, [*marks, Mark("change", 300, "steps take longer")])
 
 
 def hostile() -> Analysis:
     """One whose every text would take the page over."""
-    plain = analysis(4)
-    row = plain.blame.ranks[0]
-    worst = RankRow(row.rank, HOSTILE, 1.0, row.cost_ms, {HOSTILE: 3.0, **row.parts_ms}, 0.0)
-    assert plain.budget is not None
-    return Analysis(
-        title=HOSTILE,
-        size=4,
-        budget=Budget(
-            HOSTILE, plain.budget.step_ms, 3, [*plain.budget.parts, Part(HOSTILE, about(1.0), 0.01)], [HOSTILE]
-        ),
-        communication=plain.communication,
-        carriers=[Carrier(HOSTILE, [HOSTILE] * 20, 5, 1.0, None)],
-        blame=Blame(
-            "ticks", 3, [worst, *plain.blame.ranks[1:]], [row.rank], {row.rank: [Cause(HOSTILE, 1.0, HOSTILE)]}, HOSTILE
-        ),
-        findings=[Finding(HOSTILE, HOSTILE, 1.0, f"`{HOSTILE}` --flag {HOSTILE}")],
-        lanes=[Lane(HOSTILE, [Slice(HOSTILE, 0.0, 5.0, 1), Slice("__proto__", 5.0, 9.0, 1)]), *lanes(2, names=HOSTILE)],
-        warnings=[HOSTILE],
-        notes=[HOSTILE],
-        memory=Memory(HOSTILE, {HOSTILE: 1.0}),
-        over_time=over_time(HOSTILE),
-        cost=Cost(1, 0.0, {HOSTILE: 1.0}, {HOSTILE: HOSTILE}, None, None),
-    )
+    plain = replace(analysis(4), goodput=None, efficiency=None)
+    taken: Analysis = _taken(plain)
+    return replace(taken, lanes=[Lane(HOSTILE, [Slice("__proto__", 5.0, 9.0, 1)]), *taken.lanes])
+
+
+def _taken(value: Any) -> Any:
+    """The same, in which each text is `HOSTILE`, but those of fixed sets."""
+    if isinstance(value, str):
+        return HOSTILE
+    if isinstance(value, (list, tuple)):
+        return [_taken(each) for each in value]
+    if isinstance(value, dict):
+        return {_taken(key): _taken(each) for key, each in value.items()}
+    if is_dataclass(value):
+        fixed = {"source"} | ({"kind"} if isinstance(value, Mark) else set())
+        free = {field.name for field in fields(value)} - fixed
+        return replace(value, **{name: _taken(getattr(value, name)) for name in free})  # type: ignore[type-var]
+    return value
 
 
 def empty() -> Analysis:

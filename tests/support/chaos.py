@@ -265,14 +265,14 @@ def _small_disk(folder: Path) -> Iterator[Path]:
         shutil.rmtree(disk, ignore_errors=True)
 
 
-def cells(sizes: tuple[int, ...] = (2, 3, 4), hosts: tuple[int, ...] = (1, 2)) -> list[Cell]:
+def cells() -> list[Cell]:
     """The whole matrix: a link can be cut between two hosts only. It befalls each rank in turn.
 
     With a divided optimizer, only ranks that are lost for good matter: it has a row of its own.
     """
     found = []
-    for host in hosts:
-        for size in sizes:
+    for host in (1, 2):
+        for size in (2, 3, 4):
             for fault in (*SIGNALS, "disk full", *(["link cut"] if host == 2 else [])):
                 found += [Cell(fault, phase, size, host, (n + 1) % size) for n, phase in enumerate(PHASES)]
             found.append(Cell("disk full", "checkpoint", size, host, 1, LATE))

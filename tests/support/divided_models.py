@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,6 @@ DIVIDED = (
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "use_cache": False}
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
-TP, EP, CP, PP = "--parallel.tp=", "--parallel.ep=", "--parallel.cp=", "--parallel.pp="
-LATER = "--parallel.zero_bubble=true"
-ZERO, FSDP = "--parallel.shard=optimizer", "--parallel.engine=fsdp"
-SMALL = "--train.micro_batch=1"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "latent": (),
     "whole_queries": ("--queries=null",),
@@ -52,95 +49,73 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 Adagrad has state before a step."""
 ROUNDED = {name: (f"--precision={name}",) for name in ("fp16", "bf16", "bf16-weights")}
 """Options of trainings in which sums of other parts are rounded."""
-ENGINES = {
+_WORDS: dict[str, tuple[str, ...]] = {
+    **{f"{way}{size}": (f"--parallel.{way}={size}",) for way in ("tp", "ep", "cp", "pp") for size in (2, 4)},
     "ddp": ("--parallel.engine=ddp",),
     "fsdp": ("--parallel.engine=fsdp",),
-    "zero": ("--parallel.shard=gradients",),
+    "groups": ("--parallel.engine=fsdp", "--parallel.dp_shard=2"),
+    "gradients": ("--parallel.shard=gradients",),
+    "zero": ("--parallel.shard=optimizer",),
+    "buckets": ("--parallel.bucket_mib=0.25",),
+    "later": ("--parallel.zero_bubble=true",),
+    "virtual": ("--parallel.virtual_stages=2",),
+    "small": ("--train.micro_batch=1",),
 }
-"""Options of engines that any ranks may have that divide sequences."""
-TWO = {
-    **{
-        f"tp2/{name}": (TP + "2", *options)
-        for name, options in VARIANTS.items()
-        if name not in ("many", "wide", "dropping", "balanced")
-    },
-    **{
-        f"ep2/{name}": (EP + "2", *VARIANTS[name])
-        for name in ("latent", "adamw", "averaged", "recomputed", "frozen", "own")
-    },
-    **{f"cp2/{name}": (CP + "2", *VARIANTS[name]) for name in ("latent", "heads", "adamw", "recomputed")},
-    **{
-        f"pp2/{name}": (PP + "2", *VARIANTS[name])
-        for name in ("latent", "heads", "adamw", "averaged", "recomputed", "frozen", "tied", "dropping", "balanced")
-    },
-    "pp2virtual/dropping": (PP + "2", "--parallel.virtual_stages=2", *VARIANTS["dropping"]),
-    "pp2virtuallater/dropping": (PP + "2", "--parallel.virtual_stages=2", LATER, *VARIANTS["dropping"]),
-    **{f"pp2later/{name}": (PP + "2", LATER, *VARIANTS[name]) for name in ("latent", "recomputed", "tied")},
-    **{f"cp2{name}/latent": (CP + "2", *options) for name, options in ENGINES.items()},
-    **{f"tp2/{name}": (TP + "2", *options) for name, options in ROUNDED.items()},
-    **{f"pp2/{name}": (PP + "2", *ROUNDED[name]) for name in ("fp16", "bf16-weights")},
-    **{f"pp2later/{name}": (PP + "2", LATER, *ROUNDED[name]) for name in ("bf16", "fp16", "bf16-weights")},
-    "ep2/bf16-weights": (EP + "2", *ROUNDED["bf16-weights"]),
-}
+"""Options by the words that names of meshes are made of."""
+
+
+def _options(name: str) -> tuple[str, ...]:
+    """Of a training, by its name: words without a space, /, a variant."""
+    mesh, variant = name.split("/")
+    words = re.findall("|".join(_WORDS), mesh)
+    assert "".join(words) == mesh, name
+    return (*(option for word in words for option in _WORDS[word]), *{**VARIANTS, **ROUNDED}[variant])
+
+
+def _trainings(table: str) -> dict[str, tuple[str, ...]]:
+    """Options by name, of a table with the variants of meshes."""
+    rows = [line.split(": ") for line in table.strip().splitlines()]
+    names = [
+        f"{mesh}/{variant}" for meshes, variants in rows for mesh in meshes.split() for variant in variants.split()
+    ]
+    return {name: _options(name) for name in names}
+
+
+TWO = _trainings("""
+    tp2: latent whole_queries heads norms tied momentum adamw averaged recomputed frozen own fp16 bf16 bf16-weights
+    ep2: latent adamw averaged recomputed frozen own bf16-weights
+    cp2: latent heads adamw recomputed
+    cp2ddp cp2fsdp cp2gradients: latent
+    pp2: latent heads adamw averaged recomputed frozen tied dropping balanced fp16 bf16-weights
+    pp2virtual pp2virtuallater: dropping
+    pp2later: latent recomputed tied bf16 fp16 bf16-weights
+""")
 """Of two ranks, by mesh and variant."""
-FOUR = {
-    "tp2/latent": (TP + "2",),
-    "ep2/latent": (EP + "2",),
-    "tp4/latent": (TP + "4",),
-    "ep4/latent": (EP + "4",),
-    "tp2ep2/adamw": (TP + "2", EP + "2", *VARIANTS["adamw"]),
-    "tp2ep4/latent": (TP + "2", EP + "4"),
-    "cp2/latent": (CP + "2",),
-    "cp2groups/latent": (CP + "2", *ENGINES["fsdp"], "--parallel.dp_shard=2"),
-    "cp4/heads": (CP + "4", *VARIANTS["heads"]),
-    "cp2tp2/latent": (CP + "2", TP + "2"),
-    "cp2ep4/latent": (CP + "2", EP + "4"),
-    "pp2/many": (PP + "2", *VARIANTS["many"]),
-    "tp2zero/wide": (TP + "2", ZERO, "--parallel.bucket_mib=0.25", *VARIANTS["wide"]),
-    "tp2ep4zero/adamw": (TP + "2", EP + "4", ZERO, *VARIANTS["adamw"]),
-    "ep2zero/frozen": (EP + "2", ZERO, *VARIANTS["frozen"]),
-    "tp2/norms": (TP + "2", *VARIANTS["norms"]),
-    "tp2zero/norms": (TP + "2", ZERO, *VARIANTS["norms"]),
-    "tp2fsdp/norms": (TP + "2", FSDP, *VARIANTS["norms"]),
-    "pp2tp2/norms": (PP + "2", TP + "2", *VARIANTS["norms"]),
-    "ep2fsdp/frozen": (EP + "2", FSDP, *VARIANTS["frozen"]),
-    "ep2fsdp/recomputed": (EP + "2", FSDP, *VARIANTS["recomputed"]),
-    "ep2fsdp/bf16-weights": (EP + "2", FSDP, *ROUNDED["bf16-weights"]),
-    "cp2tp2ep4fsdp/latent": (CP + "2", TP + "2", EP + "4", FSDP),
-    "tp2fsdp/own": (TP + "2", FSDP, *VARIANTS["own"]),
-    "tp2fsdp/tied": (TP + "2", FSDP, *VARIANTS["tied"]),
-    "ep2fsdp/adamw": (EP + "2", FSDP, *VARIANTS["adamw"]),
-    "tp2ep4fsdp/averaged": (TP + "2", EP + "4", FSDP, *VARIANTS["averaged"]),
-    "tp2fsdp/bf16-weights": (TP + "2", FSDP, *ROUNDED["bf16-weights"]),
-    "pp2zero/many": (PP + "2", ZERO, *VARIANTS["many"]),
-    "pp2tp2/latent": (PP + "2", TP + "2"),
-    "pp2ep2/many": (PP + "2", EP + "2", *VARIANTS["many"]),
-    "pp2cp2/heads": (PP + "2", CP + "2", *VARIANTS["heads"]),
-    "ep2groups/adamw": (EP + "2", FSDP, "--parallel.dp_shard=2", *VARIANTS["adamw"]),
-    "pp4later/dropping": (PP + "4", LATER, *VARIANTS["dropping"]),
-    "pp2tp2later/norms": (PP + "2", TP + "2", LATER, *VARIANTS["norms"]),
-    "pp2zerolater/many": (PP + "2", ZERO, LATER, *VARIANTS["many"]),
-    "pp4/dropping": (PP + "4", *VARIANTS["dropping"]),
-    "pp2zero/dropping": (PP + "2", ZERO, *VARIANTS["dropping"]),
-    "pp2ep2fsdp/many": (PP + "2", EP + "2", FSDP, *VARIANTS["many"]),
-    "pp2fsdp/many": (PP + "2", FSDP, *VARIANTS["many"]),
-    **{f"pp2fsdp/{name}": (PP + "2", FSDP, SMALL, *VARIANTS[name]) for name in ("recomputed", "averaged", "frozen")},
-    "pp2fsdp/bf16-weights": (PP + "2", FSDP, SMALL, *ROUNDED["bf16-weights"]),
-    "pp2tp2/tied": (PP + "2", TP + "2", *VARIANTS["tied"]),
-}
+FOUR = _trainings("""
+    ep2 tp4 ep4 tp2ep4 cp2 cp2groups cp2tp2 cp2ep4 cp2tp2ep4fsdp: latent
+    tp2: latent norms
+    tp2ep2 tp2ep4zero ep2groups: adamw
+    cp4 pp2cp2: heads
+    pp2 pp2zero pp2ep2 pp2zerolater pp2ep2fsdp pp2fsdp: many
+    tp2zerobuckets: wide
+    ep2zero: frozen
+    tp2zero pp2tp2later: norms
+    pp2tp2: latent norms tied
+    ep2fsdp: frozen recomputed adamw bf16-weights
+    tp2fsdp: norms own tied bf16-weights
+    tp2ep4fsdp: averaged
+    pp4 pp4later pp2zero: dropping
+    pp2fsdpsmall: recomputed averaged frozen bf16-weights
+""")
 """Of four ranks."""
-STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "experts": ((EP + "2",), (TP + "2", EP + "4", FSDP), ()),
-    "sequences": ((CP + "2",), (CP + "2", TP + "2"), ()),
-    "layers": ((PP + "2", *VARIANTS["many"]), (PP + "2", TP + "2", *VARIANTS["many"]), VARIANTS["many"]),
-    "tied": tuple((*mesh, *VARIANTS["dropping"], "--train.ema=0.9") for mesh in ((PP + "2",), (PP + "4",), ())),
-    "matrices": ((TP + "2", "--method=adamw"), (TP + "2", ZERO, "--method=adamw"), ("--method=adamw",)),
-    "blocks": (
-        (PP + "2", *VARIANTS["many"]),
-        (PP + "2", FSDP, *VARIANTS["many"]),
-        VARIANTS["many"],
-    ),
-    "rows": ((FSDP, *VARIANTS["own"]), (TP + "2", FSDP, *VARIANTS["own"]), VARIANTS["own"]),
+STAGES = {
+    "experts": (_options("ep2/latent"), _options("tp2ep4fsdp/latent"), ()),
+    "sequences": (_options("cp2/latent"), _options("cp2tp2/latent"), ()),
+    "layers": (_options("pp2/many"), _options("pp2tp2/many"), VARIANTS["many"]),
+    "tied": tuple((*_options(f"{mesh}/dropping"), "--train.ema=0.9") for mesh in ("pp2", "pp4", "")),
+    "matrices": (_options("tp2/adamw"), _options("tp2zero/adamw"), VARIANTS["adamw"]),
+    "blocks": (_options("pp2/many"), _options("pp2fsdp/many"), VARIANTS["many"]),
+    "rows": (_options("fsdp/own"), _options("tp2fsdp/own"), VARIANTS["own"]),
 }
 """Options of a run on two, four and one rank, one after the other."""
 

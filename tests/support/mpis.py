@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from hvdtrain.launch.spec import Mpi
 
@@ -38,8 +38,7 @@ def wheel(name: str) -> Mpi:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "mpis"
     prefix, whole = cache / f"{package}-{version}", cache / f"{package}-{version}.whole"
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{package}-{version}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this test run may want the same
+    with FileLock(cache / f"{package}-{version}.lock"):  # another process of this test run may want the same
         if not whole.exists():
             shutil.rmtree(prefix, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", prefix], check=True)

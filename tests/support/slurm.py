@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.support.host import LINK, OWN, Host, UnavailableError, one_host, tool
 from tests.support.launch import TIMEOUT_S
@@ -93,17 +94,10 @@ class Slurm:
         return self.hosts[0]
 
     def run(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        check: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on the first host and wait; what it wrote."""
-        given = {**self.variables, **(environment or {})}
-        return self.first.run(argv, cwd=cwd, environment=given, check=check, timeout_s=timeout_s)
+        """Run a program on the first host and wait, see `Host.run`; what it wrote."""
+        return self.first.run(argv, environment={**self.variables, **(environment or {})}, **how)
 
     def popen(self, argv: Sequence[str], *, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
         """Start a program on the first host; stderr goes where stdout goes."""

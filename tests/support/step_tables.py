@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.timeline.columns import RunTrace, StepTable
+from hvdtrain.timeline.columns import RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.span_files import on_one_clock, read_span_files
 from hvdtrain.timeline.steps import read_starts
 
 Floats = NDArray[np.float64]
 
 SHARES = {"data": 0.05, "copy": 0.0, "forward": 0.3, "backward": 0.55, "clip": 0.02, "optimizer": 0.08}
-
-
 _BEFORE = ("data", "copy", "gather", "activations", "forward", "backward")
 """Parts before a rank is ready."""
 
@@ -73,6 +72,11 @@ def table_of(
 def read_steps(path: Path) -> list[StepTable]:
     """Return the tables of a run's starts, without those that have no steps."""
     return [start.steps for start in read_starts(path) if len(start.steps.step)]
+
+
+def read_spans(path: Path) -> list[RankSpans]:
+    """Return the spans of a run's last start as its report has them, a rank each, on rank 0's clock."""
+    return on_one_clock(read_span_files(path), read_starts(path))
 
 
 def run_of(table: StepTable, **more: object) -> RunTrace:

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-METADATA = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
-"""Names of metadata events that readers know; others they pass over."""
-
 
 def check_trace(events: Sequence[Mapping[str, Any]]) -> None:
     """See that a trace keeps the format: phases, numbers, B and E in pairs, X spans that nest on each track."""

@@ -25,9 +25,9 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.support.host import LINK, OWN, Host, UnavailableError, beside_python, one_host, variables
-from tests.support.launch import TIMEOUT_S
 from tests.support.sshd import CLIENT, serve_ssh
 
 __all__ = ["LINK", "OWN", "Host", "TwoHosts", "UnavailableError", "two_hosts", "variables"]
@@ -64,10 +64,7 @@ class TwoHosts:
             host.configure("tc", "class", "add", "dev", LINK, *made)
         host.configure(*tc, "parent", "1:2", "blackhole")
         tcp = ("protocol", "ip", "u32", "match", "ip", "protocol", "6", "0xff")
-        rules = (
-            (("match", "ip", "dport", "22", "0xffff"), "1"),
-            (("match", "u8", "0x02", "0x12", "at", "33"), "2"),
-        )
+        rules = ((("match", "ip", "dport", "22", "0xffff"), "1"), (("match", "u8", "0x02", "0x12", "at", "33"), "2"))
         for order, (rule, number) in enumerate(rules, 1):
             where = ("parent", "1:", "prio", str(order), *tcp, *rule, "flowid", f"1:{number}")
             host.configure("tc", "filter", "add", "dev", LINK, *where)
@@ -100,45 +97,20 @@ class TwoHosts:
         return [beside_python("horovodrun"), *over, *ranks, "--network-interface", LINK, "--disable-cache", *argv]
 
     def mpirun(
-        self,
-        argv: Sequence[str],
-        *,
-        per_host: int = 1,
-        cwd: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        check: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        self, argv: Sequence[str], *, per_host: int = 1, environment: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on both hosts by mpirun and wait."""
+        """Run `argv` on both hosts by mpirun and wait; `how`: see `Host.run`."""
         command = self.mpirun_command(argv, per_host=per_host, environment=environment)
-        return self._launch(command, cwd, environment, check, timeout_s)
+        return self._launch(command, environment=environment, **how)
 
-    def horovodrun(
-        self,
-        argv: Sequence[str],
-        *,
-        gloo: bool = False,
-        per_host: int = 1,
-        cwd: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        check: bool = True,
-        timeout_s: float = TIMEOUT_S,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on both hosts by horovodrun, over MPI or Gloo, and wait."""
-        command = self.horovodrun_command(argv, per_host=per_host, gloo=gloo)
-        return self._launch(command, cwd, environment, check, timeout_s)
+    def horovodrun(self, argv: Sequence[str], *, gloo: bool = False, **how: Any) -> subprocess.CompletedProcess[str]:
+        """Run `argv` on both hosts by horovodrun, over MPI or Gloo, and wait; `how`: see `Host.run`."""
+        return self._launch(self.horovodrun_command(argv, gloo=gloo), **how)
 
-    def _launch(
-        self,
-        command: list[str],
-        cwd: Path | None,
-        environment: Mapping[str, str] | None,
-        check: bool,
-        timeout_s: float,
-    ) -> subprocess.CompletedProcess[str]:
+    def _launch(self, command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         there = self.b.processes()
         try:
-            return self.a.run(command, cwd=cwd, environment=environment, check=check, timeout_s=timeout_s)
+            return self.a.run(command, **how)
         except BaseException:
             self.b.end(self.b.processes() - there)
             raise
@@ -148,13 +120,9 @@ class TwoHosts:
 
     def _shape(self) -> None:
         for host in (self.a, self.b):
-            if self._cut:
-                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", "blackhole")
-            elif self._rate is not None:
-                bucket = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms"]
-                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", *bucket)
-            else:
-                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", "noqueue")
+            bucket = ("tbf", "rate", str(self._rate), "burst", "256kb", "latency", "50ms")
+            kind = ("blackhole",) if self._cut else bucket if self._rate else ("noqueue",)
+            host.configure("tc", "qdisc", "replace", "dev", LINK, "root", *kind)
 
 
 @contextmanager

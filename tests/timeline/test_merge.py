@@ -16,10 +16,9 @@ from hvdtrain.errors import TraceError
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.merge import merge
 from hvdtrain.timeline.read import read_horovod
-from tests.support.browser import until
+from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.gallery import Gallery
 from tests.support.launch import run
-from tests.support.perfetto import import_errors, perfetto, text
 from tests.support.trace_format import check_trace
 
 TRACES = Path(__file__).parent / "traces"
