@@ -17,7 +17,7 @@ from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.completion import combined_parser, main, script
 from hvdtrain.config.parse import make_parser
 from tests.support.host import UnavailableError, tool
-from tests.support.terminal import typed
+from tests.support.launch import TIMEOUT_S
 
 
 def task(hidden: int = 3, act: Literal["relu", "tanh"] = "relu", path: Path | None = None) -> None:
@@ -153,7 +153,10 @@ def test_typed_into_a_terminal(name: str, bash: Path, tmp_path: Path) -> None:
         argv, first = [shell, "-f", "-i"], f"fpath=({functions} $fpath); autoload -U compinit; compinit -u -D"
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TERM": "xterm"}
     keys = "\n".join([first, *(line for line, _ in _KEYS), "exit", ""])
-    shown = typed(argv, keys, environment, work)
+    terminal = [_shell("script"), "--quiet", "--command", shlex.join(argv), "/dev/null"]
+    shown = subprocess.run(
+        terminal, input=keys.encode(), stdout=subprocess.PIPE, env=environment, cwd=work, timeout=TIMEOUT_S
+    ).stdout
     got = [line.split("\037")[:-1] for line in (tmp_path / "got").read_text().splitlines()]
     assert got == [words for _, words in _KEYS], shown
 

@@ -1,10 +1,9 @@
 """What the Kubeflow MPI operator and Kubernetes take for an MPIJob (kubeflow.org/v2beta1).
 
-No package ships the operator's CustomResourceDefinition. Its own fields are few, and are written out here as JSON
+No package ships the operator's CustomResourceDefinition. Those of its own fields that we may write are here as JSON
 Schema from its types, defaults and validation (github.com/kubeflow/mpi-operator, Apache-2.0, in pkg/apis/kubeflow:
-v2beta1/types.go and validation/validation.go, since there are runLauncherAsWorker, MPICH and managedBy; they agree with
-an older definition in manifests/base, where that has them). Pods are judged by Kubernetes' schemas, which
-kubernetes-validate ships. Fields that neither knows are refused: a cluster would drop them without a word.
+v2beta1/types.go and validation/validation.go). Pods are judged by Kubernetes' schemas, which kubernetes-validate ships.
+Other fields are refused: a cluster would drop those that it does not know without a word.
 """
 
 from __future__ import annotations
@@ -48,76 +47,42 @@ def _one_of(*names: str) -> dict[str, Any]:
 
 
 def _replica(replicas: Mapping[str, object]) -> dict[str, Any]:
+    # The replica's restartPolicy is taken; for the pod's a warning event is raised.
+    pod = {"properties": {"containers": {"minItems": 1}, "restartPolicy": {"not": {}}}}
+    needed = {"required": ["spec"], "properties": {"spec": pod}}
     return _closed(
         ["template"],
         replicas=replicas,
         restartPolicy=_one_of("Never", "OnFailure"),
-        template={
-            "allOf": [
-                {"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec"},
-                {
-                    "required": ["spec"],
-                    "properties": {
-                        "spec": {
-                            "properties": {
-                                "containers": {"minItems": 1},
-                                "restartPolicy": {"not": {}},  # the replica's is taken, and a warning event raised
-                            }
-                        }
-                    },
-                },
-            ]
-        },
+        template={"allOf": [{"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec"}, needed]},
     )
 
 
 def _spec() -> dict[str, Any]:
-    scheduling = _closed(
-        [],
-        minAvailable=_COUNT,
-        queue={"type": "string"},
-        minResources={
-            "type": "object",
-            "additionalProperties": {"$ref": "#/$defs/io.k8s.apimachinery.pkg.api.resource.Quantity"},
-        },
-        priorityClass={"type": "string"},
-        scheduleTimeoutSeconds=_COUNT,
-    )
-    policy = _closed(
-        [],
-        cleanPodPolicy=_one_of("None", "Running", "All"),
-        ttlSecondsAfterFinished=_COUNT,
-        activeDeadlineSeconds=_COUNT,
-        backoffLimit=_COUNT,
-        schedulingPolicy=scheduling,
-        suspend={"type": "boolean"},
-        managedBy=_one_of("kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"),
-    )
+    policy = {"cleanPodPolicy": _one_of("None", "Running", "All")}
+    policy |= dict.fromkeys(("ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit"), _COUNT)
+    workers = {"type": "integer", "minimum": 1}
     return _closed(
         ["mpiReplicaSpecs"],
         slotsPerWorker=_COUNT,
-        runLauncherAsWorker={"type": "boolean"},
-        runPolicy=policy,
-        mpiReplicaSpecs=_closed(
-            ["Launcher"], Launcher=_replica({"const": 1}), Worker=_replica({"type": "integer", "minimum": 1})
-        ),
+        runPolicy=_closed([], **policy),
+        mpiReplicaSpecs=_closed(["Launcher"], Launcher=_replica({"const": 1}), Worker=_replica(workers)),
         sshAuthMountPath={"type": "string", "minLength": 1},
         launcherCreationPolicy=_one_of("AtStartup", "WaitForWorkersReady"),
         mpiImplementation=_one_of("OpenMPI", "Intel", "MPICH"),
     )
 
 
-def schema(version: str) -> dict[str, Any]:
+def _schema(version: str) -> dict[str, Any]:
     """The schema of an MPIJob on a cluster of a Kubernetes version, such as ``v1.30.0``."""
     folder = _schemas() / f"{version}-local-strict"
     definitions = json.loads((folder / "_definitions.json").read_text(encoding="utf-8"))["$defs"]
+    named = [{"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}, {"required": ["name"]}]
     job = _closed(
         ["apiVersion", "kind", "metadata", "spec"],
         apiVersion={"const": "kubeflow.org/v2beta1"},
         kind={"const": "MPIJob"},
-        metadata={
-            "allOf": [{"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}, {"required": ["name"]}]
-        },
+        metadata={"allOf": named},
         spec=_spec(),
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **job, "$defs": definitions}
@@ -128,9 +93,9 @@ def _schemas() -> Any:
 
 
 @cache
-def _versions() -> tuple[str, ...]:
+def _versions() -> tuple[str, str]:
     """The oldest and the newest Kubernetes that there are schemas of."""
-    names = [name.removesuffix("-local-strict") for name in (entry.name for entry in _schemas().iterdir())]
+    names = (entry.name.removesuffix("-local-strict") for entry in _schemas().iterdir())
     known = sorted({name for name in names if re.fullmatch(r"v\d+\.\d+\.\d+", name)}, key=_numbers)
     return known[0], known[-1]
 
@@ -141,6 +106,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @cache
 def _validator(version: str) -> Draft202012Validator:
-    made = schema(version)
-    Draft202012Validator.check_schema(made)
-    return Draft202012Validator(made)
+    made = Draft202012Validator(_schema(version))
+    made.check_schema(made.schema)
+    return made
