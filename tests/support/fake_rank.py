@@ -11,7 +11,6 @@ a round.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -21,26 +20,22 @@ import threading
 import time
 from pathlib import Path
 
+from hvdtrain.runtime.channel import VARIABLE, Channel
 from hvdtrain.runtime.exit_lock import hold_lifeline
 
 FOLDER = Path(os.environ["FAKE_FOLDER"])
 STEPS = int(sys.argv[1])
 DEEDS = [deed.split(":") for deed in sys.argv[2:]]
 
-end = socket.socket(fileno=int(os.environ["HVDTRAIN_CHANNEL"]))
+channel = Channel(socket.socket(fileno=int(os.environ[VARIABLE])))
+send = channel.send
 inbox: queue.Queue[dict] = queue.Queue()
 state = {"round": 0, "step": -1, "idle_s": 0.0, "waiting": False}
-lock = threading.Lock()
-
-
-def send(kind: str, **facts: object) -> None:
-    with lock:
-        end.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
 
 
 def listen() -> None:
-    for line in end.makefile("rb"):
-        inbox.put(json.loads(line))
+    for message in channel.messages():
+        inbox.put(message)
     os._exit(77)  # nobody is there any more
 
 

@@ -12,15 +12,8 @@ import yaml
 MIB = 1 << 20
 SHAPES = {"a": (1024, 512), "b": (1024, 512), "c": (512,), "d": (1024, 1024)}
 """2, 2, 0 and 4 MiB; backward has them in the reverse order, 20, 40, 60 and 80 ms after it began."""
-PARTS = {
-    "data": 5.0,
-    "copy": 1.0,
-    "forward": 50.0,
-    "backward": 100.0,
-    "exposed_comm": 0.0,
-    "clip": 2.0,
-    "optimizer": 8.0,
-}
+PARTS = {"data": 5.0, "copy": 1.0, "forward": 50.0, "backward": 100.0}
+PARTS |= {"exposed_comm": 0.0, "clip": 2.0, "optimizer": 8.0}
 """Milliseconds of a step."""
 
 
@@ -38,7 +31,6 @@ def run_folder(
     link: Sequence[tuple[int, float]] = (),
     passes: int = 1,
     late_ms: float = 0.0,
-    device: str = "cpu",
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     state_bytes: tuple[float, float] | None = None,
     copies: Mapping[str, int] | None = None,
@@ -61,34 +53,18 @@ def run_folder(
         for number in range(1, steps + 1)
     ]
     (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = list(shapes)
-    ready = {name: 20e3 * (len(names) - place) for place, name in enumerate(names)}
-    copied = dict.fromkeys(names, 0.0)
-    step = {"step": 4, "passes": passes, "backward_us": 100e3 / passes}
-    step |= {
-        "ready_us": [ready[n] / passes for n in names],
-        "packed_us": [ready[n] / passes + copied[n] for n in names],
-    }
+    ready_us = [20e3 * (len(shapes) - place) / passes for place in range(len(shapes))]
+    step = {"step": 4, "passes": passes, "backward_us": 100e3 / passes, "ready_us": ready_us, "packed_us": ready_us}
     gradients = {
-        "version": 1,
-        "size": size,
-        "local_size": local_size,
-        "cores": cores,
-        "own_cores": own_cores or cores,
-        "threads": 1,
-        "device": device,
-        "compression": "none",
-        "plan": None,
-        "exchange_cpu_us": None,
+        **{"version": 1, "size": size, "local_size": local_size, "cores": cores, "own_cores": own_cores or cores},
+        **{"threads": 1, "device": "cpu", "compression": "none", "plan": None, "exchange_cpu_us": None},
         "parameters": [
-            {
-                **{"name": n, "shape": list(s), "dtype": "float32", "rows": None, "state_bytes": state_bytes},
-                "copies": (copies or {}).get(n, size),
-            }
-            for n, s in shapes.items()
+            {"name": name, "shape": list(shape), "dtype": "float32", "rows": None, "state_bytes": state_bytes,
+             "copies": (copies or {}).get(name, size)}
+            for name, shape in shapes.items()
         ],
         "steps": [step],
-    }
+    }  # fmt: skip
     (path / "timeline" / "gradients.json").write_text(json.dumps(gradients))
     if link or late_ms:
         clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
