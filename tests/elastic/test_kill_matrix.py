@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.chaos import DIVIDED, LATE, Cell, run_cell
 from tests.support.chaos_rank import COPIES
-from tests.support.two_hosts import UnavailableError
+from tests.support.host import required
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +31,6 @@ CELLS = [
 def test_nothing_is_lost(cell: Cell, tmp_path: Path, matrix_losses: dict[int, float]) -> None:
     if (cell.hosts == 2 or cell.fault == "disk full") and os.geteuid() != 0 and "CI" not in os.environ:
         pytest.skip("needs root")
-    try:
+    with required():
         outcome = run_cell(cell, tmp_path, matrix_losses)
-    except UnavailableError as problem:
-        if "CI" in os.environ:
-            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
-        pytest.skip(str(problem))
     assert not outcome.faults, outcome.said

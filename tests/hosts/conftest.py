@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.two_hosts import TwoHosts, UnavailableError, two_hosts
+from tests.support.host import required
+from tests.support.two_hosts import TwoHosts, two_hosts
 
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[TwoHosts]:
     """The hosts of all tests."""
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except UnavailableError as problem:
-        if "CI" in os.environ:
-            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
-        pytest.skip(str(problem))
+    with required(), two_hosts() as pair:
+        yield pair
 
 
 @pytest.fixture

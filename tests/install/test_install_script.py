@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from hvdtrain.install.build import digest
 from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make, script
 from hvdtrain.install.target import Target, this_platform
+from tests.support.host import required_tool
 from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings
 
@@ -217,11 +217,7 @@ def test_it_installs_and_tells_what_failed(machine: Machine, broken: str, told: 
 
 
 def test_shellcheck_is_content(tmp_path: Path) -> None:
-    shellcheck = shutil.which("shellcheck")
-    if shellcheck is None:
-        if "CI" in os.environ:
-            pytest.fail("there is no shellcheck, which .ci/run installs")
-        pytest.skip("there is no shellcheck: sudo apt-get install shellcheck")
+    shellcheck = required_tool("shellcheck")
     (tmp_path / "install.sh").write_text(script(HERE, 1 << 30))
     done = subprocess.run(
         [shellcheck, tmp_path / "install.sh"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False

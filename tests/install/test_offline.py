@@ -18,7 +18,7 @@ import pytest
 from hvdtrain.install.build_probe import cache_folder
 from hvdtrain.install.mpirun import ROOT_MAY_RUN
 from hvdtrain.observe.past_journal import read_steps
-from tests.support.host import Host, UnavailableError, one_host, tool
+from tests.support.host import Host, one_host, required, tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builds"), pytest.mark.timeout(3600)]
 
@@ -30,13 +30,8 @@ COMPILING_S = 1800
 @pytest.fixture
 def nowhere() -> Iterator[Host]:
     """A host whose only network is its own loopback."""
-    try:
-        with one_host("nowhere", "127.0.0.1", sorted(os.sched_getaffinity(0))) as host:
-            yield host
-    except UnavailableError as problem:
-        if "CI" in os.environ:
-            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
-        pytest.skip(str(problem))
+    with required(), one_host("nowhere", "127.0.0.1", sorted(os.sched_getaffinity(0))) as host:
+        yield host
 
 
 def only(home: Path, path: str, *argv: str) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.install.build_probe import cache_folder
 from hvdtrain.launch.targets.mpijob import IMAGE
-from tests.support.host import UnavailableError, beside_python
+from tests.support.host import beside_python, required
 from tests.support.image import Container, Store, needed
 
 ROOT = Path(__file__).parents[2]
@@ -125,12 +125,8 @@ def _built(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
-    try:
+    with required():
         needed()
-    except UnavailableError as problem:
-        if "CI" in os.environ:
-            pytest.fail(str(problem))
-        pytest.skip(str(problem))
     folder = tmp_path_factory.mktemp("image")
     store = Store(folder)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.launch.software import setup_lines
+from tests.support.host import UnavailableError, required
 
 MODULES = Path("/usr/share/modules/init/bash")
 ODD = 'it\'s a "$HOME"\nand `more`'
@@ -44,11 +44,9 @@ def test_no_software_to_activate() -> None:
 
 
 def test_real_modules_are_loaded_again(tmp_path: Path) -> None:
-    if not MODULES.exists():
-        problem = "there are no environment modules: sudo apt-get install environment-modules"
-        if "CI" in os.environ:
-            pytest.fail(f"{problem} (.ci/run installs it)")
-        pytest.skip(problem)
+    with required():
+        if not MODULES.exists():
+            raise UnavailableError("there are no environment modules: sudo apt-get install environment-modules")
     for name, body in (
         ("my mpi's/4.1", "setenv MPI 4"),
         ("torch/2", 'setenv TORCH "on $::env(MPI)"'),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import chaos
 from tests.support.chaos import Cell, run_cell
-from tests.support.host import Host, command_of, tool
+from tests.support.host import Host, command_of, required, tool
 from tests.support.launch import ROOT, TIMEOUT_S
 from tests.support.slurm import Slurm, slurm_on
 from tests.support.two_hosts import LINK, two_hosts
@@ -27,9 +27,7 @@ FABRIC = ["ip", "link", "add", "link", LINK, "name", "ib0", "type", "macvlan", "
 @pytest.fixture(scope="module")
 def without_ssh() -> Iterator[Slurm]:
     """Two nodes that ssh cannot reach. Each has a fast interface, and a bridge for containers at the same address."""
-    from tests.slurm.conftest import _required
-
-    with _required(), two_hosts() as hosts:
+    with required(), two_hosts() as hosts:
         for host, number in ((hosts.a, 1), (hosts.b, 2)):
             host.end({pid for pid in host.processes() if command_of(pid)[:1] and "sshd" in command_of(pid)[0]})
             host.configure(*FABRIC)

@@ -196,7 +196,8 @@ def hostile() -> Analysis:
     """One whose every text would take the page over."""
     plain = replace(analysis(4), goodput=None, efficiency=None)
     taken: Analysis = _taken(plain)
-    return replace(taken, lanes=[Lane(HOSTILE, [Slice("__proto__", 5.0, 9.0, 1)]), *taken.lanes])
+    picture = [Lane(HOSTILE, [Slice("__proto__", 5.0, 9.0, 1)]), *taken.lanes]
+    return replace(taken, communication=plain.communication, lanes=picture)  # whose names are a fixed set
 
 
 def _taken(value: Any) -> Any:

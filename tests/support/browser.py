@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import threading
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.host import required_tool
 from tests.support.launch import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -34,19 +34,10 @@ _FLAGS = (
 )
 
 
-def _found(name: str, package: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        if "CI" in os.environ:
-            pytest.fail(f"{name} is missing, which .ci/run installs")
-        pytest.skip(f"there is no {name}: sudo apt-get install {package}")
-    return path
-
-
 @contextmanager
 def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Chrome]:
     """A browser with a fresh profile in the folder `profile`; its window of that many pixels."""
-    chromium, driver = _found("chromium", "chromium"), _found("chromedriver", "chromium-driver")
+    chromium, driver = required_tool("chromium"), required_tool("chromedriver", "chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make setup")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium

@@ -59,6 +59,8 @@ FULL_S = 3.0
 """After which somebody makes room on a disk."""
 
 _ROOM = "16m"
+_FOUND = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {**ENVIRONMENT, **_FOUND}
 
 
 @dataclass(frozen=True)
@@ -115,27 +117,22 @@ class Outcome:
     @property
     def faults(self) -> list[str]:
         """What is wrong; nothing where the law holds."""
-        wrong = []
-        if not self.struck:
-            wrong.append("the fault never came")
-        if self.code:
-            wrong.append(f"exit code {self.code}")
-        if self.lost_steps:
-            wrong.append(f"steps {self.lost_steps} are not in the journal")
-        if not self.worst < 1e-5:
-            wrong.append(f"losses differ by {self.worst:.1e}")
-        if self.verified:
-            wrong.append(f"verify data: {self.verified}")
-        if not self.equal:
-            wrong.append("parameters are not equal on all ranks")
-        return wrong
+        found = {
+            "the fault never came": not self.struck,
+            f"exit code {self.code}": self.code != 0,
+            f"steps {self.lost_steps} are not in the journal": bool(self.lost_steps),
+            f"losses differ by {self.worst:.1e}": not self.worst < 1e-5,
+            f"verify data: {self.verified}": bool(self.verified),
+            "parameters are not equal on all ranks": not self.equal,
+        }
+        return [text for text, holds in found.items() if holds]
 
 
 def undisturbed(folder: Path, *options: str) -> dict[int, float]:
     """Losses by step of the same training by one rank, to which nothing happens."""
     run = folder / "undisturbed"
     command = [sys.executable, "-m", "hvdtrain", *TASK, *options, f"--run_dir={run}"]
-    subprocess.run(command, env=_environment(), cwd=folder, check=True, capture_output=True, timeout=TIMEOUT_S)
+    subprocess.run(command, env=_ENVIRONMENT, cwd=folder, check=True, capture_output=True, timeout=TIMEOUT_S)
     return {step: line["loss"] for step, line in read_steps(run / "journal.jsonl").items()}
 
 
@@ -174,12 +171,12 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None, slurm: Sl
     with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
         if slurm is not None:
             salloc = ["salloc", "--quiet", "--nodes=2", f"--ntasks={cell.size}", *command]
-            given = {**slurm.variables, **_found()}
+            given = {**slurm.variables, **_FOUND}
             process = slurm.first.popen(salloc, cwd=folder, environment=given, stdout=said, stderr=said)
         elif hosts is None:
-            process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=said, stderr=said)
+            process = subprocess.Popen(command, cwd=folder, env=_ENVIRONMENT, stdout=said, stderr=said)
         else:
-            process = hosts.a.popen(command, cwd=folder, environment=_found(), stdout=said, stderr=said)
+            process = hosts.a.popen(command, cwd=folder, environment=_FOUND, stdout=said, stderr=said)
         try:
             return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -193,7 +190,7 @@ def _outcome(cell: Cell, folder: Path, run: Path, expected: Mapping[int, float],
     steps = {line["step"]: line for line in lines if "event" not in line}
     worst = max((abs(steps[s]["loss"] - loss) / abs(loss) for s, loss in expected.items() if s in steps), default=1.0)
     verify = [sys.executable, "-m", "hvdtrain", "verify", "data", str(run)]
-    verified = subprocess.run(verify, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    verified = subprocess.run(verify, env=_ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     done = Path(f"{folder / 'order'}.done")
     struck_s = done.stat().st_ctime if done.exists() else None  # of its renaming
     first = cell.step + (cell.phase in AFTER_STEP)
@@ -279,11 +276,3 @@ def cells() -> list[Cell]:
         for n, phase in enumerate((*PHASES, COPIES)):
             found.append(Cell("SIGKILL", phase, 3, host, (n + 1) % 3, options=DIVIDED))
     return found
-
-
-def _environment() -> dict[str, str]:
-    return {**ENVIRONMENT, **_found()}
-
-
-def _found() -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

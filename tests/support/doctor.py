@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.host import UnavailableError, tool
+from tests.support.host import UnavailableError, required, tool
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, command
 
 _PATIENT = """
@@ -42,16 +40,13 @@ def look(
     The environment of this Python is active, unless PATH says otherwise.
     """
     beside = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
-    variables = sorted((ENVIRONMENT | {"PATH": beside} | dict(environment or {})).items())
-    kept = tuple((name, value) for name, value in variables if name not in without)
-    return _look(options, kept, tuple(before), launcher, size)
+    variables = ENVIRONMENT | {"PATH": beside} | dict(environment or {})
+    argv = (*before, *command(size, launcher=launcher), sys.executable, *DOCTOR, "--json", *options)
+    return _found(argv, tuple(sorted((name, value) for name, value in variables.items() if name not in without)))
 
 
 @functools.cache
-def _look(
-    options: tuple[str, ...], variables: tuple[tuple[str, str], ...], before: tuple[str, ...], launcher: str, size: int
-) -> Findings:
-    argv = [*before, *command(size, launcher=launcher), sys.executable, *DOCTOR, "--json", *options]
+def _found(argv: Sequence[str], variables: tuple[tuple[str, str], ...]) -> Findings:
     done = subprocess.run(
         argv, env=dict(variables), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -93,15 +88,10 @@ def horovod_that_does(folder: Path, code: str) -> dict[str, str]:
 
 def as_in_a_container(shm: str, name: str) -> list[str]:
     """What starts a program where /dev/shm is small and the host has a name that nobody knows. Needs root."""
-    try:
-        unshare, mount, hostname = tool("unshare"), tool("mount"), tool("hostname")
-        setup = f'{mount} -t tmpfs -o size={shm} tmpfs /dev/shm && {hostname} {name} && exec "$@"'
-        before = [unshare, "--mount", "--uts", "sh", "-c", setup, "sh"]
+    with required():
+        setup = f'{tool("mount")} -t tmpfs -o size={shm} tmpfs /dev/shm && {tool("hostname")} {name} && exec "$@"'
+        before = [tool("unshare"), "--mount", "--uts", "sh", "-c", setup, "sh"]
         done = subprocess.run([*before, "true"], capture_output=True, text=True)
         if done.returncode:
             raise UnavailableError(done.stderr.strip())
-    except UnavailableError as problem:
-        if "CI" in os.environ:
-            pytest.fail(f"{problem} (CI needs root)")
-        pytest.skip(str(problem))
     return before

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 
 from hvdtrain.runtime.tuning import without_our_variables
 from tests.support.launch import TIMEOUT_S
@@ -47,11 +48,28 @@ class UnavailableError(Exception):
     """This machine cannot be made into two hosts; the message says why."""
 
 
-def tool(name: str) -> str:
+@contextlib.contextmanager
+def required() -> Iterator[None]:
+    """Skip the test where this machine cannot do it; CI must."""
+    try:
+        yield
+    except UnavailableError as problem:
+        if "CI" in os.environ:
+            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
+        pytest.skip(str(problem))
+
+
+def required_tool(name: str, package: str = "") -> str:
+    """The path of a program of Debian's `package`, without which the test is skipped."""
+    with required():
+        return tool(name, package)
+
+
+def tool(name: str, package: str = "") -> str:
     """The path of a program, also of those that only root has on PATH."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin")
     if found is None:
-        raise UnavailableError(f"there is no {name}: sudo apt-get install {NEEDED.get(name, name)}")
+        raise UnavailableError(f"there is no {name}: sudo apt-get install {package or NEEDED.get(name, name)}")
     return found
 
 
@@ -106,7 +124,6 @@ class Host:
         environment: Mapping[str, str] | None = None,
         stdout: int | IO[Any] = subprocess.DEVNULL,
         stderr: int | IO[Any] = subprocess.DEVNULL,
-        stdin: int | IO[Any] = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         """Start a program on the host; `environment` is added to `variables`."""
         place = [tool("env"), f"--chdir={cwd or Path.cwd()}"]
@@ -114,7 +131,7 @@ class Host:
         return subprocess.Popen(
             [*self._enter(), *bound, *place, *argv],
             env=variables(environment),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             text=True,
@@ -143,9 +160,13 @@ class Host:
         assert not check or done.returncode == 0, f"{argv} on {self.name}: exit {done.returncode}\n{out}\n{err}"
         return done
 
+    def seen(self, path: Path) -> Path:
+        """Where this process sees a file of the host."""
+        return self.files / path.relative_to("/")
+
     def write(self, path: Path, text: str, mode: int = 0o600) -> None:
         """Write a file that this host sees."""
-        file = self.files / path.relative_to("/")
+        file = self.seen(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(mode)
@@ -223,7 +244,7 @@ def _furnish(host: Host) -> None:
     for folder in ("/run", "/dev/shm"):
         host.configure("mount", "-t", "tmpfs", "tmpfs", folder)
     for folder in ("tmp", "bin"):
-        (host.files / (OWN / folder).relative_to("/")).mkdir(parents=True)
+        host.seen(OWN / folder).mkdir(parents=True)
     host.configure("hostname", host.name)
     host.configure("ip", "link", "set", "lo", "up")
 

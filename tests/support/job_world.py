@@ -45,7 +45,7 @@ class FakeWorker:
 class World:
     """Carries out what a membership asks for; `broken` and `changed` make a worker join, `end` makes it exit."""
 
-    def __init__(self, limits: Limits, hosts: dict[str, int], local: str = "a", *, joining: bool = True) -> None:
+    def __init__(self, limits: Limits, hosts: dict[str, int], *, joining: bool = True) -> None:
         self.now_s = 1000.0
         self._todo: list[Command] = []
         self._doing = False
@@ -57,7 +57,7 @@ class World:
         self.said: list[str] = []
         self.events: list[Event] = []
         self.code: int | None = None
-        self.members = Membership(limits, frozenset({local}), self.now_s)
+        self.members = Membership(limits, frozenset({"a"}), self.now_s)
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
@@ -101,9 +101,7 @@ class World:
 
     def cut(self, host: str) -> None:
         """The agent of a host is gone, with its workers."""
-        self.agents.discard(host)
-        for worker in self.living(host):
-            worker.alive = worker.inside = False
+        self._stop_agent(host)
         self.do(self.members.agent_lost(host, "the link is cut", self.now_s))
 
     def finish(self, worker: FakeWorker, why: str = "finished", code: int = 0) -> None:
@@ -132,38 +130,37 @@ class World:
 
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, StartAgent):
-                self._start_agent(command.host)
-            elif isinstance(command, StopAgent):
-                self.agents.discard(command.host)
-                for worker in self.living(command.host):
-                    worker.alive = worker.inside = False
-            elif isinstance(command, StartWorker):
-                assert command.host in self.agents, "no agent there"
-                worker = self.workers[command.worker] = FakeWorker(command.worker, command.host, place=command.place)
-                if self.joining:
-                    self.join(worker)
-            elif isinstance(command, KillWorker):
-                worker = self.workers[command.worker]
-                if worker.alive:
-                    self.exit(worker, -9)
-            elif isinstance(command, OpenRound):
-                self.rounds += [[]] if command.round else []
-            elif isinstance(command, SendMessage):
-                self._tell(self.workers[command.worker], command)
-            elif isinstance(command, Event):
-                self.events.append(command)
-                self.said += filter(None, [command.text])
-            elif isinstance(command, End):
-                assert self.code is None, "the end came twice"
-                self.code = command.code
+            match command:
+                case StartAgent(host) if host in self.unreachable:
+                    self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
+                case StartAgent(host):
+                    self.agents.add(host)
+                    self.do(self.members.agent_ready(host, self.now_s))
+                case StopAgent(host):
+                    self._stop_agent(host)
+                case StartWorker():
+                    assert command.host in self.agents, "no agent there"
+                    worker = FakeWorker(command.worker, command.host, place=command.place)
+                    self.workers[command.worker] = worker
+                    if self.joining:
+                        self.join(worker)
+                case KillWorker(number) if self.workers[number].alive:
+                    self.exit(self.workers[number], -9)
+                case OpenRound():
+                    self.rounds += [[]] if command.round else []
+                case SendMessage():
+                    self._tell(self.workers[command.worker], command)
+                case Event():
+                    self.events.append(command)
+                    self.said += filter(None, [command.text])
+                case End(code):
+                    assert self.code is None, "the end came twice"
+                    self.code = code
 
-    def _start_agent(self, host: str) -> None:
-        if host in self.unreachable:
-            self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
-        else:
-            self.agents.add(host)
-            self.do(self.members.agent_ready(host, self.now_s))
+    def _stop_agent(self, host: str) -> None:
+        self.agents.discard(host)
+        for worker in self.living(host):
+            worker.alive = worker.inside = False
 
     def _tell(self, worker: FakeWorker, command: SendMessage) -> None:
         if not worker.alive or worker.dying:

@@ -23,9 +23,9 @@ class FakeRun:
         options: of the config, by section.
     """
 
-    def __init__(self, folder: Path, *, batch: int = 8, unit: str = "samples", **options: Any) -> None:
+    def __init__(self, folder: Path, *, batch: int = 8, **options: Any) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.batch, self.unit, self.now_s = folder, batch, unit, BEGIN_S
+        self.folder, self.batch, self.now_s = folder, batch, BEGIN_S
         self.config = {"task": "image", "seed": 0, "run_dir": str(folder), "train": {"steps": 100}, **options}
 
     def write(self, *records: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class FakeRun:
         **facts: Any,
     ) -> FakeRun:
         """Train a step for each loss, after step `after`; evaluations by step, with `loss` and metrics."""
-        started = {"event": "started", "size": 2, "unit": self.unit, **FACTS, "config": self.config}
+        started = {"event": "started", "size": 2, "unit": "samples", **FACTS, "config": self.config}
         self.write({**started, "time": self.now_s, **facts})
         for step, loss in enumerate(losses, after + 1):
             self.now_s += step_s

@@ -61,8 +61,6 @@ def write_ledger(
     stretches: Sequence[Stretch],
     *,
     length: int,
-    seed: int = 3,
-    micro_batch: int = 2,
     sources: Sequence[Sequence[int]] = (),
 ) -> Written:
     """Write the ledger of these starts, a journal, and a checkpoint of the last step that all ranks tell of."""
@@ -76,19 +74,18 @@ def write_ledger(
         position = done.positions[first]
         del done.positions[first + 1 :]
         if stretch.goes_past:
-            left_out = [hole for hole in left_out if hole[1] <= position] + [
-                [position, position + stretch.global_batch]
-            ]
+            kept = [hole for hole in left_out if hole[1] <= position]
+            left_out = [*kept, [position, position + stretch.global_batch]]
             journal.append({"event": "rolled_back", "positions": left_out[-1]})
         else:
             journal.append({"event": "started"})
         head = StartHeader(
-            number, "started", first, position, stretch.size, 0, "here", seed, stretch.global_batch, micro_batch,
+            number, "started", first, position, stretch.size, 0, "here", 3, stretch.global_batch, 2,
             length, "data", left_out, [list(source) for source in sources],
         )  # fmt: skip
         for rank in range(stretch.size):
             _write_rank(run, replace(head, rank=rank), stretch)
-        stream = Stream([], seed, stretch.global_batch, micro_batch, 0, 1, left_out)
+        stream = Stream([], 3, stretch.global_batch, 2, 0, 1, left_out)
         for step in range(first + 1, first + stretch.steps + 1):
             by_step[step] = [p for part in stream.step(position) for p in range(part.start, part.stop)]
             position = stream.position_after(position)

