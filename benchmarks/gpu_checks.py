@@ -375,8 +375,7 @@ def compressors(check: Check) -> None:
 def kernels(check: Check) -> None:
     """Count the operations of an exchange on 2 and on 8 ranks, which are threads of this process."""
     from hvdtrain.compression.table import TABLE, parse
-    from tests.support.compression import bucket
-    from tests.support.operations import operations
+    from tests.support.compression import bucket, operations
 
     with torch.device(check.device):
         for name in TABLE:

@@ -8,8 +8,7 @@ import torch
 from hvdtrain.compression import base
 from hvdtrain.compression.sizes import topk_plan
 from hvdtrain.compression.table import TABLE, parse
-from tests.support.compression import bucket, drive, gradients
-from tests.support.operations import operations
+from tests.support.compression import bucket, drive, gradients, operations
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 SHAPE = bucket(((400, 300), (7,), (90, 30)))

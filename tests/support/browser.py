@@ -20,18 +20,9 @@ from tests.support.launch import TIMEOUT_S
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-extensions",
-)
+_FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-quic")
+_FLAGS += ("disable-component-update", "disable-extensions")
+"""Beside those that chromedriver gives."""
 
 
 @contextmanager
@@ -41,8 +32,8 @@ def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Ch
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make setup")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
-        options.add_argument(flag)
+    for flag in (*_FLAGS, f"user-data-dir={profile}", f"window-size={width},{height}"):
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     try:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Part, commit_all
-from hvdtrain.compression.table import Kind
+from hvdtrain.compression.table import Compression, Kind
+from tests.support.thread_comm import on_ranks
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -107,10 +109,8 @@ def check_law(compressor: Compressor, kind: Kind, values: Sequence[Tensor | None
     ]
     mine = weight * torch.cat([torch.zeros(0), *(v.double().flatten() for v in given)])
     expected = total(compressor.comm, mine) + before - residual_sum(compressor)
-    largest = (
-        total(compressor.comm, torch.cat([mine.abs(), torch.zeros(1)]).max()[None])
-        + torch.cat([before.abs(), torch.zeros(1)]).max()
-    )
+    most = [torch.cat([part.abs(), torch.zeros(1)]).max() for part in (mine, before)]
+    largest = total(compressor.comm, most[0][None]) + most[1]
     least = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(compressor.shape.dtype, 0.0)
     tolerance = max(kind.tolerance, least)
     error = (expected - parts(compressor, out)).abs()
@@ -123,3 +123,46 @@ def residual_sum(compressor: Compressor) -> Tensor:
     for index in range(len(compressor.shape.parts)):
         compressor.pack(index, None)
     return total(compressor.comm, parts(compressor, compressor.work))
+
+
+class _Count(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Uncounted:
+    """A communicator, or a handle of it, whose own operations do not count."""
+
+    def __init__(self, counted: Any) -> None:
+        self._counted = counted
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._counted, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                result = found(*arguments, **options)
+            return _Uncounted(result) if hasattr(result, "wait") else result
+
+        return call
+
+
+def operations(compression: Compression, shape: BucketShape, size: int) -> int:
+    """Return how many operations one of `size` ranks runs to pack, exchange and commit: on a GPU, kernels or more."""
+
+    def body(comm: Any) -> int:
+        compressor = compression.load()(shape, _Uncounted(comm))
+        values = gradients(shape, comm.rank)
+        with _Count() as count:
+            for index, value in enumerate(values):
+                compressor.pack(index, value, 0.5)
+            drive(compressor, shape.zeros())
+            commit_all([compressor], applied=True)
+        return count.calls
+
+    return on_ranks(size, body)[0]

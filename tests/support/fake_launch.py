@@ -12,7 +12,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import psutil
@@ -23,6 +22,7 @@ from hvdtrain.launch.commands import Limits
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("fake_rank.py")
 SILENT = "FAKE_SILENT_S"
 TIMEOUT_S = 300
@@ -52,26 +52,20 @@ class FakeJob:
 
     def __enter__(self) -> Self:
         """Start it."""
-        own = {
-            "FAKE_FOLDER": str(self.folder),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            SILENT: str(self._silent_s),
-        }
-        environment = {**os.environ, **own, "PYTHONWARNINGS": "default"}
+        own = {"FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(ROOT), SILENT: str(self._silent_s)}
+        environment, pipe = {**os.environ, **own, "PYTHONWARNINGS": "default"}, subprocess.PIPE
         self._process = subprocess.Popen(
             self._command,
             cwd=self.folder,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """See that nothing is left; end it where there is."""
         self._process.kill()
         self._process.communicate()

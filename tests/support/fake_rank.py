@@ -97,9 +97,8 @@ def main() -> None:
     while True:
         state["waiting"] = True
         send("join", after=state["round"], why=why, text=text, step=state["step"])
-        message = inbox.get()
-        while message["type"] not in ("round", "end", "stop"):
-            message = inbox.get()
+        while (message := inbox.get())["type"] not in ("round", "end", "stop"):
+            pass
         state["waiting"] = False
         if message["type"] != "round":
             log(f"{message['type']} pid={os.getpid()}")

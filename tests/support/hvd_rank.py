@@ -94,9 +94,8 @@ def main() -> None:
     why, text = "started", ""
     while True:
         channel.send("join", after=told["round"], why=why, text=text, step=told["step"])
-        message = inbox.get()
-        while message["type"] not in ("round", "end"):
-            message = inbox.get()
+        while (message := inbox.get())["type"] not in ("round", "end"):
+            pass
         if message["type"] == "end":
             return
         told["round"] = message["round"]

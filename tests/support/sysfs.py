@@ -32,11 +32,10 @@ def make(root: Path, domains: Sequence[str], gpus: Mapping[str, str] | None = No
 
 def dgx_h100(root: Path) -> Path:
     """Two sockets, each with four GPUs; the first address of the bus is a bridge of the first socket."""
-    make(root, SOCKETS, {gpu: SOCKETS[n // 4] for n, gpu in enumerate(DGX_GPUS)})
-    bridge = root / "sys/bus/pci/devices/0000:00:00.0"
-    bridge.mkdir()
-    for name, text in {"local_cpulist": SOCKETS[0], "vendor": "0x8086", "class": "0x060000"}.items():
-        (bridge / name).write_text(f"{text}\n")
+    bridge = "0000:00:00.0"
+    make(root, SOCKETS, {bridge: SOCKETS[0], **{gpu: SOCKETS[n // 4] for n, gpu in enumerate(DGX_GPUS)}})
+    for name, text in {"vendor": "0x8086", "class": "0x060000"}.items():
+        (root / "sys/bus/pci/devices" / bridge / name).write_text(f"{text}\n")
     return root
 
 

@@ -80,25 +80,24 @@ class Run:
     ) -> None:
         """Train steps of these durations, after `resumed`; `end` closes the sink, a killed run does not."""
         journal, sink = Journal(self.journal, print), TensorBoard(self.folder, self.journal)
-        events: list[dict[str, Any]] = [STARTED, {"event": "warning", "text": "a damaged checkpoint", "time": self.now}]
-        if resumed is not None:
-            events.append({"event": "resumed", "step": resumed, "position": BATCH * resumed, "time": self.now})
-        for event in events:
+
+        def tell(**event: Any) -> None:
             journal.write(event)
             sink.write(event)
+
+        tell(**STARTED)
+        tell(event="warning", text="a damaged checkpoint", time=self.now)
+        if resumed is not None:
+            tell(event="resumed", step=resumed, position=BATCH * resumed, time=self.now)
         for step, step_s in enumerate(durations, (resumed or 0) + 1):
             self.now += step_s
-            record = step_record(step, self.now, step_s)
-            journal.write(record)
-            sink.write(record)
+            tell(**step_record(step, self.now, step_s))
             if histograms_every and step % histograms_every == 0:
                 values = {"weight": {**HISTOGRAM, "sum": self.now}}
                 sink.write({"event": "histograms", "at_step": step, "parameters": values, "gradients": values})
             if save_every and step % save_every == 0:
                 for event in ("evaluation", "checkpoint"):
-                    facts = {"event": event, "at_step": step, "loss": 9 / step, "time": self.now}
-                    journal.write(facts)
-                    sink.write(facts)
+                    tell(event=event, at_step=step, loss=9 / step, time=self.now)
         journal.close()
         if end:
             sink.close()

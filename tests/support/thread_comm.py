@@ -6,10 +6,13 @@ from seeding it to using it, as in a process of its own.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -103,15 +106,13 @@ class Hub:
         return len(self._waiting) + self._ended >= self.size and all(one.missing for one in self._waiting)
 
 
+@dataclass
 class ThreadHandle:
-    def __init__(
-        self, hub: Hub, meeting: _Meeting, result: Callable[[list[Any]], Tensor], over: Callable[[], object]
-    ) -> None:
-        self._hub = hub
-        self._meeting = meeting
-        self._over = over
-        self._make = result
-        self._result: Tensor | None = None
+    _hub: Hub
+    _meeting: _Meeting
+    _make: Callable[[list[Any]], Tensor]
+    _over: Callable[[], object]
+    _result: Tensor | None = None
 
     def done(self) -> bool:
         return self._result is not None or self._hub.look(self._meeting)
@@ -167,10 +168,7 @@ class ThreadComm:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    return reduce(operator.iadd, parts[1:], parts[0].clone())
 
 
 def on_ranks(size: int, body: Callable[[ThreadComm], T], *, at_once: bool = False) -> list[T]:

