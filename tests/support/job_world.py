@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.launch.commands import (
-    Command,
-    End,
-    Event,
-    KillWorker,
-    Limits,
-    OpenRound,
-    SendMessage,
-    StartAgent,
-    StartWorker,
-    StopAgent,
-)
+from hvdtrain.launch import commands
 from hvdtrain.launch.membership import Membership
 
 
@@ -45,9 +34,9 @@ class FakeWorker:
 class World:
     """Carries out what a membership asks for; `broken` and `changed` make a worker join, `end` makes it exit."""
 
-    def __init__(self, limits: Limits, hosts: dict[str, int], *, joining: bool = True) -> None:
+    def __init__(self, limits: commands.Limits, hosts: dict[str, int], *, joining: bool = True) -> None:
         self.now_s = 1000.0
-        self._todo: list[Command] = []
+        self._todo: list[commands.Command] = []
         self._doing = False
         self.joining = joining
         self.unreachable: set[str] = set()
@@ -55,7 +44,7 @@ class World:
         self.agents: set[str] = set()
         self.rounds: list[list[int]] = []
         self.said: list[str] = []
-        self.events: list[Event] = []
+        self.events: list[commands.Event] = []
         self.code: int | None = None
         self.members = Membership(limits, frozenset({"a"}), self.now_s)
         self.hosts(hosts)
@@ -119,41 +108,41 @@ class World:
     def by_rank(self, rank: int) -> FakeWorker:
         return next(w for w in self.round() if w.rank == rank)
 
-    def do(self, commands: list[Command]) -> None:
+    def do(self, asked: list[commands.Command]) -> None:
         """Carry out commands in their order; what follows from them is seen after all of them."""
-        self._todo += commands
+        self._todo += asked
         while self._todo and not self._doing:
             self._doing = True
             todo, self._todo = self._todo, []
             self._carry_out(todo)
             self._doing = False
 
-    def _carry_out(self, commands: list[Command]) -> None:
-        for command in commands:
+    def _carry_out(self, asked: list[commands.Command]) -> None:
+        for command in asked:
             match command:
-                case StartAgent(host) if host in self.unreachable:
+                case commands.StartAgent(host) if host in self.unreachable:
                     self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
-                case StartAgent(host):
+                case commands.StartAgent(host):
                     self.agents.add(host)
                     self.do(self.members.agent_ready(host, self.now_s))
-                case StopAgent(host):
+                case commands.StopAgent(host):
                     self._stop_agent(host)
-                case StartWorker():
+                case commands.StartWorker():
                     assert command.host in self.agents, "no agent there"
                     worker = FakeWorker(command.worker, command.host, place=command.place)
                     self.workers[command.worker] = worker
                     if self.joining:
                         self.join(worker)
-                case KillWorker(number) if self.workers[number].alive:
+                case commands.KillWorker(number) if self.workers[number].alive:
                     self.exit(self.workers[number], -9)
-                case OpenRound():
+                case commands.OpenRound():
                     self.rounds += [[]] if command.round else []
-                case SendMessage():
+                case commands.SendMessage():
                     self._tell(self.workers[command.worker], command)
-                case Event():
+                case commands.Event():
                     self.events.append(command)
                     self.said += filter(None, [command.text])
-                case End(code):
+                case commands.End(code):
                     assert self.code is None, "the end came twice"
                     self.code = code
 
@@ -162,7 +151,7 @@ class World:
         for worker in self.living(host):
             worker.alive = worker.inside = False
 
-    def _tell(self, worker: FakeWorker, command: SendMessage) -> None:
+    def _tell(self, worker: FakeWorker, command: commands.SendMessage) -> None:
         if not worker.alive or worker.dying:
             return
         worker.told.append(command.kind)

@@ -57,11 +57,7 @@ class Written:
 
 
 def write_ledger(
-    run: Path,
-    stretches: Sequence[Stretch],
-    *,
-    length: int,
-    sources: Sequence[Sequence[int]] = (),
+    run: Path, stretches: Sequence[Stretch], *, length: int, sources: Sequence[Sequence[int]] = ()
 ) -> Written:
     """Write the ledger of these starts, a journal, and a checkpoint of the last step that all ranks tell of."""
     done = Written(run)

@@ -153,12 +153,7 @@ def slurm_on(hosts: Sequence[Host]) -> Iterator[Slurm]:
     key = secrets.token_hex(64)
     nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} {_SHAPE}" for host in hosts)
     conf = _CONF.format(
-        controller=hosts[0],
-        here=_HERE,
-        nodes=nodes,
-        grace_s=GRACE_S,
-        kill_wait_s=KILL_WAIT_S,
-        requeue_s=REQUEUE_S,
+        controller=hosts[0], here=_HERE, nodes=nodes, grace_s=GRACE_S, kill_wait_s=KILL_WAIT_S, requeue_s=REQUEUE_S
     )
     slurm = Slurm(hosts)
     for host in hosts:
