@@ -16,7 +16,7 @@ import pytest
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.completion import combined_parser, main, script
 from hvdtrain.config.parse import make_parser
-from tests.support.host import required_tool
+from tests.support.host import required, tool
 from tests.support.launch import TIMEOUT_S
 
 
@@ -26,6 +26,11 @@ def task(hidden: int = 3, act: Literal["relu", "tanh"] = "relu", path: Path | No
     Args:
         hidden: 100% of "it", in `units` [of] $HOME: all 'quoted'
     """
+
+
+def _shell(name: str) -> str:
+    with required():
+        return tool(name)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +50,7 @@ def _completed(file: Path, *lines: list[str], cwd: Path | None = None) -> list[l
     set_up = f"PATH=/nonexistent; source {shlex.quote(str(file))}; how=$(complete -p hvdtrain); how=${{how#*-F }}"
     program = f"{set_up}; how=${{how% hvdtrain}}; {asked}"
     done = subprocess.run(
-        [required_tool("bash"), "--norc", "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={"PATH": "/nonexistent"},
+        [_shell("bash"), "--norc", "-c", program], capture_output=True, text=True, cwd=cwd, env={"PATH": "/nonexistent"}
     )
     assert (done.returncode, done.stderr) == (0, "")
     return [part.split("\n")[:-1] for part in done.stdout.split("--end--\n")[:-1]]
@@ -133,7 +134,7 @@ _KEYS = [
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
 def test_typed_into_a_terminal(name: str, bash: Path, tmp_path: Path) -> None:
-    shell, work = required_tool(name), tmp_path / "work"
+    shell, work = _shell(name), tmp_path / "work"
     for folder in ("bin", "functions", "work"):
         (tmp_path / folder).mkdir()
     (work / "run 1.yaml").touch()
@@ -148,7 +149,7 @@ def test_typed_into_a_terminal(name: str, bash: Path, tmp_path: Path) -> None:
         argv, first = [shell, "-f", "-i"], f"fpath=({functions} $fpath); autoload -U compinit; compinit -u -D"
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TERM": "xterm"}
     keys = "\n".join([first, *(line for line, _ in _KEYS), "exit", ""])
-    terminal = [required_tool("script"), "--quiet", "--command", shlex.join(argv), "/dev/null"]
+    terminal = [_shell("script"), "--quiet", "--command", shlex.join(argv), "/dev/null"]
     shown = subprocess.run(
         terminal, input=keys.encode(), stdout=subprocess.PIPE, env=environment, cwd=work, timeout=TIMEOUT_S
     ).stdout
@@ -157,7 +158,7 @@ def test_typed_into_a_terminal(name: str, bash: Path, tmp_path: Path) -> None:
 
 
 def test_fish_offers(tmp_path: Path) -> None:
-    fish = required_tool("fish")
+    fish = _shell("fish")
     file = tmp_path / "hvdtrain.fish"
     file.write_text(script("fish", task))
     for line, offered in (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -71,148 +70,85 @@ def distribute(
 ) -> Any:
     """What `DistributedOptimizer` does, on threads."""
     weight = 1 / comm.size if weight is None else weight
-    how: dict[str, Any] = {"weight": weight, "factor": factor, "passes": passes}
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [(n, p) for n, p in model.named_parameters() if id(p) in own]
+    named = [
+        (n, p) for n, p in model.named_parameters() if any(p is q for g in optimizer.param_groups for q in g["params"])
+    ]
     if shard == "none":
-        used = lambda: [(n, p) for n, p in named if p.requires_grad]  # noqa: E731
-        reducer = Reducer(used, comm, parse(compression), as_views=False, **how)
+        reducer = Reducer(
+            lambda: [(n, p) for n, p in named if p.requires_grad],
+            comm,
+            parse(compression),
+            weight=weight,
+            factor=factor,
+            passes=passes,
+            as_views=False,
+        )
         return exchanging(optimizer, Exchange(reducer, lambda: (comm, weight, factor), lambda: 0))
     exchange = divide_optimizer(
-        optimizer, named, comm, compression, lambda: 0, shard=shard, variables={}, name="gradients", **how
+        optimizer,
+        named,
+        comm,
+        compression,
+        lambda: 0,
+        shard=shard,
+        variables={},
+        weight=weight,
+        factor=factor,
+        passes=passes,
+        name="gradients",
     )
     return exchanging(optimizer, exchange)
 
 
 Result = tuple[list[float], dict[str, Tensor], Any]
-Loop = Callable[..., Result]
-Step = Callable[[Any, Any, int, int], Iterator[float]]
-"""Of a model, its optimizer, a rank and a number; it yields what has to be equal, such as the loss."""
-LOOPS: list[Loop] = []
+Loop = Callable[[ThreadComm, str], Result]
 
 
 def result(losses: list[float], model: nn.Module, optimizer: Any) -> Result:
     return losses, copy.deepcopy(model.state_dict()), optimizer.gather_state_dict()
 
 
-def _loop(kind: str = "adamw", **fixed: Any) -> Callable[[Step], Loop]:
-    """Make a loop of its step."""
-
-    def made(step: Step) -> Loop:
-        @wraps(step)
-        def train(comm: ThreadComm, shard: str, kind: str = kind, **options: Any) -> Result:
-            model = Model()
-            optimizer = distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard, **fixed, **options)
-            found = [number for n in range(STEPS) for number in step(model, optimizer, comm.rank, n)]
-            return result(found, model, optimizer)
-
-        LOOPS.append(train)
-        return train
-
-    return made
-
-
-def _backward(model: nn.Module, rank: int, step: int) -> float:
-    loss = loss_of(model, rank, step)
-    loss.backward()
-    return loss.item()
-
-
-@_loop()
-def plain(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    optimizer.zero_grad()
-    yield _backward(model, rank, step)
-    optimizer.step()
-
-
-@_loop("momentum", weight=0.25, factor=3.0)
-def sum_of_gradients(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    optimizer.zero_grad()
-    yield _backward(model, rank, step)
-    optimizer.step()
-
-
-@_loop("momentum")
-def clipping(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    model.zero_grad()
-    yield _backward(model, rank, step)
-    norm = optimizer.clip_grad_norm_(0.1).item()
-    assert norm > 0.1
-    yield norm
-    optimizer.step()
-
-
-@_loop()
-def synchronized(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    """The stock pattern, with our way to clip."""
-    optimizer.zero_grad(set_to_none=bool(step % 2))
-    yield _backward(model, rank, step)
-    optimizer.synchronize()
-    yield optimizer.clip_grad_norm_(0.1).item()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-@_loop("momentum", passes=3)
-def accumulation(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    """With idle ranks, and a number of passes that changes."""
-    passes = 3 if step < 3 else 2
-    optimizer.set_backward_passes_per_step(passes)
-    optimizer.zero_grad()
-    for part in range(passes if rank or step != 1 else 1):
-        loss = loss_of(model, rank, 3 * step + part)
-        (loss / 3).backward()
-        yield loss.item()
-    optimizer.step()
-
-
-@_loop()
-def closures(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    def closure() -> Tensor:
+def plain(comm: ThreadComm, shard: str, kind: str = "adamw", **options: Any) -> Result:
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard, **options)
+    losses = []
+    for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, rank, step)
+        loss = loss_of(model, comm.rank, step)
         loss.backward()
-        return loss
-
-    yield optimizer.step(closure).item()
-
-
-@_loop("momentum")
-def frozen_and_freed(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    model.layers[0].requires_grad_(step >= 2)
-    model.layers[1].requires_grad_(step < 4)
-    optimizer.zero_grad()
-    yield _backward(model, rank, step)
-    optimizer.step()
+        optimizer.step()
+        losses.append(loss.item())
+    return result(losses, model, optimizer)
 
 
-@_loop()
-def left_out(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    """A step that sums gradients and does not use them, and an idle rank."""
-    model.zero_grad()
-    if step != 3 or rank == 0:
-        yield _backward(model, rank, step)
-    if step != 2:
+def clipping(comm: ThreadComm, shard: str) -> Result:
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+    losses = []
+    for step in range(STEPS):
+        model.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        losses += [loss.item(), optimizer.clip_grad_norm_(0.1).item()]
+        optimizer.step()
+    assert min(losses) > 0.1
+    return result(losses, model, optimizer)
+
+
+def synchronized(comm: ThreadComm, shard: str) -> Result:
+    """The stock pattern, with our way to clip."""
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, comm.rank, step)
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+        loss.backward()
         optimizer.synchronize()
-    if step != 1:
-        with optimizer.skip_synchronize() if step != 2 else nullcontext():
+        losses += [loss.item(), optimizer.clip_grad_norm_(0.1).item()]
+        with optimizer.skip_synchronize():
             optimizer.step()
-
-
-@_loop("momentum")
-def changed_parameters(model: Model, optimizer: Any, rank: int, step: int) -> Iterator[float]:
-    """A program writes to the model's parameters, in ways that autograd's versions show and do not show."""
-    if step == 0:
-        for number, parameter in enumerate(model.parameters()):
-            nn.init.normal_(parameter.data, 0.0, 0.02, generator=torch.Generator().manual_seed(number))
-    optimizer.zero_grad()
-    yield _backward(model, rank, step)
-    if step == 2:
-        model.embedding.weight.data.mul_(0.5)
-    optimizer.step()
-    if step == 3:
-        with torch.no_grad():
-            model.layers[1].weight.clamp_(-0.02, 0.02)
+    return result(losses, model, optimizer)
 
 
 def groups_and_schedules(comm: ThreadComm, shard: str) -> Result:
@@ -226,14 +162,117 @@ def groups_and_schedules(comm: ThreadComm, shard: str) -> Result:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(_backward(model, comm.rank, step))
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
         optimizer.step()
         schedule.step()
-        losses += [group["lr"] for group in optimizer.param_groups]
+        losses += [loss.item(), optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"]]
     return result(losses, model, optimizer)
 
 
-LOOPS.append(groups_and_schedules)
+def accumulation(comm: ThreadComm, shard: str) -> Result:
+    """With idle ranks, and a number of passes that changes."""
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard, passes=3)
+    losses = []
+    for step in range(STEPS):
+        passes = 3 if step < 3 else 2
+        optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        for part in range(passes if comm.rank or step != 1 else 1):
+            loss = loss_of(model, comm.rank, 3 * step + part)
+            (loss / 3).backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return result(losses, model, optimizer)
+
+
+def sum_of_gradients(comm: ThreadComm, shard: str) -> Result:
+    return plain(comm, shard, "momentum", weight=0.25, factor=3.0)
+
+
+def closures(comm: ThreadComm, shard: str) -> Result:
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(lambda step=step: closure(step)).item() for step in range(STEPS)]
+    return result(losses, model, optimizer)
+
+
+def frozen_and_freed(comm: ThreadComm, shard: str) -> Result:
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+    losses = []
+    for step in range(STEPS):
+        model.layers[0].requires_grad_(step >= 2)
+        model.layers[1].requires_grad_(step < 4)
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return result(losses, model, optimizer)
+
+
+def left_out(comm: ThreadComm, shard: str) -> Result:
+    """A step that sums gradients and does not use them, and an idle rank."""
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+    losses = []
+    for step in range(STEPS):
+        model.zero_grad()
+        if step != 3 or comm.rank == 0:
+            loss = loss_of(model, comm.rank, step)
+            loss.backward()
+            losses.append(loss.item())
+        if step != 2:
+            optimizer.synchronize()
+        if step != 1:
+            with optimizer.skip_synchronize() if step != 2 else nullcontext():
+                optimizer.step()
+    return result(losses, model, optimizer)
+
+
+def changed_parameters(comm: ThreadComm, shard: str, compression: str = "none") -> Result:
+    """A program writes to the model's parameters, in ways that autograd's versions show and do not show."""
+    model = Model()
+    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard, compression)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            torch.nn.init.normal_(parameter.data, 0.0, 0.02, generator=torch.Generator().manual_seed(number))
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        if step == 2:
+            model.embedding.weight.data.mul_(0.5)
+        optimizer.step()
+        if step == 3:
+            with torch.no_grad():
+                model.layers[1].weight.clamp_(-0.02, 0.02)
+        losses.append(loss.item())
+    return result(losses, model, optimizer)
+
+
+LOOPS: list[Loop] = [
+    plain,
+    clipping,
+    synchronized,
+    groups_and_schedules,
+    accumulation,
+    sum_of_gradients,
+    closures,
+    frozen_and_freed,
+    left_out,
+    changed_parameters,
+]
 
 
 def same_state(found: Any, expected: Any) -> None:

@@ -6,13 +6,11 @@ from seeding it to using it, as in a process of its own.
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -168,7 +166,10 @@ class ThreadComm:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    return reduce(operator.iadd, parts[1:], parts[0].clone())
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def on_ranks(size: int, body: Callable[[ThreadComm], T], *, at_once: bool = False) -> list[T]:

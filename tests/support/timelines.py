@@ -23,29 +23,35 @@ class Turn:
     operation: str = "ALLREDUCE"
 
 
-def trace_of(turns: Sequence[Turn]) -> HorovodTrace:
+def trace_of(turns: Sequence[Turn], epoch_us: float | None = None) -> HorovodTrace:
     tensors = list(dict.fromkeys(turn.tensor for turn in turns))
     rows: list[tuple[int, str, float, float, int]] = []
     ticks: list[tuple[float, int, int]] = []
     for turn in turns:
-        now, place = turn.start_us, tensors.index(turn.tensor)
+        now, number = turn.start_us, tensors.index(turn.tensor)
         begin = now
         for phase, duration in turn.phases.items():
-            rows.append((place, phase, now, duration, -1))
+            rows.append((number, phase, now, duration, -1))
             now += duration
             if phase.startswith("NEGOTIATE"):
                 begin = now
         if turn.operation not in turn.phases:
-            rows.append((place, turn.operation, begin, now - begin, turn.nbytes))
-        ticks += [(us, place, rank) for rank, us in turn.ticks.items()]
+            rows.append((number, turn.operation, begin, now - begin, turn.nbytes))
+        ticks += [(us, number, rank) for rank, us in turn.ticks.items()]
     rows.sort(key=lambda row: row[2] + row[3])
     ticks.sort()
     phases = list(dict.fromkeys(row[1] for row in rows))
-    number, phase, start_us, duration_us, nbytes = zip(*rows, strict=True) if rows else ((),) * 5
-    tick_us, tick_tensor, tick_rank = zip(*ticks, strict=True) if ticks else ((),) * 3
     return HorovodTrace(
-        Path("timeline.json"), None, tensors, phases,
-        np.array(number, np.int32), np.array([phases.index(name) for name in phase], np.int16),
-        np.array(start_us, float), np.array(duration_us, float), np.array(nbytes, np.int64),
-        np.array(tick_tensor, np.int32), np.array(tick_rank, np.int32), np.array(tick_us, float),
-    )  # fmt: skip
+        Path("timeline.json"),
+        epoch_us,
+        tensors,
+        phases,
+        np.array([row[0] for row in rows], np.int32),
+        np.array([phases.index(row[1]) for row in rows], np.int16),
+        np.array([row[2] for row in rows], float),
+        np.array([row[3] for row in rows], float),
+        np.array([row[4] for row in rows], np.int64),
+        np.array([tick[1] for tick in ticks], np.int32),
+        np.array([tick[2] for tick in ticks], np.int32),
+        np.array([tick[0] for tick in ticks], float),
+    )
