@@ -120,11 +120,8 @@ class World:
     def _carry_out(self, asked: list[commands.Command]) -> None:
         for command in asked:
             match command:
-                case commands.StartAgent(host) if host in self.unreachable:
-                    self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
                 case commands.StartAgent(host):
-                    self.agents.add(host)
-                    self.do(self.members.agent_ready(host, self.now_s))
+                    self._start_agent(host)
                 case commands.StopAgent(host):
                     self._stop_agent(host)
                 case commands.StartWorker():
@@ -145,6 +142,13 @@ class World:
                 case commands.End(code):
                     assert self.code is None, "the end came twice"
                     self.code = code
+
+    def _start_agent(self, host: str) -> None:
+        if host in self.unreachable:
+            self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
+        else:
+            self.agents.add(host)
+            self.do(self.members.agent_ready(host, self.now_s))
 
     def _stop_agent(self, host: str) -> None:
         self.agents.discard(host)
