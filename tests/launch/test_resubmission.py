@@ -135,10 +135,12 @@ def test_without_an_mpi_our_own_driver_stops_the_ranks(tmp_path: Path) -> None:
 
 TASK = """
 import os
-from tests.support.toys import slow
+from dataclasses import replace
+from tests.support.toys import Slow
+from tests.support.toy import toy
 
 def task():
-    return slow(float(os.environ["SAMPLE_S"]))
+    return replace(toy(), train_data=Slow(50, float(os.environ["SAMPLE_S"])))
 """
 TRAINING = ("--task=task.py:task", "--train.steps=40", "--train.global_batch=4", "--train.micro_batch=2")
 TRAINING += ("--run_dir=run", "--checkpoint.every=0", "--loader.workers=0")

@@ -19,7 +19,7 @@ from hvdtrain.errors import LostStateError
 from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
 from tests.support.gallery import Recorded
-from tests.support.thread_job import Period, train_in_rounds
+from tests.support.thread_rounds import Period, train_in_rounds
 
 STEPS = 20
 

@@ -29,7 +29,7 @@ from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.run import load
 from hvdtrain.verify.data import verify_data
 from tests.support.gallery import Recorded
-from tests.support.thread_job import Period, train_in_rounds
+from tests.support.thread_rounds import Period, train_in_rounds
 
 STEPS = 24
 METHODS = {

@@ -42,7 +42,7 @@ class Job(NamedTuple):
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with subprocess.Popen(
-        [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "visiting_rank.py", "-np", "2", "--", "store"],
+        [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "store_rank.py", "-np", "2", "--"],
         cwd=tmp_path,
         env={**ENVIRONMENT, **audited(tmp_path / "audit")},
         stdin=subprocess.DEVNULL,

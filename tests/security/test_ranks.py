@@ -79,7 +79,7 @@ def test_a_gloo_job_of_horovodrun_warns_once_of_its_open_port(elastic: bool, tmp
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 @pytest.mark.slow
 def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path) -> None:
-    task = f"--task={ROOT}/tests/support/toys.py:listening"
+    task = f"--task={ROOT}/tests/support/listening.py:build"
     train(task, *TOY[1:], size=2, launcher=launcher, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     found = [json.loads(file.read_text()) for file in tmp_path.glob("listening-*.json")]
     assert len(found) == 2 and not any(facts["notifications"] for facts in found)
@@ -89,7 +89,7 @@ def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_under_our_driver_a_rank_opens_no_port_and_unpickles_nothing(tmp_path: Path) -> None:
-    task, file = f"--task={ROOT}/tests/support/toys.py:listening", tmp_path / "audit"
+    task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", task, *TOY[1:]],
         cwd=tmp_path,

@@ -24,10 +24,10 @@ from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_po
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import Outcome, compare
 from tests.support.launch import train
+from tests.support.spoiled import spoiled
 from tests.support.thread_comm import ThreadComm, on_ranks
-from tests.support.toys import spoiled
 
-TASK = f"--task={Path(__file__).parents[1]}/support/toys.py:spoiled"
+TASK = f"--task={Path(__file__).parents[1]}/support/spoiled.py:spoiled"
 NAN = float("nan")
 
 
