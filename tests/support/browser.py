@@ -26,13 +26,13 @@ _FLAGS += ("disable-component-update", "disable-extensions")
 
 
 @contextmanager
-def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Chrome]:
-    """A browser with a fresh profile in the folder `profile`; its window of that many pixels."""
+def browser(profile: Path) -> Iterator[Chrome]:
+    """A browser with a fresh profile in the folder `profile`, and a window of 1400 by 1000 pixels."""
     chromium, driver = required_tool("chromium"), required_tool("chromedriver", "chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make setup")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in (*_FLAGS, f"user-data-dir={profile}", f"window-size={width},{height}"):
+    for flag in (*_FLAGS, f"user-data-dir={profile}", "window-size=1400,1000"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

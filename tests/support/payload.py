@@ -42,9 +42,9 @@ def encoded(value: Any) -> bytes:
     return base64.b64encode(pickle.dumps(value))
 
 
-def request(method: str, port: int, path: str, body: bytes | None = None, *, host: str = "127.0.0.1") -> int:
+def request(method: str, port: int, path: str, body: bytes | None = None) -> int:
     """The status of an answer; 0 where the connection is closed without one."""
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request(method, path, body=body)
         return connection.getresponse().status

@@ -89,11 +89,11 @@ class TwoHosts:
             *argv,
         ]
 
-    def horovodrun_command(self, argv: Sequence[str], *, per_host: int = 1, gloo: bool = False) -> list[str]:
+    def horovodrun_command(self, argv: Sequence[str], *, gloo: bool = False) -> list[str]:
         """What starts `argv` on both hosts by horovodrun, to be run on `a`."""
         prefix = Path(beside_python("mpirun")).parent.parent
         over = ["--gloo"] if gloo else [f"--mpi-args=--prefix {prefix} --mca oob_tcp_if_include {LINK}"]
-        ranks = ["-np", str(2 * per_host), *self._hosts(per_host)]
+        ranks = ["-np", "2", *self._hosts(1)]
         return [beside_python("horovodrun"), *over, *ranks, "--network-interface", LINK, "--disable-cache", *argv]
 
     def mpirun(
