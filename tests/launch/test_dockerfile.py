@@ -9,15 +9,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.install.build_probe import cache_folder
 from hvdtrain.launch.targets.mpijob import IMAGE
-from tests.support.host import beside_python, required
-from tests.support.image import Container, Store, needed
+from tests.support.host import UnavailableError, beside_python, required, tool
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "launchers/Dockerfile"
@@ -123,10 +123,59 @@ def _built(folder: Path) -> list[str]:
     return [f"--volume={folder / 'wheels'}:/tmp/cache/hvdtrain/horovod:rw"]
 
 
+@dataclass(frozen=True)
+class Store:
+    """Where buildah, which needs no daemon, has images and containers, apart from those of this machine."""
+
+    folder: Path
+
+    def __call__(self, *argv: str) -> str:
+        """Run a command of buildah; what it prints."""
+        done = self.run(*argv)
+        assert done.returncode == 0, f"buildah {argv}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout.strip()
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        """The same; it may fail."""
+        own = [f"--root={self.folder / 'root'}", f"--runroot={self.folder / 'run'}"]
+        return subprocess.run([tool("buildah"), *own, *argv], capture_output=True, text=True)
+
+    def debian(self, release: str) -> str:
+        """Make an image of Debian with no more than its packages need, from where this machine has its own packages."""
+        sources = [str(path) for path in Path("/etc/apt/sources.list.d").glob("debian.sources")]
+        archive = self.folder / "debian.tar"
+        make = [tool("mmdebstrap"), "--variant=minbase", "--quiet", release, str(archive), *sources]
+        done = subprocess.run(make, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        container = self("from", "scratch")
+        self("add", "--quiet", container, str(archive), "/")
+        self("commit", "--quiet", "--rm", container, "localhost/base")
+        return "localhost/base"
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container of an image, and its root folder here."""
+
+    store: Store
+    name: str
+    root: Path
+
+    def run(self, argv: Sequence[str], *, alone: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a command as the image's user, in its folder, with its environment; `alone`: on a network of its own."""
+        network = "none" if alone else "host"
+        return self.store.run(
+            "run", "--isolation=oci", "--runtime=runc", f"--network={network}", self.name, "--", *argv
+        )
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     with required():
-        needed()
+        if os.geteuid():
+            raise UnavailableError("not root")
+        for name in ("mmdebstrap", "buildah", "runc"):
+            tool(name)
     folder = tmp_path_factory.mktemp("image")
     store = Store(folder)
     try:
