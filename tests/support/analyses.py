@@ -60,7 +60,7 @@ def budget(size: int) -> Budget:
     return Budget(what, about(sum(_PARTS.values()), 0.01), 380, parts(_PARTS), _EXPOSED)
 
 
-def lanes(size: int, buckets: int = 8) -> list[Lane]:
+def lanes(size: int, buckets: int = 8, names: str = "") -> list[Lane]:
     """Each rank's training thread in three steps; rank 0's exchange too. Rank 3 begins its backward late."""
     chance, found = random.Random(3), []
     for rank in range(size):
@@ -71,7 +71,7 @@ def lanes(size: int, buckets: int = 8) -> list[Lane]:
             inner = []
             for name, ms in (("data", 6.0 + late), ("forward", 96.0), ("backward", 181.0), ("wait", 41.0 - late)):
                 ms *= chance.uniform(0.98, 1.0)
-                inner.append(Slice(name, now, now + ms, step))
+                inner.append(Slice(names + name, now, now + ms, step))
                 if name == "forward":
                     inner.append(Slice("gc", now + 20, now + 24, step))
                 now += ms
@@ -196,8 +196,9 @@ def hostile() -> Analysis:
     """One whose every text would take the page over."""
     plain = replace(analysis(4), goodput=None, efficiency=None)
     taken: Analysis = _taken(plain)
-    picture = [Lane(HOSTILE, [Slice("__proto__", 5.0, 9.0, 1)]), *taken.lanes]
-    return replace(taken, communication=plain.communication, lanes=picture)  # whose names are a fixed set
+    own = Lane(HOSTILE, [Slice(HOSTILE, 0.0, 5.0, 1), Slice("__proto__", 5.0, 9.0, 1)])
+    shown = [own, *lanes(2, names=HOSTILE)]  # each name has a colour
+    return replace(taken, communication=plain.communication, lanes=shown)  # whose phases are a fixed set
 
 
 def _taken(value: Any) -> Any:
