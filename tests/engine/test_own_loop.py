@@ -15,12 +15,11 @@ from tests.support.own_loops import (
     OPTIMIZERS,
     STEPS,
     Loop,
-    Model,
     Result,
     accumulation,
     changed_parameters,
-    distribute,
     loss_of,
+    make,
     plain,
     result,
     same_state,
@@ -77,8 +76,7 @@ def test_compression_compresses_both_directions(compression: str, loop: Any) -> 
 
 def test_each_rank_holds_its_part_of_the_state() -> None:
     def body(comm: ThreadComm, shard: str) -> int:
-        model = Model()
-        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+        model, optimizer = make(comm, shard)
         loss_of(model, comm.rank, 0).backward()
         optimizer.step()
         assert shard == "none" or all(isinstance(p.grad, SentGradient) for p in model.parameters())
@@ -91,8 +89,7 @@ def test_each_rank_holds_its_part_of_the_state() -> None:
 
 def scaled(comm: ThreadComm, shard: str, kind: str, *, unscale: bool, synchronize: bool) -> Result:
     """In step 2, rank 1 overflows, in what it owns; in step 4 both ranks do."""
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard)
+    model, optimizer = make(comm, shard, kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     losses = []
     for step in range(STEPS):
@@ -132,8 +129,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, unscale: bool,
 @pytest.mark.parametrize("compression", ["fp16", "bf16", "int8"])
 def test_a_step_whose_compressed_gradients_are_not_finite_is_skipped_on_all_ranks(compression: str) -> None:
     def body(comm: ThreadComm) -> list[bool]:
-        model = Model()
-        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), "optimizer", compression)
+        model, optimizer = make(comm, "optimizer", "adamw", compression)
         changed = []
         for step in range(3):
             before = copy.deepcopy(model.state_dict())

@@ -12,28 +12,15 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CallOrderError, CheckpointError, ConfigError, TaskError
 from hvdtrain.exchange.optimizer import exchanging
-from tests.support.own_loops import (
-    OPTIMIZERS,
-    Model,
-    distribute,
-    loss_of,
-)
+from tests.support.own_loops import OPTIMIZERS, Model, distribute, loss_of, make, train
 from tests.support.thread_comm import ThreadComm, on_ranks
 
-MISUSES: dict[str, tuple[str, Callable[[nn.Module, Any, int], object]]] = {
-    "clip": ("is not on this rank", lambda m, o, r: nn.utils.clip_grad_norm_(m.parameters(), 1.0)),
+MISUSES: dict[str, tuple[str, Callable[[Any, Any, int], object]]] = {
+    "clip": ("is not on this rank", lambda m, o, r: _clip(m.parameters())),
     "clip by value": ("is not on this rank", lambda m, o, r: nn.utils.clip_grad_value_(m.parameters(), 1.0)),
-    "clip what the optimizer has": (
-        "is not on this rank",
-        lambda m, o, r: nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], 1.0),
-    ),
-    "clip the sums": (
-        "is not on this rank",
-        lambda m, o, r: (
-            o.synchronize(),
-            nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], 1.0),
-        ),
-    ),
+    "clip what the optimizer has": ("is not on this rank", lambda m, o, r: _clip(_optimized(o))),
+    "clip the sums": ("is not on this rank", lambda m, o, r: (o.synchronize(), _clip(_optimized(o)))),
+    "stock clipping": ("is not on this rank", lambda m, o, r: (o.synchronize(), _clip(m.parameters()))),
     "clear the sums": ("was cleared or replaced", lambda m, o, r: (o.clip_grad_norm_(1.0), m.zero_grad(), o.step())),
     "read": ("is not on this rank", lambda m, o, r: m.embedding.weight.grad.norm()),
     "clear": ("was changed after backward", lambda m, o, r: (m.zero_grad(), o.step())),
@@ -42,22 +29,27 @@ MISUSES: dict[str, tuple[str, Callable[[nn.Module, Any, int], object]]] = {
     "second backward": ("is not on this rank", lambda m, o, r: loss_of(m, r, 1).backward()),
     "second backward, cleared": ("got a second gradient", lambda m, o, r: (m.zero_grad(), loss_of(m, r, 1).backward())),
     "no zero_grad": ("is not on this rank", lambda m, o, r: (o.step(), loss_of(m, r, 1).backward())),
-    "stock clipping": (
-        "is not on this rank",
-        lambda m, o, r: (o.synchronize(), nn.utils.clip_grad_norm_(m.parameters(), 1)),
-    ),
     "synchronize twice": ("were summed before", lambda m, o, r: (o.synchronize(), o.synchronize())),
     "step after synchronize": ("were summed before", lambda m, o, r: (o.synchronize(), o.step())),
     "state_dict": ("gather_state_dict", lambda m, o, r: o.state_dict()),
-    "add_param_group": (
-        "cannot be added",
-        lambda m, o, r: o.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
-    ),
+    "add_param_group": ("cannot be added", lambda m, o, r: o.add_param_group({"params": [_stranger()]})),
     "negative": ("invalid max_norm", lambda m, o, r: o.clip_grad_norm_(-1.0)),
     "no state": ("an optimizer with other parameters", lambda m, o, r: o.load_state_dict({})),
     "wrapped twice": ("distributed already", lambda m, o, r: exchanging(o, o._hvdtrain_exchange)),
     "other state": ("an optimizer with other parameters", lambda m, o, r: o.load_state_dict(_state(nn.Linear(1, 1)))),
 }
+
+
+def _clip(parameters: Any) -> None:
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def _optimized(optimizer: Any) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _stranger() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
 
 
 def _replace(model: Any) -> None:
@@ -74,8 +66,7 @@ def test_what_would_be_silently_wrong_is_an_error(misuse: str, shard: str) -> No
     message, action = MISUSES[misuse]
 
     def body(comm: ThreadComm) -> None:
-        model = Model()
-        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+        model, optimizer = make(comm, shard)
         loss_of(model, comm.rank, 0).backward()
         with pytest.raises((CallOrderError, TaskError, ConfigError, CheckpointError), match=message):
             action(model, optimizer, comm.rank)
@@ -83,11 +74,8 @@ def test_what_would_be_silently_wrong_is_an_error(misuse: str, shard: str) -> No
     on_ranks(2, body)
 
 
-BETWEEN_STEPS: dict[str, tuple[str, Callable[[nn.Module, Any], object]]] = {
-    "an added parameter": (
-        "is not one of the model",
-        lambda m, o: o.param_groups[0]["params"].append(nn.Parameter(torch.ones(3))),
-    ),
+BETWEEN_STEPS: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
+    "an added parameter": ("is not one of the model", lambda m, o: o.param_groups[0]["params"].append(_stranger())),
     "other memory": ("was moved to other memory", lambda m, o: setattr(m.scale, "data", m.scale.data.clone())),
     "other ranks": ("the ranks may have changed", lambda m, o: setattr(o._hvdtrain_exchange, "_last_session", 9)),
     "skip": ("has no sums", lambda m, o: _skip(o)),
@@ -104,12 +92,9 @@ def test_what_changes_between_steps_is_an_error(change: str) -> None:
     message, action = BETWEEN_STEPS[change]
 
     def body(comm: ThreadComm) -> None:
-        model = Model()
-        optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), "optimizer")
-        for _ in range(2):
-            loss_of(model, comm.rank, 0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = make(comm, "optimizer")
+        train(comm, model, optimizer, range(2))
+        optimizer.zero_grad()
         with pytest.raises(TaskError, match=message):
             action(model, optimizer)
             loss_of(model, comm.rank, 0).backward()
@@ -121,8 +106,7 @@ def test_a_pass_that_is_clipped_is_an_error() -> None:
     """With `gradients`, the first pass was exchanged; with `optimizer`, the program may change it."""
 
     def body(comm: ThreadComm, shard: str) -> bool:
-        model = Model()
-        distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard, passes=2)
+        model, _ = make(comm, shard, passes=2)
         loss_of(model, comm.rank, 0).backward()
         try:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,39 +114,29 @@ def test_a_pass_that_is_clipped_is_an_error() -> None:
             return True
         return False
 
-    assert [on_ranks(2, lambda comm, s=s: body(comm, s)) for s in ("optimizer", "gradients")] == [
-        [False] * 2,
-        [True] * 2,
-    ]
+    for shard, refused in (("optimizer", False), ("gradients", True)):
+        assert on_ranks(2, lambda comm, s=shard: body(comm, s)) == [refused] * 2
 
 
-REFUSED: dict[str, tuple[str, Callable[[Any], Optimizer], dict[str, Any]]] = {
-    "topk": ("does not support", OPTIMIZERS["adamw"], {"compression": "topk"}),
-    "powersgd": ("does not support", OPTIMIZERS["adamw"], {"compression": "powersgd:2"}),
-    "lbfgs": ("cannot be divided", torch.optim.LBFGS, {}),
-    "sparse adam": ("cannot be divided", lambda p: torch.optim.SparseAdam(list(p)), {}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_divided_is_refused(case: str) -> None:
-    message, make, options = REFUSED[case]
-
+@pytest.mark.parametrize(
+    ("size", "message", "make_optimizer", "compression"),
+    [
+        (2, "does not support", OPTIMIZERS["adamw"], "topk"),
+        (2, "does not support", OPTIMIZERS["adamw"], "powersgd:2"),
+        (2, "cannot be divided", torch.optim.LBFGS, "none"),
+        (2, "cannot be divided", lambda p: torch.optim.SparseAdam(list(p)), "none"),
+        (1, "2 or more ranks", OPTIMIZERS["adamw"], "none"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    size: int, message: str, make_optimizer: Callable[[Any], Optimizer], compression: str
+) -> None:
     def body(comm: ThreadComm) -> None:
         model = Model()
         with pytest.raises(ConfigError, match=message):
-            distribute(comm, model, make(model.parameters()), "optimizer", **options)
+            distribute(comm, model, make_optimizer(model.parameters()), "optimizer", compression)
 
-    on_ranks(2, body)
-
-
-def test_one_rank_is_refused() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = Model()
-        with pytest.raises(ConfigError, match="2 or more ranks"):
-            distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), "optimizer")
-
-    on_ranks(1, body)
+    on_ranks(size, body)
 
 
 def test_state_on_one_rank_is_refused() -> None:
@@ -180,10 +154,9 @@ def test_state_on_one_rank_is_refused() -> None:
 
 def test_a_sparse_gradient_is_refused() -> None:
     def body(comm: ThreadComm) -> None:
-        model = Model()
+        model, optimizer = make(comm, "optimizer", "momentum")
         model.embedding.sparse = True
-        optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer")
-        with pytest.raises(TaskError, match=r"the gradient of embedding\.weight is sparse"):
+        with pytest.raises(TaskError, match=r"embedding\.weight is sparse"):
             model.embedding(torch.tensor([1, 2])).sum().backward()
         assert optimizer.param_groups
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import torch
 
 from hvdtrain import Task
 from hvdtrain.config.schema import Config, MemoryConfig
 from hvdtrain.training.start.optimizers import OPTIMIZERS, SCHEDULES
+from tests.laws.test_laws import check_same, record
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK, stack
-from tests.support.thread_job import train_on_threads
 
 AXES: dict[str, tuple[str, ...]] = {
     "optimizer.name": tuple(OPTIMIZERS),
@@ -62,10 +61,8 @@ def _build(rank: int) -> Task:
 
 
 def _train(folder: Path, row: Row, *options: str, size: int) -> Recorded:
-    folder.mkdir(exist_ok=True)
     chosen = (f"--{name}={value}" for name, value in zip(AXES, row, strict=True))
-    train_on_threads(*STACK[1:], *chosen, *options, f"--run_dir={folder / 'run'}", size=size, build=_build)
-    return Recorded(folder, 0, "", "")
+    return record(folder, *STACK[1:], *chosen, *options, size=size, build=_build)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +79,7 @@ def test_laws_1_and_2(row: Row, tmp_path: Path) -> None:
     for stop in (4, 7):
         parts = _train(tmp_path / "parts", row, *options, f"--train.stop_at={stop}", size=2)
     assert parts.losses() == two.losses() and two.state().values["progress"]["skipped"] == 0
-    expected, found = two.state(), parts.state()
-    assert found.values == expected.values and found.tensors.keys() == expected.tensors.keys()
-    for group, tensors in expected.tensors.items():
-        assert tensors.keys() == found.tensors[group].keys()
-        assert all(torch.equal(tensors[name], found.tensors[group][name]) for name in tensors)
+    check_same(parts.state(), two.state())
 
 
 def test_each_pair_of_values_is_tested() -> None:

@@ -8,24 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.table import find_engine
 from hvdtrain.errors import ConfigError
+from tests.laws.test_laws import record
 from tests.laws.test_sharded import SignOfMean
 from tests.support.gallery import Gallery, Recorded, train_by_fsdp
 from tests.support.stack import STACK, STATISTICS, VARIANTS
-from tests.support.thread_job import train_on_threads
-
-FSDP = "--parallel.engine=fsdp"
 
 
 def train_whole(folder: Path, *options: str, size: int = 1, common: tuple[str, ...] = STACK) -> Recorded:
     """The same training on ranks that each have the whole model."""
-    train_on_threads(*common, *options, f"--run_dir={folder / 'run'}", size=size)
-    return Recorded(folder, 0, "", "")
+    return record(folder, *common, *options, size=size)
 
 
 def check_equal(one: Recorded, divided: Recorded) -> None:
@@ -73,7 +70,7 @@ def test_law_9_parameters_are_those_of_one_rank(variant: str, job: str, gallery:
 def test_repeated_micro_batches_leave_no_trace_in_buffers(
     ranks: str, size: int, gallery: Gallery, tmp_path: Path
 ) -> None:
-    divided = Recorded(gallery["fsdp"].folder / ranks / "statistics", 0, "", "")
+    divided = _recorded(gallery, f"fsdp/{ranks}", "statistics")
     check_equal(train_whole(tmp_path, *STATISTICS, size=size), divided)
 
 
@@ -138,14 +135,13 @@ def test_groups_exchange_compressed_gradients(name: str, error: float, job: str,
 @pytest.mark.slow
 def test_groups_share_the_residuals_of_their_ranks(gallery: Gallery, tmp_path: Path) -> None:
     """Groups of a run with int8 save residuals of rows; one rank resumes them, and groups resume those of two ranks."""
-    folder = gallery["hybrid"].folder / "four"
-    plain = Recorded(folder / "even", 0, "", "").losses()
+    plain = _recorded(gallery, "hybrid/four", "even").losses()
     for name, sizes in (("crossed", [4, 1]), ("joined", [2, 4])):
-        both = Recorded(folder / name, 0, "", "")
+        both = _recorded(gallery, "hybrid/four", name)
         assert [event["size"] for event in both.events("started")] == sizes
         assert both.losses() == pytest.approx(plain, rel=2e-3)
-    residuals = Recorded(folder / "int8", 0, "", "").state().tensors["exchange"]
-    shapes = {name: t.shape for name, t in Recorded(folder / "int8", 0, "", "").state().tensors["model"].items()}
+    saved = _recorded(gallery, "hybrid/four", "int8").state().tensors
+    residuals, shapes = saved["exchange"], {name: t.shape for name, t in saved["model"].items()}
     assert {key.rpartition("/")[0] for key in residuals} > {"layers.0.inner.weight", "embedding.weight"}
     for key, residual in residuals.items():
         assert residual.shape == shapes[key.rpartition("/")[0]]
@@ -188,7 +184,7 @@ def test_law_10_a_checkpoint_fits_any_engine(gallery: Gallery, tmp_path: Path) -
     assert [event["size"] for event in resized.events("started")] == [2, 1, 4, 2]
     one = train_whole(tmp_path)
     assert resized.losses() == pytest.approx(one.losses(), rel=1e-6)
-    crossed, coded = (Recorded(gallery["fsdp"].folder / "two" / name, 0, "", "") for name in ("crossed", "int8"))
+    crossed, coded = (_recorded(gallery, "fsdp/two", name) for name in ("crossed", "int8"))
     assert crossed.losses()[:3] == coded.losses()[:3]
     assert crossed.losses() == pytest.approx(one.losses(), rel=5e-3) and len(crossed.losses()) == 6
     for name, tensor in one.state().tensors["model"].items():
@@ -211,79 +207,61 @@ def _task(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] | None 
     return lambda rank: Task(model, lambda model, batch: (model(batch[0]).sum(), 1), data, optimizer=optimizer)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-        self.layers[1].weight = self.layers[0].weight
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2)])
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 3).t())
-
-
 BLOCKS = nn.Sequential(nn.Linear(1, 1))
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def _with_parameter(value: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("own", nn.Parameter(value))
+    return model
 
 
 @pytest.mark.parametrize(
     ("build", "size", "options", "message"),
     [
-        (_task(BLOCKS), 1, (), "divides the model among ranks"),
-        (_task(BLOCKS), 1, ("--parallel.shard=parameters",), "divides the model among ranks"),
-        (_task(BLOCKS), 2, ("--parallel.compression=topk",), "does not support --parallel.compression topk"),
-        (_task(BLOCKS), 2, ("--parallel.compression=powersgd",), "does not support --parallel.compression powersgd"),
-        (_task(BLOCKS), 2, ("--parallel.shard=optimizer",), "does not support --parallel.shard optimizer"),
-        (_task(nn.Linear(1, 1)), 2, (), "has no blocks to divide"),
-        (_task(Tied()), 2, (), r"layers\.0\.weight and layers\.1\.weight are one parameter"),
-        (_task(Scalar()), 2, (), "scale has no dimension"),
-        (_task(nn.Sequential(Transposed())), 2, (), r"0\.weight is not contiguous"),
-        (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, (), "0 makes sparse gradients"),
-        (_task(BLOCKS, SignOfMean), 2, (), "the optimizer may need whole tensors"),
-        (_task(BLOCKS), 2, ("--optimizer.name=muon",), "the optimizer may need whole tensors"),
-        (_task(BLOCKS), 2, ("--optimizer.name=adafactor",), "the optimizer may need whole tensors"),
-        (_task(BLOCKS), 2, ("--parallel.bucket_mib=8",), "has no buckets"),
-        (_task(BLOCKS), 4, ("--parallel.dp_shard=3",), "4 ranks cannot form groups of --parallel.dp_shard 3"),
-        (_task(BLOCKS), 2, ("--parallel.dp_shard=4",), "2 ranks cannot form groups of --parallel.dp_shard 4"),
-        (_task(BLOCKS), 2, ("--parallel.dp_shard=1",), "--parallel.dp_shard is 1, which is out of range"),
-        (_task(BLOCKS), 1, ("--parallel.dp_shard=2",), "divides the model among ranks"),
-        (
-            _task(BLOCKS),
-            4,
-            ("--parallel.dp_shard=2", "--parallel.engine=ddp"),
-            "does not support --parallel.dp_shard 2",
-        ),
-        (_task(BLOCKS), 4, ("--parallel.dp_shard=2", "--parallel.compression=powersgd"), "does not support"),
-        (_task(BLOCKS), 2, ("--memory.offload=optimizer", "--parallel.compression=int8"), "leave one of them out"),
-        (
-            _task(BLOCKS),
-            4,
-            ("--memory.offload=optimizer", "--parallel.dp_shard=2"),
-            "does not support --memory.offload",
-        ),
+        (_task(BLOCKS), 1, "", "divides the model among ranks"),
+        (_task(BLOCKS), 1, "--parallel.shard=parameters", "divides the model among ranks"),
+        (_task(BLOCKS), 1, "--parallel.dp_shard=2", "divides the model among ranks"),
+        (_task(BLOCKS), 2, "--parallel.compression=topk", "--parallel.compression topk"),
+        (_task(BLOCKS), 2, "--parallel.compression=powersgd", "--parallel.compression powersgd"),
+        (_task(BLOCKS), 4, "--parallel.dp_shard=2 --parallel.compression=powersgd", "does not support"),
+        (_task(BLOCKS), 2, "--parallel.shard=optimizer", "--parallel.shard optimizer"),
+        (_task(nn.Linear(1, 1)), 2, "", "has no blocks"),
+        (_task(_tied()), 2, "", r"0\.weight and 1\.weight are one parameter"),
+        (_task(_with_parameter(torch.ones(()))), 2, "", "own has no dimension"),
+        (_task(_with_parameter(torch.ones(2, 3).t())), 2, "", "own is not contiguous"),
+        (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, "", "0 makes sparse gradients"),
+        (_task(BLOCKS, SignOfMean), 2, "", "may need whole tensors"),
+        (_task(BLOCKS), 2, "--optimizer.name=muon", "may need whole tensors"),
+        (_task(BLOCKS), 2, "--optimizer.name=adafactor", "may need whole tensors"),
+        (_task(BLOCKS), 2, "--parallel.bucket_mib=8", "has no buckets"),
+        (_task(BLOCKS), 4, "--parallel.dp_shard=3", "4 ranks cannot form groups of --parallel.dp_shard 3"),
+        (_task(BLOCKS), 2, "--parallel.dp_shard=4", "2 ranks cannot form groups of --parallel.dp_shard 4"),
+        (_task(BLOCKS), 2, "--parallel.dp_shard=1", "--parallel.dp_shard is 1"),
+        (_task(BLOCKS), 4, "--parallel.dp_shard=2 --parallel.engine=ddp", "--parallel.dp_shard 2"),
+        (_task(BLOCKS), 2, "--memory.offload=optimizer --parallel.compression=int8", "leave one of them out"),
+        (_task(BLOCKS), 4, "--memory.offload=optimizer --parallel.dp_shard=2", "--memory.offload"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
-    build: Callable[[int], Task], size: int, options: tuple[str, ...], message: str, tmp_path: Path
+    build: Callable[[int], Task], size: int, options: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        train_on_threads(*STACK[1:], FSDP, *options, f"--run_dir={tmp_path / 'run'}", size=size, build=build)
+        record(tmp_path, *STACK[1:], "--parallel.engine=fsdp", *options.split(), size=size, build=build)
 
 
 def test_an_elastic_job_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not support an elastic job"):
+    with pytest.raises(ConfigError, match="an elastic job"):
         find_engine("fsdp", elastic=True)
 
 
 def test_other_engines_do_not_divide_parameters() -> None:
-    with pytest.raises(ConfigError, match=r"does not support --parallel\.shard parameters") as caught:
+    with pytest.raises(ConfigError, match="parameters") as caught:
         find_engine("horovod", shard="parameters")
-    assert "--parallel.engine fsdp --parallel.shard parameters" in str(caught.value)
+    assert "--parallel.engine fsdp --parallel.shard parameters" in str(caught.value.next_step)

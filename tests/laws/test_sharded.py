@@ -16,8 +16,8 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.pieces import StateDict
-from tests.support.gallery import LANGUAGE, TOY, Recorded
-from tests.support.thread_job import train_on_threads
+from tests.laws.test_laws import check_same, record
+from tests.support.gallery import LANGUAGE, TOY
 
 SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
 SHARD = "--parallel.shard=optimizer"
@@ -25,19 +25,8 @@ SMALL = "--parallel.bucket_mib=0.1"
 """So that the parameters of a model are gathered one after the other."""
 
 
-def _train(folder: Path, *options: str, size: int, build: Callable[[int], Task] | None = None) -> Recorded:
-    folder.mkdir(exist_ok=True)
-    train_on_threads(*options, f"--run_dir={folder / 'run'}", size=size, build=build)
-    return Recorded(folder, 0, "", "")
-
-
 def _equal(one: StateDict, other: StateDict) -> None:
-    """Bit for bit, without the plans of buckets."""
-    assert one.tensors.keys() == other.tensors.keys()
-    for group, tensors in one.tensors.items():
-        assert tensors.keys() == other.tensors[group].keys()
-        assert all(torch.equal(tensors[name], other.tensors[group][name]) for name in tensors)
-    assert {**one.values, "exchange": None} == {**other.values, "exchange": None}
+    check_same(one, other, exchange=None)  # plans of buckets
 
 
 def _close(one: StateDict, other: StateDict, tolerance: float) -> None:
@@ -128,8 +117,8 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
     """Two ranks have the bits of two ranks that each have all; four ranks the values of one."""
     options = [*SHORT[1:], f"--precision={precision}"]
     build = _stack(OPTIMIZERS[optimizer])
-    whole = _train(tmp_path / "whole", *options, size=2, build=build)
-    two = _train(tmp_path / "two", *options, SHARD, SMALL, size=2, build=build)
+    whole = record(tmp_path / "whole", *options, size=2, build=build)
+    two = record(tmp_path / "two", *options, SHARD, SMALL, size=2, build=build)
     assert two.losses() == whole.losses() and whole.losses()[-1] < whole.losses()[0]
     saved = two.state()
     numbers = saved.tensors.pop("optimizer_values", {})  # type: ignore[attr-defined]
@@ -138,9 +127,9 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
         saved = StateDict(saved.tensors, {**saved.values, "optimizer": plain})
     _equal(saved, whole.state())
     if precision != "fp16":
-        one = _train(tmp_path / "one", *options, size=1, build=build)
+        one = record(tmp_path / "one", *options, size=1, build=build)
         for stop, size in ((5, 3), (12, 4)):  # a tensor is divided at other rows after the resume
-            four = _train(tmp_path / "four", *options, SHARD, f"--train.stop_at={stop}", size=size, build=build)
+            four = record(tmp_path / "four", *options, SHARD, f"--train.stop_at={stop}", size=size, build=build)
         # Sums in another order may round a weight to another bf16 number.
         assert four.losses() == pytest.approx(one.losses(), rel=2e-6 if precision == "fp32" else 2e-3)
         _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
@@ -152,8 +141,8 @@ def test_law_1_with_dropout_and_uneven_micro_batches(
     size: int, options: tuple[str, ...], shard: str, tmp_path: Path
 ) -> None:
     """The toy has dropout; the language model has 4 micro-batches a step, so that a rank is idle."""
-    one = _train(tmp_path / "one", *options, size=1).losses()
-    divided = _train(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=size).losses()
+    one = record(tmp_path / "one", *options, size=1).losses()
+    divided = record(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=size).losses()
     assert divided == pytest.approx(one, rel=2e-6)
 
 
@@ -161,7 +150,7 @@ def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> Non
     """The ranks have one micro-batch each: then both ways of dividing have the same bits."""
     options = (*LANGUAGE, "--train.micro_batch=4")
     optimizer, gradients = (
-        _train(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("optimizer", "gradients")
+        record(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("optimizer", "gradients")
     )
     assert gradients.losses() == optimizer.losses()
     _equal(gradients.state(), optimizer.state())
@@ -171,7 +160,7 @@ def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> Non
 def test_200_steps_have_the_same_bits(tmp_path: Path) -> None:
     options = (*LANGUAGE, "--train.micro_batch=4", "--train.steps=200", "--checkpoint.every=0")
     whole, divided = (
-        _train(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("none", "gradients")
+        record(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("none", "gradients")
     )
     numbers = [
         [(step["loss"], step["grad_norm"]) for step in read_steps(run.run / "journal.jsonl").values()]
@@ -218,8 +207,8 @@ def test_parameters_are_there_when_others_than_their_module_use_them(tmp_path: P
             model, lambda m, batch: ((m(batch[0]) - 1).square().mean(1).sum(), len(batch[0])), data, optimizer=optimizer
         )
 
-    whole = _train(tmp_path / "whole", *SHORT[1:], size=2, build=build)
-    divided = _train(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
+    whole = record(tmp_path / "whole", *SHORT[1:], size=2, build=build)
+    divided = record(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
     assert divided.losses() == whole.losses()
 
 
@@ -241,8 +230,8 @@ def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
         return Task(model, loss, data, optimizer=optimizer)
 
     options = (*SHORT[1:], "--precision=fp16", "--train.clip=0", "--train.max_skipped=99", "--checkpoint.every=0")
-    whole = _train(tmp_path / "whole", *options, size=2, build=build).state()
-    divided = _train(tmp_path / "divided", *options, SHARD, size=2, build=build).state()
+    whole = record(tmp_path / "whole", *options, size=2, build=build).state()
+    divided = record(tmp_path / "divided", *options, SHARD, size=2, build=build).state()
     assert 0 < whole.values["progress"]["skipped"] < 12
     _equal(divided, whole)
 
@@ -250,9 +239,9 @@ def test_an_overflow_on_one_rank_is_one_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_law_2_resumed_equals_uninterrupted(optimizer: str, tmp_path: Path) -> None:
     options = (*LANGUAGE, SHARD, f"--optimizer.name={optimizer}")
-    whole = _train(tmp_path / "whole", *options, size=2)
+    whole = record(tmp_path / "whole", *options, size=2)
     for stop in (3, 8):
-        parts = _train(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=2)
+        parts = record(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=2)
     assert parts.losses() == whole.losses()
     _equal(parts.state(), whole.state())
 
@@ -261,9 +250,9 @@ def test_law_2_resumed_equals_uninterrupted(optimizer: str, tmp_path: Path) -> N
 def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: str, tmp_path: Path) -> None:
     """Also after a resume: the parameters there are those of the checkpoint then."""
     options = (*LANGUAGE, SHARD, f"--parallel.compression={compression}", "--checkpoint.every=3")
-    device = _train(tmp_path / "device", *options, size=2)
+    device = record(tmp_path / "device", *options, size=2)
     for stop in (3, 8):
-        host = _train(tmp_path / "host", *options, "--memory.offload=optimizer", f"--train.stop_at={stop}", size=2)
+        host = record(tmp_path / "host", *options, "--memory.offload=optimizer", f"--train.stop_at={stop}", size=2)
     assert host.losses() == device.losses()
     _equal(host.state(), device.state())
     assert any("saves nothing on CPUs" in event["text"] for event in host.events("warning"))
@@ -273,10 +262,10 @@ def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: s
 def test_law_10_a_checkpoint_fits_any_division(optimizer: str, tmp_path: Path) -> None:
     """1 rank, 3 divided ones, 2 whole ones, 4 divided ones: the curve is that of one rank."""
     given = (*LANGUAGE, f"--optimizer.name={optimizer}")
-    one = _train(tmp_path / "one", *given, size=1)
+    one = record(tmp_path / "one", *given, size=1)
     stages = ((1, 2, ()), (3, 4, (SHARD,)), (2, 6, ()), (4, 8, (SHARD,)))
     for size, stop, options in stages:
-        resized = _train(tmp_path / "resized", *given, *options, f"--train.stop_at={stop}", size=size)
+        resized = record(tmp_path / "resized", *given, *options, f"--train.stop_at={stop}", size=size)
     assert resized.losses() == pytest.approx(one.losses(), rel=2e-6)
     _close(one.state(), resized.state(), 1e-4)
 
@@ -288,16 +277,16 @@ def test_a_task_may_be_trained_again(tmp_path: Path) -> None:
     def build(rank: int) -> Task:
         return tasks.setdefault(rank, _stack(OPTIMIZERS["momentum"])(rank))
 
-    first = _train(tmp_path / "first", *SHORT[1:], SHARD, size=2, build=build)
+    first = record(tmp_path / "first", *SHORT[1:], SHARD, size=2, build=build)
     optimizer: Any = tasks[0].optimizer
     assert [*optimizer.param_groups[0]["params"]] == [*tasks[0].model.parameters()] and not optimizer.state
-    again = _train(tmp_path / "again", *SHORT[1:], SHARD, size=2, build=build)
+    again = record(tmp_path / "again", *SHORT[1:], SHARD, size=2, build=build)
     assert again.losses()[-1] < first.losses()[-1] < first.losses()[0]
 
 
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="embedding makes sparse gradients"):
-        _train(tmp_path, *SHORT[1:], SHARD, size=2, build=_stack(OPTIMIZERS["momentum"], sparse=True))
+        record(tmp_path, *SHORT[1:], SHARD, size=2, build=_stack(OPTIMIZERS["momentum"], sparse=True))
 
 
 def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -> None:
@@ -310,7 +299,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
         return Task(task.model, loss, task.train_data, optimizer=task.optimizer)
 
     with pytest.raises(TaskError, match=r"the gradient of embedding\.weight is sparse"):
-        _train(tmp_path, *SHORT[1:], SHARD, size=2, build=build)
+        record(tmp_path, *SHORT[1:], SHARD, size=2, build=build)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +317,7 @@ def test_what_cannot_be_divided_is_refused(size: int, options: tuple[str, ...], 
         return Task(nn.Linear(1, 1), lambda model, batch: (model(batch[0]).sum(), 1), data)
 
     with pytest.raises(ConfigError, match=message):
-        _train(tmp_path, *SHORT[1:], SHARD, *options, size=size, build=build)
+        record(tmp_path, *SHORT[1:], SHARD, *options, size=size, build=build)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
@@ -345,8 +334,8 @@ def test_a_skipped_step_is_replayed_and_leaves_no_trace(shard: str, tmp_path: Pa
         return Task(task.model, loss, task.train_data, optimizer=task.optimizer)
 
     options = (*SHORT[1:], "--train.max_skipped=99")
-    whole = _train(tmp_path / "whole", *options, size=2, build=build)
-    divided = _train(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=2, build=build)
+    whole = record(tmp_path / "whole", *options, size=2, build=build)
+    divided = record(tmp_path / "divided", *options, f"--parallel.shard={shard}", size=2, build=build)
     progress = divided.state().values["progress"]
     expected = whole.state().values["progress"]
     assert progress["skipped"] == expected["skipped"] and 0 < progress["skipped"] < 12
@@ -370,7 +359,7 @@ def test_parameters_may_be_frozen_and_freed(tmp_path: Path) -> None:
 
         return Task(model, task.loss, task.train_data, optimizer=task.optimizer, schedule=schedule)
 
-    whole = _train(tmp_path / "whole", *SHORT[1:], size=2, build=build)
-    divided = _train(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
+    whole = record(tmp_path / "whole", *SHORT[1:], size=2, build=build)
+    divided = record(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
     assert divided.losses() == whole.losses()
     _equal(divided.state(), whole.state())

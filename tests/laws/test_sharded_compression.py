@@ -11,32 +11,18 @@ from torch import Tensor, nn
 
 from hvdtrain.engine.coded_sharded import CodedShardedEngine
 from hvdtrain.engine.make import make_engine
-from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
+from tests.laws.test_laws import check_same, record
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.thread_comm import ThreadComm, on_ranks
-from tests.support.thread_job import train_on_threads
 
 NAMES = ["bf16", "fp16", "int8"]
 
 
-def _train(folder: Path, *options: str, size: int) -> Recorded:
-    folder.mkdir(exist_ok=True)
-    train_on_threads(*options, f"--run_dir={folder / 'run'}", size=size)
-    return Recorded(folder, 0, "", "")
-
-
-def _equal(one: StateDict, other: StateDict) -> None:
-    assert one.tensors.keys() == other.tensors.keys()
-    for group, tensors in one.tensors.items():
-        assert tensors.keys() == other.tensors[group].keys()
-        assert all(torch.equal(tensors[name], other.tensors[group][name]) for name in tensors)
-
-
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return _train(tmp_path_factory.mktemp("exact"), *LANGUAGE, size=2)
+    return record(tmp_path_factory.mktemp("exact"), *LANGUAGE, size=2)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +34,7 @@ def test_the_curve_is_near_that_without_compression(
 ) -> None:
     """Every checkpoint compares the parameters of the ranks."""
     options = (f"--parallel.shard={shard}", f"--parallel.compression={compression}", f"--precision={precision}")
-    found = _train(tmp_path, *LANGUAGE, *options, "--train.check_every=1", size=2)
+    found = record(tmp_path, *LANGUAGE, *options, "--train.check_every=1", size=2)
     assert found.losses() != exact.losses()
     assert found.losses() == pytest.approx(exact.losses(), rel=2e-3)
 
@@ -57,11 +43,11 @@ def test_the_curve_is_near_that_without_compression(
 def test_law_2_holds_where_both_save(compression: str, size: int, tmp_path: Path) -> None:
     """A save gives all ranks exact parameters: so it does in the run that was not interrupted."""
     options = (*LANGUAGE, "--parallel.shard=gradients", f"--parallel.compression={compression}", "--checkpoint.every=3")
-    whole = _train(tmp_path / "whole", *options, size=size)
+    whole = record(tmp_path / "whole", *options, size=size)
     for stop in (3, 8):
-        parts = _train(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=size)
+        parts = record(tmp_path / "parts", *options, f"--train.stop_at={stop}", size=size)
     assert parts.losses() == whole.losses()
-    _equal(parts.state(), whole.state())
+    check_same(parts.state(), whole.state())
     assert not any(name.endswith("/master") for name in whole.state().tensors.get("exchange", {}))
 
 
@@ -70,7 +56,7 @@ def test_any_division_and_compression_resumes(exact: Recorded, tmp_path: Path) -
     shard, coded = "--parallel.shard=optimizer", "--parallel.compression={}".format
     stages = ((2, 2, (coded("int8"),)), (2, 4, (shard, coded("int8"))), (3, 5, (shard, coded("bf16"))), (1, 6, ()))
     for size, stop, options in (*stages, (2, 8, (shard,))):
-        found = _train(tmp_path, *LANGUAGE, *options, f"--train.stop_at={stop}", size=size)
+        found = record(tmp_path, *LANGUAGE, *options, f"--train.stop_at={stop}", size=size)
     assert found.losses() == pytest.approx(exact.losses(), rel=2e-3)
 
 

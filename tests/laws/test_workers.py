@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,22 @@ def task_builder(optimizer: str = "AdamW") -> Any:
     return build
 
 
-def _train(folder: Path, *plan: Period, options: Sequence[str] = (), optimizer: str = "AdamW") -> Recorded:
+def _train(
+    folder: Path, *plan: Period, options: Sequence[str] = (), optimizer: str = "AdamW", build: Any = None
+) -> Recorded:
     """Train with 4 workers, one of which has one micro-batch of a step, and the others two."""
     folder.mkdir(exist_ok=True)
     own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=8"]
-    own += [
-        "--parallel.workers=4",
-        "--elastic.loss_s=1e9",
-        "--observe.tensorboard=false",
-        f"--run_dir={folder / 'run'}",
-    ]
-    train_in_rounds(*own, *options, plan=plan, build=task_builder(optimizer))
+    own += ["--parallel.workers=4", "--elastic.loss_s=1e9", "--observe.tensorboard=false"]
+    make = build or task_builder(optimizer)
+    train_in_rounds(*own, f"--run_dir={folder / 'run'}", *options, plan=plan, build=make)
     return Recorded(folder, 0, "", "")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded]:
+    """The training of each method on one rank."""
+    return cache(lambda method: _train(tmp_path_factory.mktemp("one"), _ranks(1), options=METHODS[method]))
 
 
 def _close(method: str, ranks: int, values: list[float]) -> Any:
@@ -111,8 +116,10 @@ def _ranks(count: int) -> Period:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, tmp_path: Path) -> None:
-    one = _train(tmp_path / "1", _ranks(1), options=METHODS[method])
+def test_the_curve_does_not_depend_on_the_number_of_ranks(
+    method: str, alone: Callable[[str], Recorded], tmp_path: Path
+) -> None:
+    one = alone(method)
     assert one.losses()[-1] < one.losses()[0] / 2
     for count in (3, 4, 6):
         other = _train(tmp_path / f"{count}", _ranks(count), options=METHODS[method])
@@ -223,10 +230,11 @@ PLANS = {
 
 @pytest.mark.parametrize("method", ["diloco", "streaming", "sparseloco"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_that_are_killed_leave_and_join_change_nothing(plan: str, method: str, tmp_path: Path) -> None:
-    one = _train(tmp_path / "one", _ranks(1), options=METHODS[method])
-    rounds = _train(tmp_path / "rounds", *PLANS[plan], options=METHODS[method])
-    assert rounds.losses() == _close(method, 6 if plan == "groups" else 3, one.losses())
+def test_ranks_that_are_killed_leave_and_join_change_nothing(
+    plan: str, method: str, alone: Callable[[str], Recorded], tmp_path: Path
+) -> None:
+    rounds = _train(tmp_path, *PLANS[plan], options=METHODS[method])
+    assert rounds.losses() == _close(method, 6 if plan == "groups" else 3, alone(method).losses())
     report = verify_data(rounds.run)
     assert not report.wrong and report.last == STEPS
 
@@ -248,13 +256,10 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(method: str, tmp_path: Pa
 
 def test_one_step_and_the_mean_is_gradient_averaging(tmp_path: Path) -> None:
     apart = ("--parallel.sync=diloco:1", "--outer.lr=1", "--outer.momentum=0", "--outer.compression=none")
-    clip = ("--train.clip=0",)
-    mean = _train(tmp_path / "apart", _ranks(2), options=(*apart, *clip), optimizer="SGD")
-    plain = _train(
-        tmp_path / "plain",
-        _ranks(2),
-        options=("--parallel.sync=every_step", "--parallel.workers=null", *clip),
-        optimizer="SGD",
+    together = ("--parallel.sync=every_step", "--parallel.workers=null")
+    mean, plain = (
+        _train(tmp_path / options[0], _ranks(2), options=(*options, "--train.clip=0"), optimizer="SGD")
+        for options in (apart, together)
     )
     assert mean.losses() == pytest.approx(plain.losses(), rel=2e-6)
 
@@ -289,8 +294,8 @@ def test_a_run_may_go_on_with_other_workers_or_none(options: Sequence[str], tmp_
     assert float(adam) == STEPS
 
 
-def test_a_worker_with_a_gradient_that_is_not_finite_skips_its_step(tmp_path: Path) -> None:
-    """The others go on; the step counts as skipped."""
+def _with_loss_at(number: int, change: Callable[[Any, Tensor], Tensor]) -> Any:
+    """A builder of the task; `change` gets the model and the loss of that pass of training, of 7 passes a step."""
     make, passes = task_builder(), [0]
 
     def build() -> Task:
@@ -299,16 +304,17 @@ def test_a_worker_with_a_gradient_that_is_not_finite_skips_its_step(tmp_path: Pa
         def loss(model: Any, batch: Any) -> Any:
             passes[0] += model.training
             found, weight = task.loss(model, batch)
-            if passes[0] == 31:  # of 7 passes a step
-                found = found + (0 * model[0].weight.sum()).sqrt()  # 0, with a derivative that is not finite
-            return found, weight
+            return change(model, found) if passes[0] == number else found, weight
 
         return replace(task, loss=loss)
 
-    own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--parallel.workers=4"]
-    own += [f"--run_dir={tmp_path / 'run'}", "--observe.tensorboard=false"]
-    train_in_rounds(*own, *METHODS["local"], plan=[_ranks(1)], build=build)
-    run = Recorded(tmp_path, 0, "", "")
+    return build
+
+
+def test_a_worker_with_a_gradient_that_is_not_finite_skips_its_step(tmp_path: Path) -> None:
+    """The others go on; the step counts as skipped."""
+    build = _with_loss_at(31, lambda model, loss: loss + (0 * model[0].weight.sum()).sqrt())  # 0, its derivative is nan
+    run = _train(tmp_path, _ranks(1), options=METHODS["local"], build=build)
     steps = read_steps(run.run / "journal.jsonl")
     assert [number for number, step in steps.items() if step["skipped"]] == [5]
     assert np.isfinite([step["loss"] for step in steps.values()]).all()
@@ -317,22 +323,13 @@ def test_a_worker_with_a_gradient_that_is_not_finite_skips_its_step(tmp_path: Pa
 
 def test_parameters_that_are_frozen_later_are_refused(tmp_path: Path) -> None:
     """Their changes would stay with each worker."""
-    make, passes = task_builder(), [0]
 
-    def build() -> Task:
-        task: Task = make()
+    def freeze(model: Any, loss: Tensor) -> Tensor:
+        model[0].weight.requires_grad_(False)
+        return loss
 
-        def loss(model: Any, batch: Any) -> Any:
-            passes[0] += model.training
-            if passes[0] == 30:
-                model[0].weight.requires_grad_(False)
-            return task.loss(model, batch)
-
-        return replace(task, loss=loss)
-
-    own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--parallel.workers=4"]
-    with pytest.raises(TaskError, match=r"frozen or unfrozen parameters: 0\.weight"):
-        train_in_rounds(*own, *METHODS["local"], f"--run_dir={tmp_path / 'run'}", plan=[_ranks(1)], build=build)
+    with pytest.raises(TaskError, match=r"frozen.* 0\.weight"):
+        _train(tmp_path, _ranks(1), options=METHODS["local"], build=_with_loss_at(30, freeze))
 
 
 def test_the_report_has_the_outer_steps(tmp_path: Path) -> None:

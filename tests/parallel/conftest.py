@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from hvdtrain.runtime.tuning import prepare
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 INFO, _ = prepare()
+LAUNCHED = {"OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE"} & os.environ.keys()
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,22 @@ def job():  # type: ignore[no-untyped-def]
     from hvdtrain.comm.start import start_comm
 
     return start_comm(INFO)
+
+
+@pytest.fixture(scope="session")
+def hvd(job: Any) -> Any:
+    """`hvdtrain.torch`; only where Horovod runs."""
+    if not LAUNCHED:
+        pytest.skip("there is no Horovod job: mpirun -np 2")
+    import hvdtrain.torch as ours
+
+    ours.init()
+    return ours
+
+
+@pytest.fixture
+def several(hvd: Any) -> Any:
+    """`hvdtrain.torch`, where there is something to exchange."""
+    if hvd.size() == 1:
+        pytest.skip("one rank exchanges nothing")
+    return hvd

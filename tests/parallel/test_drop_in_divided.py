@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,17 +17,7 @@ from hvdtrain.errors import ConfigError, JoinedError, TaskError
 STEPS = 4
 
 
-@pytest.fixture(scope="module", params=[None], ids=["mpi"])
-def hvd(job: Comm) -> Any:
-    """Ours; only where Horovod runs on several ranks."""
-    if not {"OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE"} & os.environ.keys():
-        pytest.skip("needs a Horovod job: mpirun -np 2")
-    import hvdtrain.torch as ours
-
-    ours.init()
-    if ours.size() == 1:
-        pytest.skip("one rank divides nothing")
-    return ours
+pytestmark = pytest.mark.usefixtures("several")
 
 
 def _model(rank: int = 0) -> nn.Module:
@@ -70,6 +60,14 @@ def _train(hvd: Any, shard: str, **options: Any) -> tuple[list[float], nn.Module
         optimizer.step()
         schedule.step()
     return losses, model, optimizer
+
+
+def _steps(hvd: Any, model: nn.Module, optimizer: Any, steps: Sequence[int], *more: Any) -> None:
+    for step in steps:
+        model.zero_grad()
+        _loss(model, hvd.rank(), step).backward()
+        for each in (optimizer, *more):
+            each.step()
 
 
 def _same(a: nn.Module, b: nn.Module, size: int) -> None:
@@ -133,9 +131,7 @@ def test_a_state_is_loaded_on_every_rank(hvd: Any, job: Comm) -> None:
     resumed.load_state_dict(state)
     hvd.broadcast_optimizer_state(resumed, root_rank=0)
     for m, o in ((model, optimizer), (copy, resumed)):
-        o.zero_grad()
-        _loss(m, hvd.rank(), 99).backward()
-        o.step()
+        _steps(hvd, m, o, [99])
     _same(copy, model, 2)
     if hvd.rank() == 0:
         resumed.load_state_dict(state)
@@ -149,11 +145,7 @@ def test_two_optimizers_in_one_backward(hvd: Any, job: Comm) -> None:
         model: Any = _model()
         halves = [model[:2], model[2:]]
         optimizers = [hvd.DistributedOptimizer(_adamw(half), shard=shard) for half in halves]
-        for step in range(STEPS):
-            model.zero_grad()
-            _loss(model, hvd.rank(), step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
+        _steps(hvd, model, optimizers[0], range(STEPS), *optimizers[1:])
         found.append(model)
     _same(found[1], found[0], job.size)
 
@@ -177,18 +169,15 @@ def test_what_shard_does_not_support(hvd: Any) -> None:
             hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), **{"shard": "optimizer", **options})
 
 
-def test_an_elastic_job_is_refused(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("hvdtrain.torch.optimizer")
-    monkeypatch.setattr(module, "info", dataclasses.replace(module.info, variables={"HOROVOD_ELASTIC": "1"}))
-    with pytest.raises(ConfigError, match="an elastic job"):
-        hvd.DistributedOptimizer(_adamw(_model()), shard="optimizer")
-
-
-def test_an_elastic_state_is_refused(hvd: Any) -> None:
+def test_an_elastic_job_is_refused_and_so_is_its_state(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     optimizer = hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), shard="optimizer")
     with pytest.raises(TaskError, match="TorchState"):
         hvd.elastic.TorchState(model=model, optimizer=optimizer)
+    module = importlib.import_module("hvdtrain.torch.optimizer")
+    monkeypatch.setattr(module, "info", dataclasses.replace(module.info, variables={"HOROVOD_ELASTIC": "1"}))
+    with pytest.raises(ConfigError, match="an elastic job"):
+        hvd.DistributedOptimizer(_adamw(_model()), shard="optimizer")
 
 
 def test_ranks_of_a_set(hvd: Any, job: Comm) -> None:
@@ -210,10 +199,7 @@ def test_ranks_of_a_set(hvd: Any, job: Comm) -> None:
                 hvd.broadcast_optimizer_state(optimizer, root_rank=several.ranks[-1])
                 with pytest.raises(ConfigError, match="root_rank"):
                     hvd.broadcast_optimizer_state(optimizer, root_rank=job.size)
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                _loss(model, hvd.rank(), step).backward()
-                optimizer.step()
+            _steps(hvd, model, optimizer, range(STEPS))
             found.append(model)
         if found:
             _same(found[1], found[0], several.size())

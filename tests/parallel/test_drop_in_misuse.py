@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,26 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.errors import CallOrderError, ConfigError, JoinedError, TaskError
-
-
-@pytest.fixture(scope="module", params=[None], ids=["mpi"])
-def hvd(job: Comm) -> Any:
-    """Ours; only where Horovod runs."""
-    if not {"OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE"} & os.environ.keys():
-        pytest.skip("needs a Horovod job: mpirun -np 2")
-    import hvdtrain.torch as ours
-
-    ours.init()
-    return ours
-
-
-@pytest.fixture
-def several(hvd: Any) -> Any:
-    """Ours, where there is something to exchange."""
-    if hvd.size() == 1:
-        pytest.skip("one rank exchanges nothing")
-    return hvd
+from hvdtrain.errors import CallOrderError, JoinedError, TaskError
 
 
 def _model() -> nn.Sequential:
@@ -50,6 +30,13 @@ def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss
 
 
+def _train(model: nn.Module, optimizer: Any, job: Comm, steps: Sequence[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        _loss(model, job.rank, step).backward()
+        optimizer.step()
+
+
 def _equal(model: nn.Module, job: Comm) -> bool:
     rows = [job.allgather(p.detach().reshape(1, -1), name="same").wait() for p in model.parameters()]
     return all(torch.equal(row, every[0]) for every in rows for row in every)
@@ -62,8 +49,7 @@ def test_a_group_that_is_added_is_exchanged_at_once(hvd: Any, job: Comm) -> None
     optimizer.add_param_group({"params": list(extra.parameters())})
     (_loss(model, job.rank, 0) + _loss(extra, job.rank, 0)).backward()
     optimizer.step()
-    assert _equal(extra, job)
-    assert _equal(model, job)
+    assert _equal(extra, job) and _equal(model, job)
 
 
 @pytest.mark.parametrize("compression", ["none", "powersgd:1"])
@@ -73,9 +59,7 @@ def test_parameters_freed_between_steps_are_exchanged_at_once(hvd: Any, job: Com
     optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), compression=compression)
     for step in range(4):
         model[0].requires_grad_(step >= 2)
-        optimizer.zero_grad()
-        _loss(model, job.rank, step).backward()
-        optimizer.step()
+        _train(model, optimizer, job, [step])
         assert _equal(model, job), step
 
 
@@ -96,14 +80,11 @@ def test_a_rank_may_idle_after_a_step_that_was_left_out(hvd: Any, job: Comm) -> 
 def test_a_state_loaded_on_one_rank_leaves_the_buckets_agreed(hvd: Any, job: Comm) -> None:
     model = _model()
     optimizer = hvd.DistributedOptimizer(_sgd(model))
-    for step in range(4):
-        if step == 2:
-            if job.rank == 0:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        optimizer.zero_grad()
-        _loss(model, job.rank, step).backward()
-        optimizer.step()
+    _train(model, optimizer, job, range(2))
+    if job.rank == 0:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    _train(model, optimizer, job, range(2, 4))
     assert _equal(model, job)
 
 
@@ -119,21 +100,7 @@ def test_a_state_that_one_rank_has_reaches_those_without(hvd: Any, job: Comm) ->
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["momentum_buffer"], plain.state[q]["momentum_buffer"])
-    optimizer.zero_grad()
-    _loss(model, job.rank, 1).backward()
-    optimizer.step()
-    assert _equal(model, job)
-
-
-def test_gradients_on_their_way_are_not_cleared(several: Any, job: Comm) -> None:
-    model = _model()
-    optimizer = several.DistributedOptimizer(_sgd(model))
-    for step in range(3):
-        optimizer.zero_grad()
-        _loss(model, job.rank, step).backward()
-        with pytest.raises(TaskError, match="being exchanged"):
-            optimizer.zero_grad()
-        optimizer.step()
+    _train(model, optimizer, job, [1])
     assert _equal(model, job)
 
 
@@ -167,10 +134,13 @@ def test_a_scaler_unscales_what_is_summed(hvd: Any, job: Comm, unscale: bool, vi
 
 @pytest.mark.parametrize("change", ["clip", "clear", "replace"])
 def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change: str) -> None:
+    """The optimizer refuses to clear them, and a step with others."""
     model = _model()
     optimizer = several.DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
     for step in range(2):
         _loss(model, job.rank, step).backward()
+        with pytest.raises(TaskError, match="being exchanged"):
+            optimizer.zero_grad()
         if change == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         elif change == "clear":
@@ -186,9 +156,7 @@ def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change:
 def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm) -> None:
     model = _model()
     optimizer = several.DistributedOptimizer(_sgd(model), compression="int8")
-    for step in range(2):
-        _loss(model, job.rank, step).backward()
-        optimizer.step()
+    _train(model, optimizer, job, range(2))
     if job.rank == 0:
         with pytest.raises(JoinedError, match="takes part only in sums") as caught:
             _loss(model, job.rank, 3).backward()  # raises where the other rank has joined already
@@ -198,9 +166,7 @@ def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm)
     several.join()
     optimizer.load_state_dict(optimizer.state_dict())
     several.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer.zero_grad()
-    _loss(model, job.rank, 4).backward()
-    optimizer.step()
+    _train(model, optimizer, job, [4])
     assert _equal(model, job)
 
 
@@ -229,6 +195,7 @@ MISUSES: dict[str, Callable[[Any, nn.Module], object]] = {
     "pairs": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), named_parameters=model.parameters()),
     "double": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), [("x", p) for p in model.parameters()]),
     "unnamed": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), list(model.named_parameters())[:-1]),
+    "negative groups": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=-1),
     "no groups": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=0),
     "no tensors": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=[["0.weight"]]),
     "listed twice": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=2 * [list(model.parameters())]),
@@ -301,9 +268,7 @@ def test_hooks_run_once_a_step_also_after_a_state_was_loaded(hvd: Any, job: Comm
     optimizer = hvd.DistributedOptimizer(_sgd(model))
     optimizer.register_step_pre_hook(lambda *_: called.__setitem__(0, called[0] + 1))
     for step in range(3):
-        _loss(model, job.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        _train(model, optimizer, job, [step])
         optimizer.load_state_dict(optimizer.state_dict())
     assert called == [3]
 
@@ -335,9 +300,7 @@ def test_ranks_of_a_set_name_their_exchange_apart_from_the_others(several: Any, 
         if job.rank == 0:
             several.DistributedOptimizer(_sgd(first), process_set=alone)
         model = _model()
-        optimizer = several.DistributedOptimizer(_sgd(model))
-        _loss(model, job.rank, 0).backward()
-        optimizer.step()
+        _train(model, several.DistributedOptimizer(_sgd(model)), job, [0])
         assert _equal(model, job)
     finally:
         several.remove_process_set(alone)
@@ -347,39 +310,28 @@ def test_a_rank_outside_of_a_set_trains_alone(several: Any, job: Comm) -> None:
     others = several.add_process_set([0])
     try:
         model, reference = _model(), _model()
-        optimizer, own = several.DistributedOptimizer(_sgd(model), process_set=others), _sgd(reference)
-        for step in range(2):
-            for m, o in ((model, optimizer), (reference, own)):
-                o.zero_grad()
-                _loss(m, job.rank, step).backward()
-                o.step()
+        _train(model, several.DistributedOptimizer(_sgd(model), process_set=others), job, range(2))
+        _train(reference, _sgd(reference), job, range(2))
         for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     finally:
         several.remove_process_set(others)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_groups_are_as_many_buckets(several: Any, groups: int) -> None:
-    parameters = [nn.Parameter(torch.zeros(100)) for _ in range(3)]
-    optimizer = several.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), groups=groups)
-    optimizer.step()
-    buckets = optimizer.exchange_state_dict()["values"]["plan"]["buckets"]
-    assert len(buckets) == groups
-    assert sorted(len(bucket) for bucket in buckets)[-1] - len(buckets[-1]) <= 1
-
-
-def test_parameters_that_are_listed_together_share_a_bucket(several: Any) -> None:
-    names = ["a", "b", "c", "d"]
-    parameters = {name: nn.Parameter(torch.zeros(100)) for name in names}
-    optimizer = several.DistributedOptimizer(
-        torch.optim.SGD(parameters.values(), lr=0.1),
-        parameters.items(),
-        groups=[[parameters["a"], parameters["d"]], [parameters["c"]]],
+def _buckets(hvd: Any, groups: Any, parameters: dict[str, nn.Parameter]) -> list[list[str]]:
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), groups=groups
     )
     optimizer.step()
-    buckets = optimizer.exchange_state_dict()["values"]["plan"]["buckets"]
-    assert sorted(map(sorted, buckets)) == [["a", "d"], ["b"], ["c"]]
+    return [sorted(bucket) for bucket in optimizer.exchange_state_dict()["values"]["plan"]["buckets"]]
+
+
+def test_groups_are_buckets(several: Any) -> None:
+    """As many as asked for, of about equal size, or those that list parameters; who is in none is alone."""
+    parameters = {name: nn.Parameter(torch.zeros(100)) for name in "abcd"}
+    assert [sorted(map(len, _buckets(several, count, parameters))) for count in (1, 2, 3)] == [[4], [2, 2], [1, 1, 2]]
+    listed = [[parameters["a"], parameters["d"]], [parameters["c"]]]
+    assert sorted(_buckets(several, listed, parameters)) == [["a", "d"], ["b"], ["c"]]
 
 
 def test_horovods_own_optimizer_gets_every_argument(hvd: Any) -> None:
@@ -390,13 +342,6 @@ def test_horovods_own_optimizer_gets_every_argument(hvd: Any) -> None:
         _sgd(_model()), compression=Mine, sparse_as_dense=True, gradient_predivide_factor=2.0, groups=1
     )
     assert (wrapped.sparse_as_dense, wrapped.gradient_predivide_factor, wrapped._groups) == (True, 2.0, 1)
-
-
-def test_what_cannot_be_meant(hvd: Any) -> None:
-    with pytest.raises(ConfigError, match="must be pairs of name and parameter"):
-        hvd.DistributedOptimizer(_sgd(_model()), _model().parameters())
-    with pytest.raises(ConfigError, match="is invalid: -1"):
-        hvd.DistributedOptimizer(_sgd(_model()), groups=-1)
 
 
 def test_a_step_that_overflows_on_its_way_is_left_out_by_all(several: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from hvdtrain.training.start.make_task import make_task, make_task_by_rank
 from tests.support.divided_models import divided
 
 MIB = 1 << 20
+COLWISE = {"blocks.*": "colwise"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +37,8 @@ def ranks(job: Comm) -> None:
         pytest.skip("one rank has the whole model: mpirun -np 2")
 
 
-def _task(model: nn.Module) -> Task:
-    data = TensorDataset(torch.rand(4, 3))
-    return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), data, plan={"blocks.*": "colwise"})
+def _task(model: nn.Module, plan: Mapping[str, str] = COLWISE) -> Task:
+    return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), TensorDataset(torch.rand(4, 3)), plan=plan)
 
 
 def _make(build: Callable[[], Task], job: Comm) -> tuple[Task, str]:
@@ -211,13 +211,15 @@ def test_a_rank_holds_its_rows_and_one_block(by: str, job: Comm) -> None:
     engine.close()
 
 
-def _saved(folder: Path, job: Comm) -> Path:
-    """The folder of a model of transformers, which rank 0 has written."""
+def _saved(folder: Path, job: Comm) -> tuple[Path, Callable[[], Task]]:
+    """The folder of a model of transformers, which rank 0 has written, and what makes a task of it."""
+    pytest.importorskip("transformers", minversion="5.23")
     made = Path(broadcast_json(job, str(folder), name="folder")) / "saved"
     if job.rank == 0:
         divided("deepseek", tied=False).model.save_pretrained(made)
     job.barrier()
-    return made
+    config = ModelConfig(from_=str(made))
+    return made, lambda: _task(causal_lm(config, vocabulary=64, seq_len=8, may_read_later=True), plan={})
 
 
 @pytest.mark.parametrize("by", ["fsdp", "tp", "ep"])
@@ -225,13 +227,7 @@ def test_the_weights_of_a_folder_are_read_where_they_are_placed(by: str, job: Co
     """No rank has them before; each gets its part of them."""
     if job.size > 2:
         pytest.skip("other numbers do not divide the heads")
-    pytest.importorskip("transformers", minversion="5.23")
-    folder = _saved(tmp_path, job)
-
-    def build() -> Task:
-        model = causal_lm(ModelConfig(from_=str(folder)), vocabulary=64, seq_len=8, may_read_later=True)
-        return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), TensorDataset(torch.rand(4, 3)))
-
+    _, build = _saved(tmp_path, job)
     expected = dict(make_task(build, Config()).model.named_parameters())
     whole, _ = make_task_by_rank(partial(make_task, build, Config()), job, may_read_later=False)
     assert isinstance(next(whole.model.parameters()), Placeholder) == (job.rank > 0), "rank 0 has the values"
@@ -246,13 +242,7 @@ def test_the_weights_of_a_folder_are_read_where_they_are_placed(by: str, job: Co
 
 
 def test_weights_that_cannot_be_read_are_an_error_on_each_rank(job: Comm, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", minversion="5.23")
-    folder = _saved(tmp_path, job)
-
-    def build() -> Task:
-        model = causal_lm(ModelConfig(from_=str(folder)), vocabulary=64, seq_len=8, may_read_later=True)
-        return Task(model, lambda model, batch: (model(batch[0]).sum(), 1), TensorDataset(torch.rand(4, 3)))
-
+    folder, build = _saved(tmp_path, job)
     task, _ = _make(build, job)
     job.barrier()
     if job.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,6 +100,24 @@ def distribute(
     return exchanging(optimizer, exchange)
 
 
+def make(comm: ThreadComm, shard: str, kind: str = "adamw", compression: str = "none", **options: Any) -> Any:
+    """Return a model and its distributed optimizer."""
+    model = Model()
+    return model, distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard, compression, **options)
+
+
+def train(comm: ThreadComm, model: nn.Module, optimizer: Any, steps: Iterable[int] = range(STEPS)) -> list[float]:
+    """Run the usual loop; return the losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, comm.rank, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 Result = tuple[list[float], dict[str, Tensor], Any]
 Loop = Callable[[ThreadComm, str], Result]
 
@@ -109,21 +127,12 @@ def result(losses: list[float], model: nn.Module, optimizer: Any) -> Result:
 
 
 def plain(comm: ThreadComm, shard: str, kind: str = "adamw", **options: Any) -> Result:
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard, **options)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, comm.rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return result(losses, model, optimizer)
+    model, optimizer = make(comm, shard, kind, **options)
+    return result(train(comm, model, optimizer), model, optimizer)
 
 
 def clipping(comm: ThreadComm, shard: str) -> Result:
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+    model, optimizer = make(comm, shard, "momentum")
     losses = []
     for step in range(STEPS):
         model.zero_grad()
@@ -137,8 +146,7 @@ def clipping(comm: ThreadComm, shard: str) -> Result:
 
 def synchronized(comm: ThreadComm, shard: str) -> Result:
     """The stock pattern, with our way to clip."""
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+    model, optimizer = make(comm, shard, "adamw")
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, comm.rank, step)
@@ -161,19 +169,15 @@ def groups_and_schedules(comm: ThreadComm, shard: str) -> Result:
     optimizer = distribute(comm, model, optimizer, shard)
     losses = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, comm.rank, step)
-        loss.backward()
-        optimizer.step()
+        losses += train(comm, model, optimizer, [step])
         schedule.step()
-        losses += [loss.item(), optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"]]
+        losses += [optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"]]
     return result(losses, model, optimizer)
 
 
 def accumulation(comm: ThreadComm, shard: str) -> Result:
     """With idle ranks, and a number of passes that changes."""
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard, passes=3)
+    model, optimizer = make(comm, shard, "momentum", passes=3)
     losses = []
     for step in range(STEPS):
         passes = 3 if step < 3 else 2
@@ -192,8 +196,7 @@ def sum_of_gradients(comm: ThreadComm, shard: str) -> Result:
 
 
 def closures(comm: ThreadComm, shard: str) -> Result:
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+    model, optimizer = make(comm, shard, "adamw")
 
     def closure(step: int) -> Tensor:
         optimizer.zero_grad()
@@ -206,24 +209,18 @@ def closures(comm: ThreadComm, shard: str) -> Result:
 
 
 def frozen_and_freed(comm: ThreadComm, shard: str) -> Result:
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard)
+    model, optimizer = make(comm, shard, "momentum")
     losses = []
     for step in range(STEPS):
         model.layers[0].requires_grad_(step >= 2)
         model.layers[1].requires_grad_(step < 4)
-        optimizer.zero_grad()
-        loss = loss_of(model, comm.rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses += train(comm, model, optimizer, [step])
     return result(losses, model, optimizer)
 
 
 def left_out(comm: ThreadComm, shard: str) -> Result:
     """A step that sums gradients and does not use them, and an idle rank."""
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["adamw"](model.parameters()), shard)
+    model, optimizer = make(comm, shard, "adamw")
     losses = []
     for step in range(STEPS):
         model.zero_grad()
@@ -241,8 +238,7 @@ def left_out(comm: ThreadComm, shard: str) -> Result:
 
 def changed_parameters(comm: ThreadComm, shard: str, compression: str = "none") -> Result:
     """A program writes to the model's parameters, in ways that autograd's versions show and do not show."""
-    model = Model()
-    optimizer = distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), shard, compression)
+    model, optimizer = make(comm, shard, "momentum", compression)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             torch.nn.init.normal_(parameter.data, 0.0, 0.02, generator=torch.Generator().manual_seed(number))
@@ -262,7 +258,6 @@ def changed_parameters(comm: ThreadComm, shard: str, compression: str = "none") 
 
 
 LOOPS: list[Loop] = [
-    plain,
     clipping,
     synchronized,
     groups_and_schedules,
