@@ -80,9 +80,14 @@ def test_draws_differ_by_rank_and_step_and_follow_from_what_was_applied() -> Non
     assert not torch.equal(*on_ranks(2, coded))
 
 
-def test_stochastic_codes_stay_in_range() -> None:
-    values = torch.full((3, BLOCK), 1.0)
-    values[:, ::2] = -1.0
-    compressor = stochastic(SHAPE, SoloComm())
-    for _ in range(20):
-        torch.testing.assert_close(step(compressor, [values]), values.flatten(), rtol=0.02, atol=0)
+@pytest.mark.parametrize(("draw", "expected"), [(0.0, 0.0), (1 - 2.0**-24, 1 / 127)])
+def test_draws_round_down_or_up_and_codes_stay_in_range(
+    draw: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least and the largest draw: a third of a code becomes 0 or 1, and the largest codes do not overflow."""
+    monkeypatch.setattr(Int8, "_draw", lambda self, use: self._noise.fill_(draw))
+    values = torch.full((3, BLOCK), 0.3 / 127)
+    values[:, 0], values[:, 1] = 1.0, -1.0
+    out = exchange(stochastic(SHAPE, SoloComm()), [values]).view(3, BLOCK)
+    torch.testing.assert_close(out[:, :2], values[:, :2], rtol=0.02, atol=0)
+    torch.testing.assert_close(out[:, 2:], torch.full((3, BLOCK - 2), expected), rtol=0.02, atol=0)

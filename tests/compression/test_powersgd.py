@@ -61,20 +61,15 @@ def test_warm_start_comes_closer_from_step_to_step() -> None:
         assert errors[-1] < 1.02 * best < 1.05 * best < errors[0]
 
 
-def test_a_skipped_step_does_not_move_the_start() -> None:
+def test_only_a_step_that_is_applied_and_finite_moves_the_start() -> None:
     compressor = PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2)
-    before = compressor.state_dict()["p0/powersgd_q"].clone()
+    (start,) = compressor.state_dict().values()
+    before = start.clone()
     step(compressor, gradients(compressor.shape, 1), applied=False)
+    step(compressor, [torch.full((96, 60), torch.nan)])
     assert torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
     step(compressor, gradients(compressor.shape, 1))
     assert not torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
-
-
-def test_nan_does_not_move_the_start_either() -> None:
-    compressor = PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2)
-    before = compressor.state_dict()["p0/powersgd_q"].clone()
-    step(compressor, [torch.full((96, 60), torch.nan)])
-    assert torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
 
 
 def test_a_start_of_another_rank_is_left_aside() -> None:
@@ -127,7 +122,7 @@ def test_factors_get_orthonormal_however_ill_conditioned(condition: float) -> No
         torch.testing.assert_close(columns.mT @ found.mT @ found, columns.mT, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([(20, 16), (3,), (16, 512), (5, 7)]), min_size=1, max_size=9),
     st.sampled_from([(20, 16), (16, 512)]),
@@ -139,8 +134,7 @@ def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], 
     flat = torch.arange(made.length, dtype=torch.float32)
     found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
     assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
-    p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
-    p, q = torch.randn(len(alike), *sides[:1], 2), torch.randn(len(alike), 2, sides[1])
+    p, q = torch.randn(len(alike), sides[0], 2), torch.randn(len(alike), 2, sides[1])
     group.times_rows(flat, q, p)
     for part, left, right in zip(alike, p, q, strict=True):
         torch.testing.assert_close(left, part.view(flat) @ right.mT)

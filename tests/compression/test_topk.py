@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.comm.solo import SoloComm
@@ -14,7 +14,6 @@ from tests.support.compression import bucket, exchange
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(1e-4, 1), st.integers(0, 3), st.integers(0, 99))
 def test_exactly_the_largest_arrive(length: int, share: float, distinct: int, seed: int) -> None:
     """Also where many are equal: as many, of the same magnitudes; each with its own sign and place."""
@@ -40,7 +39,6 @@ def test_of_equal_magnitudes_the_same_are_chosen_each_time() -> None:
     assert outs[0].count_nonzero() == 500
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["int16", "int32", "bitmap"]), st.integers(1, 200_000), st.integers(0, 999), st.integers(0, 99))
 def test_places_are_read_as_they_were_written(coding: str, length: int, count: int, seed: int) -> None:
     count = min(count, length)
@@ -51,7 +49,6 @@ def test_places_are_read_as_they_were_written(coding: str, length: int, count: i
     assert torch.equal(decode(coding, coded, count, length), chosen)
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=99))
 def test_a_gpu_finds_the_same_flags(flags: list[bool]) -> None:
     made = torch.tensor(flags, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.sizes import Bucket
-from hvdtrain.compression.table import Compression
+from hvdtrain.compression.table import TABLE, Compression, parse
 from tests.support.compression import (
     DTYPES,
     SHAPES,
@@ -25,6 +25,12 @@ from tests.support.compression import (
     residual_sum,
     step,
 )
+
+AS_USED = [*map(parse, TABLE), parse("fp16").where_halves_are_slow()]
+
+
+def named(one: Compression) -> str:
+    return f"{one}{'' if one.halves else ' by owners'}"
 
 
 def law(comm: Comm, compression: Compression) -> None:
