@@ -61,10 +61,8 @@ def _step(reducer: Reducer, loss: Callable[[], Tensor]) -> list[Tensor]:
 
 def _sums(size: int, passes: Callable[[int], int], **options: object) -> list[list[Tensor]]:
     """Gradients of each rank after two steps of an exchange; the second must not remember the first."""
-    models = [_model() for _ in range(size)]  # not by the ranks: torch's random state is one for all threads
-
     def body(comm: ThreadComm) -> list[Tensor]:
-        model = models[comm.rank]
+        model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = ExchangeEngine(optimizer, Reducer(lambda: named_parameters(model), comm, **options))  # type: ignore[arg-type]
         for _ in range(2):
@@ -100,10 +98,8 @@ def test_law_5_sums_equal_float64(size: int, passes: Callable[[int], int], bucke
 
 
 def test_gradients_are_views_of_what_finish_returns() -> None:
-    models = [_model(), _model()]
-
     def body(comm: ThreadComm) -> None:
-        model = models[comm.rank]
+        model = _model()
         reducer = Reducer(lambda: named_parameters(model), comm, bucket_bytes=100)
         for flat in _step(reducer, lambda: model(_batch(comm.rank, 0)).sum()):
             flat.fill_(2.0)
@@ -180,11 +176,9 @@ class Unfinished(ThreadComm):
 
 
 def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
-    models = [_model(), _model()]
-
     def body(comm: ThreadComm) -> None:
         recording = Unfinished(comm)
-        model = models[comm.rank]
+        model = _model()
         reducer = Reducer(lambda: named_parameters(model), recording, bucket_bytes=100)
         x = _batch(0, 0).abs()
         _step(reducer, lambda: model(x).sum())
@@ -203,10 +197,9 @@ def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
 
 
 def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchanges() -> None:
-    models = [nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(60)]) for _ in range(2)]
-
     def body(comm: ThreadComm) -> None:
-        model, unfinished = models[comm.rank], Unfinished(comm)
+        model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(60)])
+        unfinished = Unfinished(comm)
         reducer = Reducer(lambda: named_parameters(model), unfinished, bucket_bytes=16)
         for _ in range(2):
             unfinished.polls = 0
@@ -222,10 +215,8 @@ def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchang
 
 def test_a_gradient_in_flight_is_not_in_p_grad() -> None:
     """Whoever clipped or scaled it now would not change what the optimizer follows."""
-    models = [_model(), _model()]
-
     def body(comm: ThreadComm) -> None:
-        model = models[comm.rank]
+        model = _model()
         reducer = Reducer(lambda: named_parameters(model), comm)
         for step in range(2):
             reducer.begin()
@@ -283,10 +274,8 @@ def test_a_saved_plan_is_used_from_the_first_step_if_it_fits(saved: list[list[st
 
 
 def test_parameters_come_and_go_between_steps() -> None:
-    models = [_model(), _model()]
-
     def body(comm: ThreadComm) -> None:
-        model = models[comm.rank]
+        model = _model()
         x = _batch(0, 0).abs()
         named = lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad]  # noqa: E731
         reducer = Reducer(named, comm, bucket_bytes=100)
@@ -334,11 +323,8 @@ def test_weight_and_factor_multiply_before_and_after() -> None:
 
 
 def test_passes_are_counted_where_nobody_announces_them() -> None:
-    models = [_model(), _model()]
-    reference = _reference(2, lambda rank: 3)
-
     def body(comm: ThreadComm) -> None:
-        model = models[comm.rank]
+        model, reference = _model(), _reference(2, lambda rank: 3)
         reducer = Reducer(lambda: named_parameters(model), comm, passes=3)
         for _ in range(2):
             model.zero_grad()

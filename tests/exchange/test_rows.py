@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 
@@ -67,8 +66,9 @@ def _exchanged(
     return on_ranks(size, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float32), (2, torch.float64), (2, torch.bfloat16), (3, torch.float32)], ids=str
+)
 @pytest.mark.parametrize("compression", NAMES)
 def test_sums_are_those_of_whole_gradients(compression: str, size: int, dtype: torch.dtype) -> None:
     found = _exchanged(size, lambda rank, step: _some(rank, step, dtype), compression, dtype=dtype)
@@ -80,7 +80,7 @@ def test_sums_are_those_of_whole_gradients(compression: str, size: int, dtype: t
         assert all(torch.equal(got, sums[step]) for sums, _ in found), "equal bits"
 
 
-@pytest.mark.parametrize("compression", NAMES)
+@pytest.mark.parametrize("compression", ["none", "fp16", "powersgd:2"])
 def test_only_rows_that_some_rank_has_touched_are_sent(compression: str) -> None:
     for _, comm in _exchanged(2, _some, compression):
         touched = sum(_some(rank, 2) for rank in range(2)).any(1).sum()
@@ -137,9 +137,7 @@ def _with_state(comm: ThreadComm, owed: bool, planned: bool = True) -> tuple[str
     counting = Counting(comm._hub, comm.rank)
     parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     reducer = Reducer(lambda: [("rows", parameter)], counting, parse("int8"), weight=0.5)
-    plan = json.loads(
-        json.dumps({"buckets": [["rows"]], "sparse": [], "rows": {"rows": 30}, "limit_bytes": BUCKET_BYTES})
-    )
+    plan = {"buckets": [["rows"]], "sparse": [], "rows": {"rows": 30}, "limit_bytes": BUCKET_BYTES}
     state = {"rows/residual": torch.ones(ROWS, COLUMNS)} if owed else {}
     reducer.load_state_dict(state, {"plan": plan if planned else None, "ranks": 2})
     reducer.begin()

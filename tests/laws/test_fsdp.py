@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
-from hvdtrain import Task
 from hvdtrain.data.loader import Stream
-from hvdtrain.engine.table import find_engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
+from hvdtrain.muon import Muon
 from tests.laws.test_laws import record
 from tests.laws.test_sharded import SignOfMean
 from tests.support.gallery import Gallery, Recorded, train_by_fsdp
 from tests.support.stack import STACK, STATISTICS, VARIANTS
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 
 def train_whole(folder: Path, *options: str, size: int = 1, common: tuple[str, ...] = STACK) -> Recorded:
@@ -201,12 +203,6 @@ def test_ranks_with_fewer_micro_batches_repeat_one() -> None:
             assert len(list(streams[-1].keys(position, 1))) == len(passes[-1])
 
 
-def _task(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> Callable[[int], Task]:
-    data = torch.utils.data.TensorDataset(torch.ones(8, 1))
-    optimizer = make(model.parameters()) if make else None
-    return lambda rank: Task(model, lambda model, batch: (model(batch[0]).sum(), 1), data, optimizer=optimizer)
-
-
 BLOCKS = nn.Sequential(nn.Linear(1, 1))
 
 
@@ -222,46 +218,37 @@ def _with_parameter(value: Tensor) -> nn.Module:
     return model
 
 
+def _muon(parameters: Any) -> Muon:
+    return Muon([{"params": [*parameters], "matrices": True}], lr=1e-3)
+
+
 @pytest.mark.parametrize(
-    ("build", "size", "options", "message"),
+    ("size", "model", "make", "options", "message"),
     [
-        (_task(BLOCKS), 1, "", "divides the model among ranks"),
-        (_task(BLOCKS), 1, "--parallel.shard=parameters", "divides the model among ranks"),
-        (_task(BLOCKS), 1, "--parallel.dp_shard=2", "divides the model among ranks"),
-        (_task(BLOCKS), 2, "--parallel.compression=topk", "--parallel.compression topk"),
-        (_task(BLOCKS), 2, "--parallel.compression=powersgd", "--parallel.compression powersgd"),
-        (_task(BLOCKS), 4, "--parallel.dp_shard=2 --parallel.compression=powersgd", "does not support"),
-        (_task(BLOCKS), 2, "--parallel.shard=optimizer", "--parallel.shard optimizer"),
-        (_task(nn.Linear(1, 1)), 2, "", "has no blocks"),
-        (_task(_tied()), 2, "", r"0\.weight and 1\.weight are one parameter"),
-        (_task(_with_parameter(torch.ones(()))), 2, "", "own has no dimension"),
-        (_task(_with_parameter(torch.ones(2, 3).t())), 2, "", "own is not contiguous"),
-        (_task(nn.Sequential(nn.Embedding(3, 3, sparse=True))), 2, "", "0 makes sparse gradients"),
-        (_task(BLOCKS, SignOfMean), 2, "", "may need whole tensors"),
-        (_task(BLOCKS), 2, "--optimizer.name=muon", "may need whole tensors"),
-        (_task(BLOCKS), 2, "--optimizer.name=adafactor", "may need whole tensors"),
-        (_task(BLOCKS), 2, "--parallel.bucket_mib=8", "has no buckets"),
-        (_task(BLOCKS), 4, "--parallel.dp_shard=3", "4 ranks cannot form groups of --parallel.dp_shard 3"),
-        (_task(BLOCKS), 2, "--parallel.dp_shard=4", "2 ranks cannot form groups of --parallel.dp_shard 4"),
-        (_task(BLOCKS), 2, "--parallel.dp_shard=1", "--parallel.dp_shard is 1"),
-        (_task(BLOCKS), 4, "--parallel.dp_shard=2 --parallel.engine=ddp", "--parallel.dp_shard 2"),
-        (_task(BLOCKS), 2, "--memory.offload=optimizer --parallel.compression=int8", "leave one of them out"),
-        (_task(BLOCKS), 4, "--memory.offload=optimizer --parallel.dp_shard=2", "--memory.offload"),
+        (1, BLOCKS, SGD, {}, "divides the model among ranks"),
+        (1, BLOCKS, SGD, {"shard": "parameters"}, "divides the model among ranks"),
+        (1, BLOCKS, SGD, {"dp_shard": 2}, "divides the model among ranks"),
+        (2, nn.Linear(1, 1), SGD, {}, "has no blocks"),
+        (2, _tied(), SGD, {}, r"0\.weight and 1\.weight are one parameter"),
+        (2, _with_parameter(torch.ones(())), SGD, {}, "own has no dimension"),
+        (2, _with_parameter(torch.ones(2, 3).t()), SGD, {}, "own is not contiguous"),
+        (2, nn.Sequential(nn.Embedding(3, 3, sparse=True)), SGD, {}, "0 makes sparse gradients"),
+        (2, BLOCKS, SignOfMean, {}, "may need whole tensors"),
+        (2, BLOCKS, _muon, {}, "may need whole tensors"),
+        (2, BLOCKS, torch.optim.Adafactor, {}, "may need whole tensors"),
+        (2, BLOCKS, SGD, {"bucket_mib": 8.0}, "has no buckets"),
+        (4, BLOCKS, SGD, {"dp_shard": 3}, "4 ranks cannot form groups of --parallel.dp_shard 3"),
+        (2, BLOCKS, SGD, {"dp_shard": 4}, "2 ranks cannot form groups of --parallel.dp_shard 4"),
+        (2, BLOCKS, SGD, {"offload": True, "compression": "int8"}, "leave one of them out"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
-    build: Callable[[int], Task], size: int, options: str, message: str, tmp_path: Path
+    size: int, model: nn.Module, make: Callable[[Any], Optimizer], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        record(tmp_path, *STACK[1:], "--parallel.engine=fsdp", *options.split(), size=size, build=build)
+    """Further options: tests/engine/test_table.py."""
 
+    def body(comm: ThreadComm) -> None:
+        with pytest.raises(ConfigError, match=message):
+            make_engine(make(model.parameters()), model, comm, engine="fsdp", **{"compression": "none", **options})
 
-def test_an_elastic_job_is_refused() -> None:
-    with pytest.raises(ConfigError, match="an elastic job"):
-        find_engine("fsdp", elastic=True)
-
-
-def test_other_engines_do_not_divide_parameters() -> None:
-    with pytest.raises(ConfigError, match="parameters") as caught:
-        find_engine("horovod", shard="parameters")
-    assert "--parallel.engine fsdp --parallel.shard parameters" in str(caught.value.next_step)
+    on_ranks(size, body)

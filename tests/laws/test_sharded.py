@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain import Task
+from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.pieces import StateDict
 from tests.laws.test_laws import check_same, record
 from tests.support.gallery import LANGUAGE, TOY
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
 SHARD = "--parallel.shard=optimizer"
@@ -302,22 +304,14 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
         record(tmp_path, *SHORT[1:], SHARD, size=2, build=build)
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "message"),
-    [
-        (1, (), "divides the optimizer among ranks"),
-        (2, ("--parallel.compression=topk",), "does not support --parallel.compression topk"),
-        (8, (), "too few parameters"),
-        (2, ("--memory.offload=optimizer", "--parallel.shard=none"), "does not support --memory.offload optimizer"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(size: int, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    def build(rank: int) -> Task:
-        data = torch.utils.data.TensorDataset(torch.ones(8, 1))
-        return Task(nn.Linear(1, 1), lambda model, batch: (model(batch[0]).sum(), 1), data)
+@pytest.mark.parametrize(("size", "message"), [(1, "divides the optimizer among ranks"), (8, "too few parameters")])
+def test_what_cannot_be_divided_is_refused(size: int, message: str) -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Linear(1, 1)
+        with pytest.raises(ConfigError, match=message):
+            make_engine(torch.optim.SGD(model.parameters()), model, comm, "none", shard="optimizer")
 
-    with pytest.raises(ConfigError, match=message):
-        record(tmp_path, *SHORT[1:], SHARD, *options, size=size, build=build)
+    on_ranks(size, body)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])

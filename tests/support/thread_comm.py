@@ -6,6 +6,8 @@ from seeding it to using it, as in a process of its own.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -202,3 +204,19 @@ def on_ranks(size: int, body: Callable[[ThreadComm], T], *, at_once: bool = Fals
     for error in sorted(errors, key=lambda error: isinstance(error, Lost)):
         raise error
     return [results[number] for number in range(size)]
+
+
+def per_rank(size: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let each of `size` ranks run a test, which gets its `comm`; 0: as many as the test's parameter `size` says."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            on_ranks(size or arguments["size"], lambda comm: test(comm=comm, **arguments))
+
+        signature = inspect.signature(test)
+        others = [parameter for name, parameter in signature.parameters.items() if name != "comm"]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
