@@ -9,62 +9,52 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
 from hvdtrain.compression.cast import Bf16, Fp16, Fp16ByOwners, fp16
 from tests.support.compression import Counting, bucket, exchange, step
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 SHAPE = bucket(((3,),))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_each_rank_can_send_can_be_summed(size: int) -> None:
+@per_rank()
+def test_what_each_rank_can_send_can_be_summed(comm: ThreadComm, size: int) -> None:
     """fp16 ends at 65504; to multiply by a power of two rounds nothing."""
     value = torch.tensor([61440.0, -61440.0, 2.0**-10])
-
-    def body(comm: ThreadComm) -> None:
-        assert torch.equal(exchange(Fp16(SHAPE, comm), [value])[:3], value * size)
-
-    on_ranks(size, body)
+    assert torch.equal(exchange(Fp16(SHAPE, comm), [value])[:3], value * size)
 
 
 @pytest.mark.parametrize("kind", [Fp16, Fp16ByOwners])
-def test_an_overflow_on_one_rank_shrinks_the_scale_of_all_until_it_fits(kind: type[Fp16]) -> None:
-    def body(comm: ThreadComm) -> None:
-        compressor = kind(SHAPE, comm)
-        large = torch.full((3,), 1e6 if comm.rank else 1.0)
-        first = compressor.scale
-        out = step(compressor, [large], applied=False)
-        assert not torch.isfinite(out[:3]).any()
-        assert compressor.scale < first
-        torch.testing.assert_close(step(compressor, [large])[:3], torch.full((3,), 1e6 + 1.0), rtol=1e-3, atol=0)
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_an_overflow_on_one_rank_shrinks_the_scale_of_all_until_it_fits(comm: ThreadComm, kind: type[Fp16]) -> None:
+    compressor = kind(SHAPE, comm)
+    large = torch.full((3,), 1e6 if comm.rank else 1.0)
+    first = compressor.scale
+    out = step(compressor, [large], applied=False)
+    assert not torch.isfinite(out[:3]).any()
+    assert compressor.scale < first
+    torch.testing.assert_close(step(compressor, [large])[:3], torch.full((3,), 1e6 + 1.0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("value", [1e-6, 1.0, 1e6, 1e9])
-def test_the_scale_follows_the_gradients(value: float, size: int) -> None:
+@per_rank()
+def test_the_scale_follows_the_gradients(comm: ThreadComm, value: float, size: int) -> None:
     """A plain cast loses values below 6e-8, and turns values above 65504 into inf."""
     mine = torch.tensor([value, -value / 1000, 0.0])
-
-    def body(comm: ThreadComm) -> None:
-        compressor = Fp16(SHAPE, comm)
-        for _ in range(12):
-            out = step(compressor, [mine])
-        torch.testing.assert_close(out[:3], mine * size, rtol=1e-3, atol=0)
-
-    on_ranks(size, body)
+    compressor = Fp16(SHAPE, comm)
+    for _ in range(12):
+        out = step(compressor, [mine])
+    torch.testing.assert_close(out[:3], mine * size, rtol=1e-3, atol=0)
 
 
-def test_finite_gradients_in_fp16_are_finite_though_their_sum_in_fp16_is_not() -> None:
-    def body(comm: ThreadComm) -> None:
-        compressor = Fp16(bucket(((3000,),), torch.float16), comm)
-        mine = torch.full((3000,), 100.0, dtype=torch.float16)
-        for _ in range(2):
-            out = exchange(compressor, [mine])
-            assert is_finite(*Figures([compressor]).read())
-            commit_all([compressor], applied=True)
-            torch.testing.assert_close(out[:3000], 2 * mine)
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_finite_gradients_in_fp16_are_finite_though_their_sum_in_fp16_is_not(comm: ThreadComm) -> None:
+    compressor = Fp16(bucket(((3000,),), torch.float16), comm)
+    mine = torch.full((3000,), 100.0, dtype=torch.float16)
+    for _ in range(2):
+        out = exchange(compressor, [mine])
+        assert is_finite(*Figures([compressor]).read())
+        commit_all([compressor], applied=True)
+        torch.testing.assert_close(out[:3000], 2 * mine)
 
 
 def test_it_looks_again_after_some_steps_that_are_applied() -> None:

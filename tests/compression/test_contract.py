@@ -16,7 +16,7 @@ from hvdtrain.compression.int8 import Int8
 from hvdtrain.compression.table import Compression, parse
 from tests.support.compression import bucket, check_law, exchange, gradients, residual_sum, step
 from tests.support.compression_contract import AS_USED, CLAUSES, named
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 EVERY = pytest.mark.parametrize("compression", AS_USED, ids=named)
 
@@ -52,17 +52,15 @@ _SHAPES = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), max_size
 @settings(max_examples=20)
 @given(shapes=_SHAPES, size=st.integers(1, 4), exponents=st.lists(st.integers(-6, 3), min_size=4, max_size=4))
 @EVERY
+@per_rank()
 def test_the_law_holds_for_any_shapes(
-    compression: Compression, shapes: list[tuple[int, ...]], size: int, exponents: list[int]
+    comm: ThreadComm, compression: Compression, shapes: list[tuple[int, ...]], size: int, exponents: list[int]
 ) -> None:
-    def body(comm: ThreadComm) -> None:
-        compressor = compression.load()(bucket(shapes), comm)
-        for number in range(2):
-            values = gradients(compressor.shape, 10 * comm.rank + number)
-            scaled = [v * 10.0**e for v, e in zip(values, exponents, strict=False)]
-            check_law(compressor, compression.kind, scaled)
-
-    on_ranks(size, body)
+    compressor = compression.load()(bucket(shapes), comm)
+    for number in range(2):
+        values = gradients(compressor.shape, 10 * comm.rank + number)
+        scaled = [v * 10.0**e for v, e in zip(values, exponents, strict=False)]
+        check_law(compressor, compression.kind, scaled)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1)])

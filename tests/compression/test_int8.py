@@ -10,7 +10,7 @@ from hvdtrain.compression import base
 from hvdtrain.compression.int8 import Int8, stochastic
 from hvdtrain.compression.sizes import BLOCK
 from tests.support.compression import bucket, exchange, step
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 SHAPE = bucket(((3, BLOCK),))
 
@@ -23,14 +23,13 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_multiples_of_a_scale_arrive_exactly_and_a_large_block_does_not_spoil_its_neighbour(size: int) -> None:
+@per_rank()
+def test_multiples_of_a_scale_arrive_exactly_and_a_large_block_does_not_spoil_its_neighbour(
+    comm: ThreadComm, size: int
+) -> None:
     codes = torch.arange(3 * BLOCK).remainder(255).sub(127).float().view(3, BLOCK)
     value = codes * torch.tensor([[1.0], [2.0**40], [2.0**-40]])
-
-    def body(comm: ThreadComm) -> None:
-        torch.testing.assert_close(exchange(Int8(SHAPE, comm), [value]), value.flatten() * size, rtol=1e-6, atol=0)
-
-    on_ranks(size, body)
+    torch.testing.assert_close(exchange(Int8(SHAPE, comm), [value]), value.flatten() * size, rtol=1e-6, atol=0)
 
 
 def test_the_smallest_numbers_are_zero_and_not_nan() -> None:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hvdtrain.engine.make import check_same
 from hvdtrain.errors import LaunchError
 from tests.support.launch import train
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 Made = tuple[nn.Module, Optimizer]
 
@@ -79,13 +79,11 @@ def test_every_rank_reports_what_differs_and_where(how: str, odd: int) -> None:
         assert f"rank {odd or 1} is not that of rank 0" in text
 
 
-def test_what_is_the_same_passes_and_learning_rates_and_order_in_a_group_may_differ() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = Net()
-        parameters = list(model.parameters())
-        check_same(model, AdamW(parameters[:: 1 - 2 * (comm.rank == 1)], lr=0.1 * (1 + comm.rank)), comm)
-
-    on_ranks(3, body)
+@per_rank(3)
+def test_what_is_the_same_passes_and_learning_rates_and_order_in_a_group_may_differ(comm: ThreadComm) -> None:
+    model = Net()
+    parameters = list(model.parameters())
+    check_same(model, AdamW(parameters[:: 1 - 2 * (comm.rank == 1)], lr=0.1 * (1 + comm.rank)), comm)
 
 
 TASK = """

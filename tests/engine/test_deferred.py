@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.errors import TaskError
 
+MIXED = "its matrix is also used without a product"
 OFFS = torch.tensor([3, 3, 12], dtype=torch.int32)
 
 
@@ -26,94 +28,73 @@ class Linear(nn.Module):
         self.once, self.twice = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(self.once(x)).relu_()).relu_()  # type: ignore[no-any-return]
+        return self.twice(self.twice(self.once(x)).relu_()).relu_()
 
 
 class Weights(nn.Module):
-    """`weight`, which subclasses multiply with."""
+    """A `weight`, perhaps a second parameter or module, and what is done with them."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor], *shape: int, **more: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(*(shape or (8, 8))))
-
-
-class Experts(Weights):
-    def __init__(self) -> None:
-        super().__init__(3, 8, 8)
+        self.weight, self.compute = nn.Parameter(torch.randn(*(shape or (8, 8)))), compute
+        for name, value in more.items():
+            setattr(self, name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype  # it does not cast
-        return F.grouped_mm(x.reshape(-1, 8).to(dtype), self.weight.to(dtype).transpose(1, 2), offs=OFFS)
+        return self.compute(self, x)
 
 
-class Slices(Weights):
-    """As experts of transformers that run one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([F.linear(x[number], self.weight[number]) for number in range(3)])
+def _experts(m: Any, x: Tensor) -> Tensor:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype  # it does not cast
+    return F.grouped_mm(x.reshape(-1, 8).to(dtype), m.weight.to(dtype).transpose(1, 2), offs=OFFS)
 
 
-class Conv1D(Weights):
-    """As that of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 4)
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, 8), self.weight)
-
-
-class Nested(Weights):
-    """Has a matrix, and a module with one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.inner(x).relu_(), self.weight)
-
-
-class Residual(Weights):
-    """What is added is no bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(x.reshape(-1, 8), x.reshape(-1, 8), self.weight)
-
-
-class Masked(Weights):
+def _masked(m: Any, x: Tensor) -> Tensor:
     """The product with the mask is used twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        masked = self.weight * (torch.arange(8) > 2)
-        return F.linear(x, masked) + masked.sum(0)
+    masked = m.weight * (torch.arange(8) > 2)
+    return F.linear(x, masked) + masked.sum(0)
 
 
-class Mixed(Weights):
-    """Its matrix is also used without a product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) + self.weight.sum(0)
+def _vector() -> nn.Parameter:
+    return nn.Parameter(torch.randn(4))
 
 
-class Vector(Weights):
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.matrix = nn.Parameter(torch.randn(2, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) + F.linear(x[0, 0], self.matrix).sum()
-
-
-class FromInput(Weights):
-    """Multiplies with what depends on its input, which the stage before waits for."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, x[0, :4] * self.weight[:4] + x[1, :4]) + F.linear(x, x[0, :4])
+MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "linear": (Linear, {"twice.bias"}),
+    "grouped experts": (lambda: Weights(_experts, 3, 8, 8), set()),
+    "experts, one after the other": (
+        lambda: Weights(lambda m, x: torch.cat([F.linear(x[n], m.weight[n]) for n in range(3)]), 3, 8, 8),
+        set(),
+    ),
+    "transformers' Conv1D": (
+        lambda: Weights(lambda m, x: torch.addmm(m.bias, x.reshape(-1, 8), m.weight), 8, 4, bias=_vector()),
+        {"bias"},
+    ),
+    "a matrix, and a module with one": (
+        lambda: Weights(lambda m, x: F.linear(m.inner(x).relu_(), m.weight), inner=nn.Linear(8, 8)),
+        {"inner.bias"},
+    ),
+    "what is added is no bias": (
+        lambda: Weights(lambda m, x: torch.addmm(x.reshape(-1, 8), x.reshape(-1, 8), m.weight)),
+        {"weight"},
+    ),
+    "masked": (lambda: Weights(_masked), {"weight"}),
+    MIXED: (lambda: Weights(lambda m, x: F.linear(x, m.weight) + m.weight.sum(0)), {"weight"}),
+    "vector": (
+        lambda: Weights(
+            lambda m, x: F.linear(x, m.weight) + F.linear(x[0, 0], m.matrix).sum(),
+            8,
+            matrix=nn.Parameter(torch.randn(2, 8)),
+        ),
+        {"weight", "matrix"},
+    ),
+    # The stage before waits for the gradient of an input on which the matrix depends.
+    "from the input": (
+        lambda: Weights(lambda m, x: F.linear(x, x[0, :4] * m.weight[:4] + x[1, :4]) + F.linear(x, x[0, :4])),
+        {"weight"},
+    ),
+}
+"""Each with the parameters that have a gradient, or a part of it, after the backward pass."""
 
 
 def _run(module: nn.Module, x: Tensor, *, again: bool) -> Any:
@@ -122,28 +103,12 @@ def _run(module: nn.Module, x: Tensor, *, again: bool) -> Any:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "complete"),
-    [
-        (Linear, {"twice.bias"}),
-        (Experts, set()),
-        (Slices, set()),
-        (Conv1D, {"bias"}),
-        (Nested, {"inner.bias"}),
-        (Residual, {"weight"}),
-        (Masked, {"weight"}),
-        (Mixed, {"weight"}),
-        (Vector, {"weight", "matrix"}),
-        (FromInput, {"weight"}),
-    ],
-)
-def test_gradients_are_the_same(kind: type[nn.Module], complete: set[str], again: bool, autocast: bool) -> None:
-    """Of two micro-batches, whose deferred gradients are computed the other way round, also if modules run `again`.
-
-    `complete`: the parameters that have a gradient, or a part of it, after the backward pass.
-    """
+@pytest.mark.parametrize("kind", MODULES)
+def test_gradients_are_the_same(kind: str, again: bool, autocast: bool) -> None:
+    """Of two micro-batches, whose deferred gradients are computed the other way round, also if modules run `again`."""
+    make, complete = MODULES[kind]
     torch.manual_seed(0)
-    model = kind()
+    model = make()
     other, hooks = copy.deepcopy(model), list[str]()
     deferred = DeferredGradients([model])
     for name, parameter in model.named_parameters():
@@ -167,12 +132,12 @@ def test_gradients_are_the_same(kind: type[nn.Module], complete: set[str], again
         torch.testing.assert_close(mine.grad, its.grad, **tolerance)
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (name in complete)
-        assert deferred.awaits(parameter) == (name not in complete or kind is Mixed)
+        assert deferred.awaits(parameter) == (name not in complete or kind == MIXED)
     for number in (1, 0):
         deferred.use(number)
         hooks.clear()
         deferred.compute()
-        assert sorted(hooks) == sorted(p for p, _ in model.named_parameters() if p not in complete or kind is Mixed)
+        assert sorted(hooks) == sorted(p for p, _ in model.named_parameters() if p not in complete or kind == MIXED)
     for (name, parameter), its in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, its.grad, msg=name, **tolerance)
         assert not deferred.awaits(parameter)
@@ -207,17 +172,6 @@ def test_gradients_within_a_loss_function_are_refused(create_graph: bool) -> Non
         torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)
 
 
-class Inner(nn.Module):
-    """Runs a part of its forward pass again, outside of what replaces it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: F.linear(x, self.weight), x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 def test_checkpointing_that_would_run_without_it_is_left_alone_or_fails() -> None:
     block, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
     expected = torch.autograd.grad(block(x).sum(), block.weight)[0]
@@ -226,7 +180,8 @@ def test_checkpointing_that_would_run_without_it_is_left_alone_or_fails() -> Non
     deferred.use(0, backward=True)
     block(x).sum().backward()
     assert torch.equal(block.weight.grad, expected)
-    inner = Inner()
+    # It runs a part of its forward pass again, outside of what replaces it.
+    inner = Weights(lambda m, x: checkpoint(lambda x: F.linear(x, m.weight), x, use_reentrant=False))
     deferred = DeferredGradients([inner])
     deferred.use(0, backward=True)
     with pytest.raises(CheckpointError):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import CallOrderError, CheckpointError, ConfigError, TaskError
 from hvdtrain.exchange.optimizer import exchanging
 from tests.support.own_loops import OPTIMIZERS, Model, distribute, loss_of, make, train
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 MISUSES: dict[str, tuple[str, Callable[[Any, Any, int], object]]] = {
     "clip": ("is not on this rank", lambda m, o, r: _clip(m.parameters())),
@@ -62,16 +62,13 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_what_would_be_silently_wrong_is_an_error(misuse: str, shard: str) -> None:
+@per_rank(2)
+def test_what_would_be_silently_wrong_is_an_error(comm: ThreadComm, misuse: str, shard: str) -> None:
     message, action = MISUSES[misuse]
-
-    def body(comm: ThreadComm) -> None:
-        model, optimizer = make(comm, shard)
-        loss_of(model, comm.rank, 0).backward()
-        with pytest.raises((CallOrderError, TaskError, ConfigError, CheckpointError), match=message):
-            action(model, optimizer, comm.rank)
-
-    on_ranks(2, body)
+    model, optimizer = make(comm, shard)
+    loss_of(model, comm.rank, 0).backward()
+    with pytest.raises((CallOrderError, TaskError, ConfigError, CheckpointError), match=message):
+        action(model, optimizer, comm.rank)
 
 
 BETWEEN_STEPS: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
@@ -88,18 +85,15 @@ def _skip(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", BETWEEN_STEPS)
-def test_what_changes_between_steps_is_an_error(change: str) -> None:
+@per_rank(2)
+def test_what_changes_between_steps_is_an_error(comm: ThreadComm, change: str) -> None:
     message, action = BETWEEN_STEPS[change]
-
-    def body(comm: ThreadComm) -> None:
-        model, optimizer = make(comm, "optimizer")
-        train(comm, model, optimizer, range(2))
-        optimizer.zero_grad()
-        with pytest.raises(TaskError, match=message):
-            action(model, optimizer)
-            loss_of(model, comm.rank, 0).backward()
-
-    on_ranks(2, body)
+    model, optimizer = make(comm, "optimizer")
+    train(comm, model, optimizer, range(2))
+    optimizer.zero_grad()
+    with pytest.raises(TaskError, match=message):
+        action(model, optimizer)
+        loss_of(model, comm.rank, 0).backward()
 
 
 def test_a_pass_that_is_clipped_is_an_error() -> None:
@@ -128,36 +122,30 @@ def test_a_pass_that_is_clipped_is_an_error() -> None:
         (1, "2 or more ranks", OPTIMIZERS["adamw"], "none"),
     ],
 )
+@per_rank()
 def test_what_cannot_be_divided_is_refused(
-    size: int, message: str, make_optimizer: Callable[[Any], Optimizer], compression: str
+    comm: ThreadComm, size: int, message: str, make_optimizer: Callable[[Any], Optimizer], compression: str
 ) -> None:
-    def body(comm: ThreadComm) -> None:
-        model = Model()
-        with pytest.raises(ConfigError, match=message):
-            distribute(comm, model, make_optimizer(model.parameters()), "optimizer", compression)
-
-    on_ranks(size, body)
+    model = Model()
+    with pytest.raises(ConfigError, match=message):
+        distribute(comm, model, make_optimizer(model.parameters()), "optimizer", compression)
 
 
-def test_state_on_one_rank_is_refused() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = Model()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        if comm.rank == 0:
-            loss_of(model, 0, 0).backward()
-            optimizer.step()
-        with pytest.raises(ConfigError, match="other state on some ranks"):
-            distribute(comm, model, optimizer, "optimizer")
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_state_on_one_rank_is_refused(comm: ThreadComm) -> None:
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if comm.rank == 0:
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+    with pytest.raises(ConfigError, match="other state on some ranks"):
+        distribute(comm, model, optimizer, "optimizer")
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    def body(comm: ThreadComm) -> None:
-        model, optimizer = make(comm, "optimizer", "momentum")
-        model.embedding.sparse = True
-        with pytest.raises(TaskError, match=r"embedding\.weight is sparse"):
-            model.embedding(torch.tensor([1, 2])).sum().backward()
-        assert optimizer.param_groups
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_a_sparse_gradient_is_refused(comm: ThreadComm) -> None:
+    model, optimizer = make(comm, "optimizer", "momentum")
+    model.embedding.sparse = True
+    with pytest.raises(TaskError, match=r"embedding\.weight is sparse"):
+        model.embedding(torch.tensor([1, 2])).sum().backward()
+    assert optimizer.param_groups

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import LaunchError
 from tests.support.own_loops import OPTIMIZERS, Model, distribute, loss_of, make, train
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 
 def test_a_state_fits_any_division() -> None:
@@ -69,18 +69,16 @@ def test_residuals_are_saved_and_loaded() -> None:
         assert resumed == uninterrupted
 
 
-def test_a_save_keeps_what_the_program_has_written() -> None:
-    def body(comm: ThreadComm) -> None:
-        model, optimizer = make(comm, "optimizer", "momentum", "int8")
-        train(comm, model, optimizer, range(2))
-        model.embedding.weight.data[7] = 5.0
-        optimizer.gather_state_dict()
-        assert torch.equal(model.embedding.weight[7], torch.full((256,), 5.0))
-        parameters = dict(model.named_parameters())
-        for name, own in optimizer._hvdtrain_exchange.reducer.engine.owned().items():
-            assert own.parameter is None or torch.equal(own.cut(parameters[name]), own.parameter), name
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_a_save_keeps_what_the_program_has_written(comm: ThreadComm) -> None:
+    model, optimizer = make(comm, "optimizer", "momentum", "int8")
+    train(comm, model, optimizer, range(2))
+    model.embedding.weight.data[7] = 5.0
+    optimizer.gather_state_dict()
+    assert torch.equal(model.embedding.weight[7], torch.full((256,), 5.0))
+    parameters = dict(model.named_parameters())
+    for name, own in optimizer._hvdtrain_exchange.reducer.engine.owned().items():
+        assert own.parameter is None or torch.equal(own.cut(parameters[name]), own.parameter), name
 
 
 def test_residuals_of_another_compression_are_delivered() -> None:
@@ -131,13 +129,11 @@ def test_a_state_that_is_loaded_drops_the_step(compression: str) -> None:
     assert torch.equal(dropped, plain)
 
 
-def test_ranks_with_other_models_are_refused() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.Linear(300, 300 + comm.rank)
-        with pytest.raises(LaunchError, match="the model of rank 1"):
-            distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer")
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_ranks_with_other_models_are_refused(comm: ThreadComm) -> None:
+    model = nn.Linear(300, 300 + comm.rank)
+    with pytest.raises(LaunchError, match="the model of rank 1"):
+        distribute(comm, model, OPTIMIZERS["momentum"](model.parameters()), "optimizer")
 
 
 def test_a_parameter_without_elements() -> None:

@@ -17,7 +17,7 @@ from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
 from tests.support.buffers import watch_buffers
-from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
+from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks, per_rank
 
 
 class Mixed(nn.Module):
@@ -61,6 +61,7 @@ def _step(reducer: Reducer, loss: Callable[[], Tensor]) -> list[Tensor]:
 
 def _sums(size: int, passes: Callable[[int], int], **options: object) -> list[list[Tensor]]:
     """Gradients of each rank after two steps of an exchange; the second must not remember the first."""
+
     def body(comm: ThreadComm) -> list[Tensor]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,41 +98,35 @@ def test_law_5_sums_equal_float64(size: int, passes: Callable[[int], int], bucke
             assert torch.equal(gradient, other)
 
 
-def test_gradients_are_views_of_what_finish_returns() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = _model()
-        reducer = Reducer(lambda: named_parameters(model), comm, bucket_bytes=100)
-        for flat in _step(reducer, lambda: model(_batch(comm.rank, 0)).sum()):
-            flat.fill_(2.0)
-        assert all(p.grad is not None and bool((p.grad == 2).all()) for p in model.parameters())
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_gradients_are_views_of_what_finish_returns(comm: ThreadComm) -> None:
+    model = _model()
+    reducer = Reducer(lambda: named_parameters(model), comm, bucket_bytes=100)
+    for flat in _step(reducer, lambda: model(_batch(comm.rank, 0)).sum()):
+        flat.fill_(2.0)
+    assert all(p.grad is not None and bool((p.grad == 2).all()) for p in model.parameters())
 
 
-def test_a_second_gradient_in_one_pass_is_an_error() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.Linear(2, 1)
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
-        reducer.begin()
-        reducer.collect()
+@per_rank(1)
+def test_a_second_gradient_in_one_pass_is_an_error(comm: ThreadComm) -> None:
+    model = nn.Linear(2, 1)
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+    reducer.begin()
+    reducer.collect()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TaskError, match=r"(weight|bias) got a second gradient"):
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(TaskError, match=r"(weight|bias) got a second gradient"):
-            model(torch.ones(1, 2)).sum().backward()
-
-    on_ranks(1, body)
 
 
-def test_close_releases_the_parameters() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.Linear(2, 1)
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        reducer.collect()
-        reducer.close()
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-
-    on_ranks(1, body)
+@per_rank(1)
+def test_close_releases_the_parameters(comm: ThreadComm) -> None:
+    model = nn.Linear(2, 1)
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    reducer.collect()
+    reducer.close()
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
 
 
 def test_the_exchange_follows_the_model_not_the_optimizers_groups() -> None:
@@ -141,19 +136,16 @@ def test_the_exchange_follows_the_model_not_the_optimizers_groups() -> None:
     assert [name for name, _ in _held(optimizer, model)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_the_norm_is_that_of_the_parts() -> None:
+@per_rank(1)
+def test_the_norm_is_that_of_the_parts(comm: ThreadComm) -> None:
     """Law 1 for clipping: one fp32 sum over a large buffer would be off by 2e-4."""
-
-    def body(comm: ThreadComm) -> None:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)])
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        values = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-        found = _step(reducer, lambda: sum((p * v).sum() for p, v in zip(model, values, strict=True)))
-        norm = nn.utils.get_total_norm(found)
-        reference = sum(float((v.double() ** 2).sum()) for v in values) ** 0.5
-        assert float(norm) == pytest.approx(reference, rel=2e-5)
-
-    on_ranks(1, body)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)])
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    values = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    found = _step(reducer, lambda: sum((p * v).sum() for p, v in zip(model, values, strict=True)))
+    norm = nn.utils.get_total_norm(found)
+    reference = sum(float((v.double() ** 2).sum()) for v in values) ** 0.5
+    assert float(norm) == pytest.approx(reference, rel=2e-5)
 
 
 class Unfinished(ThreadComm):
@@ -175,58 +167,52 @@ class Unfinished(ThreadComm):
         return False
 
 
-def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
-    def body(comm: ThreadComm) -> None:
-        recording = Unfinished(comm)
-        model = _model()
-        reducer = Reducer(lambda: named_parameters(model), recording, bucket_bytes=100)
-        x = _batch(0, 0).abs()
-        _step(reducer, lambda: model(x).sum())
-        everything = sorted(recording.log)
-        recording.log.clear()
-        model.first.weight.register_hook(lambda g: recording.log.append("first.weight"))
-        _step(reducer, lambda: model(x).sum())
-        assert sorted(n for n in recording.log if n != "first.weight") == everything
-        before = recording.log.index("first.weight")
-        assert before >= 2, f"what backward finishes first was not sent before its end: {recording.log}"
-        by_name = reducer.parameter_names()
-        assert by_name[recording.log[0]][0].startswith("last."), "the layer that backward finishes first"
-        assert [by_name[n] for n in recording.log[before + 1 :]][-1] == ["never.bias", "never.weight"], "idle ones last"
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_from_the_second_step_on_buckets_travel_while_backward_runs(comm: ThreadComm) -> None:
+    recording = Unfinished(comm)
+    model = _model()
+    reducer = Reducer(lambda: named_parameters(model), recording, bucket_bytes=100)
+    x = _batch(0, 0).abs()
+    _step(reducer, lambda: model(x).sum())
+    everything = sorted(recording.log)
+    recording.log.clear()
+    model.first.weight.register_hook(lambda g: recording.log.append("first.weight"))
+    _step(reducer, lambda: model(x).sum())
+    assert sorted(n for n in recording.log if n != "first.weight") == everything
+    before = recording.log.index("first.weight")
+    assert before >= 2, f"what backward finishes first was not sent before its end: {recording.log}"
+    by_name = reducer.parameter_names()
+    assert by_name[recording.log[0]][0].startswith("last."), "the layer that backward finishes first"
+    assert [by_name[n] for n in recording.log[before + 1 :]][-1] == ["never.bias", "never.weight"], "idle ones last"
 
 
-def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchanges() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(60)])
-        unfinished = Unfinished(comm)
-        reducer = Reducer(lambda: named_parameters(model), unfinished, bucket_bytes=16)
-        for _ in range(2):
-            unfinished.polls = 0
-            reducer.begin()
-            reducer.collect()
-            torch.cat(list(model)).sum().backward()
-            asked = unfinished.polls
-            reducer.finish()
-        assert len(reducer.parameter_names()) == 60 and asked <= 60
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchanges(comm: ThreadComm) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(60)])
+    unfinished = Unfinished(comm)
+    reducer = Reducer(lambda: named_parameters(model), unfinished, bucket_bytes=16)
+    for _ in range(2):
+        unfinished.polls = 0
+        reducer.begin()
+        reducer.collect()
+        torch.cat(list(model)).sum().backward()
+        asked = unfinished.polls
+        reducer.finish()
+    assert len(reducer.parameter_names()) == 60 and asked <= 60
 
 
-def test_a_gradient_in_flight_is_not_in_p_grad() -> None:
+@per_rank(2)
+def test_a_gradient_in_flight_is_not_in_p_grad(comm: ThreadComm) -> None:
     """Whoever clipped or scaled it now would not change what the optimizer follows."""
-    def body(comm: ThreadComm) -> None:
-        model = _model()
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        for step in range(2):
-            reducer.begin()
-            reducer.collect()
-            model(_batch(comm.rank, step)).pow(2).sum().backward()
-            there = [p.grad is not None for p in (model.first.weight, model.last.weight)]
-            assert there == ([False, False] if step else [True, True])
-            reducer.finish()
-
-    on_ranks(2, body)
+    model = _model()
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    for step in range(2):
+        reducer.begin()
+        reducer.collect()
+        model(_batch(comm.rank, step)).pow(2).sum().backward()
+        there = [p.grad is not None for p in (model.first.weight, model.last.weight)]
+        assert there == ([False, False] if step else [True, True])
+        reducer.finish()
 
 
 def test_the_plan_is_rank_0s_and_lasts() -> None:
@@ -273,42 +259,38 @@ def test_a_saved_plan_is_used_from_the_first_step_if_it_fits(saved: list[list[st
     assert on_ranks(2, body) == [[sorted(bucket) for bucket in used]] * 2
 
 
-def test_parameters_come_and_go_between_steps() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = _model()
-        x = _batch(0, 0).abs()
-        named = lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad]  # noqa: E731
-        reducer = Reducer(named, comm, bucket_bytes=100)
-        for frozen in ([], ["first.weight", "scale"], ["never.bias"], []):
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name not in frozen)
-            for _ in range(2):
-                model.zero_grad()
-                _step(reducer, lambda: model(x).sum())
-                alone = copy.deepcopy(model)
-                alone.zero_grad()
-                alone(x).sum().backward()
-                for (name, found), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-                    if name in frozen:
-                        assert found.grad is None, f"{name} is frozen: the optimizer must not see it"
-                    else:
-                        assert found.grad is not None
-                        single = expected.grad if expected.grad is not None else torch.zeros_like(found)
-                        torch.testing.assert_close(found.grad, 2 * single)
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_parameters_come_and_go_between_steps(comm: ThreadComm) -> None:
+    model = _model()
+    x = _batch(0, 0).abs()
+    named = lambda: [(n, p) for n, p in named_parameters(model) if p.requires_grad]  # noqa: E731
+    reducer = Reducer(named, comm, bucket_bytes=100)
+    for frozen in ([], ["first.weight", "scale"], ["never.bias"], []):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        for _ in range(2):
+            model.zero_grad()
+            _step(reducer, lambda: model(x).sum())
+            alone = copy.deepcopy(model)
+            alone.zero_grad()
+            alone(x).sum().backward()
+            for (name, found), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+                if name in frozen:
+                    assert found.grad is None, f"{name} is frozen: the optimizer must not see it"
+                else:
+                    assert found.grad is not None
+                    single = expected.grad if expected.grad is not None else torch.zeros_like(found)
+                    torch.testing.assert_close(found.grad, 2 * single)
 
 
-def test_unlike_parameters_are_named_on_every_rank() -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.Linear(2, 2 + comm.rank)
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        with pytest.raises(LaunchError, match=r"rank 1 .* parameter 0") as caught:
-            _step(reducer, lambda: model(torch.ones(1, 2)).sum())
-        assert caught.value.everywhere
-        assert "[2, 2]" in str(caught.value.expected) and "[3, 2]" in str(caught.value.found)
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_unlike_parameters_are_named_on_every_rank(comm: ThreadComm) -> None:
+    model = nn.Linear(2, 2 + comm.rank)
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    with pytest.raises(LaunchError, match=r"rank 1 .* parameter 0") as caught:
+        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+    assert caught.value.everywhere
+    assert "[2, 2]" in str(caught.value.expected) and "[3, 2]" in str(caught.value.found)
 
 
 def test_weight_and_factor_multiply_before_and_after() -> None:
@@ -322,21 +304,19 @@ def test_weight_and_factor_multiply_before_and_after() -> None:
     assert on_ranks(2, body) == [[3.0, 3.0]] * 2
 
 
-def test_passes_are_counted_where_nobody_announces_them() -> None:
-    def body(comm: ThreadComm) -> None:
-        model, reference = _model(), _reference(2, lambda rank: 3)
-        reducer = Reducer(lambda: named_parameters(model), comm, passes=3)
-        for _ in range(2):
-            model.zero_grad()
-            reducer.begin()
-            for index in range(3):
-                model(_batch(comm.rank, index)).pow(2).sum().backward()
-            reducer.finish()
-        for parameter, expected in zip(model.parameters(), reference, strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-5)
-
-    on_ranks(2, body)
+@per_rank(2)
+def test_passes_are_counted_where_nobody_announces_them(comm: ThreadComm) -> None:
+    model, reference = _model(), _reference(2, lambda rank: 3)
+    reducer = Reducer(lambda: named_parameters(model), comm, passes=3)
+    for _ in range(2):
+        model.zero_grad()
+        reducer.begin()
+        for index in range(3):
+            model(_batch(comm.rank, index)).pow(2).sum().backward()
+        reducer.finish()
+    for parameter, expected in zip(model.parameters(), reference, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ranks: int) -> float:

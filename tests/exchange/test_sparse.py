@@ -9,7 +9,7 @@ from torch import nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.reducer import Reducer
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, per_rank
 
 
 def _model(sparse: bool) -> nn.Sequential:
@@ -23,32 +23,28 @@ def _indices(rank: int, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("idle", [False, True], ids=["all", "rank 0 idles"])
-def test_sparse_sums_equal_dense_ones(size: int, idle: bool) -> None:
-    models = {kind: [_model(kind) for _ in range(size)] for kind in (True, False)}
-
-    def body(comm: ThreadComm) -> None:
-        both = []
-        for kind in (True, False):
-            model = models[kind][comm.rank]
-            reducer = Reducer(lambda m=model: list(m.named_parameters()), comm, weight=0.5, factor=3.0, name=str(kind))  # type: ignore[misc]
-            for step in range(3):
-                model.zero_grad()
-                reducer.begin()
-                reducer.collect()
-                if not (idle and comm.rank == 0 and size > 1):
-                    model(_indices(comm.rank, step)).pow(2).sum().backward()
-                returned = reducer.finish()
-            both.append(model)
-            if kind:
-                embedding = model[0].weight.grad
-                assert embedding is not None and embedding.is_sparse
-                assert any(t.data_ptr() == embedding._values().data_ptr() for t in returned), "clipping reaches it"
-                assert len(embedding._values()) < 10, "only rows that were used"
-        for ours, dense in zip(both[0].parameters(), both[1].parameters(), strict=True):
-            assert ours.grad is not None and dense.grad is not None
-            torch.testing.assert_close(ours.grad.to_dense(), dense.grad)
-
-    on_ranks(size, body)
+@per_rank()
+def test_sparse_sums_equal_dense_ones(comm: ThreadComm, size: int, idle: bool) -> None:
+    both = []
+    for kind in (True, False):
+        model = _model(kind)
+        reducer = Reducer(lambda m=model: list(m.named_parameters()), comm, weight=0.5, factor=3.0, name=str(kind))  # type: ignore[misc]
+        for step in range(3):
+            model.zero_grad()
+            reducer.begin()
+            reducer.collect()
+            if not (idle and comm.rank == 0 and size > 1):
+                model(_indices(comm.rank, step)).pow(2).sum().backward()
+            returned = reducer.finish()
+        both.append(model)
+        if kind:
+            embedding = model[0].weight.grad
+            assert embedding is not None and embedding.is_sparse
+            assert any(t.data_ptr() == embedding._values().data_ptr() for t in returned), "clipping reaches it"
+            assert len(embedding._values()) < 10, "only rows that were used"
+    for ours, dense in zip(both[0].parameters(), both[1].parameters(), strict=True):
+        assert ours.grad is not None and dense.grad is not None
+        torch.testing.assert_close(ours.grad.to_dense(), dense.grad)
 
 
 def test_one_rank_alone_keeps_it_sparse_too() -> None:

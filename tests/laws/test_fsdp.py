@@ -19,7 +19,7 @@ from tests.laws.test_laws import record
 from tests.laws.test_sharded import SignOfMean
 from tests.support.gallery import Gallery, Recorded, train_by_fsdp
 from tests.support.stack import STACK, STATISTICS, VARIANTS
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, per_rank
 
 
 def train_whole(folder: Path, *options: str, size: int = 1, common: tuple[str, ...] = STACK) -> Recorded:
@@ -242,13 +242,15 @@ def _muon(parameters: Any) -> Muon:
         (2, BLOCKS, SGD, {"offload": True, "compression": "int8"}, "leave one of them out"),
     ],
 )
+@per_rank()
 def test_what_cannot_be_divided_is_refused(
-    size: int, model: nn.Module, make: Callable[[Any], Optimizer], options: dict[str, Any], message: str
+    comm: ThreadComm,
+    size: int,
+    model: nn.Module,
+    make: Callable[[Any], Optimizer],
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     """Further options: tests/engine/test_table.py."""
-
-    def body(comm: ThreadComm) -> None:
-        with pytest.raises(ConfigError, match=message):
-            make_engine(make(model.parameters()), model, comm, engine="fsdp", **{"compression": "none", **options})
-
-    on_ranks(size, body)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(make(model.parameters()), model, comm, engine="fsdp", **{"compression": "none", **options})

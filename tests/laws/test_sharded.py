@@ -19,7 +19,7 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.pieces import StateDict
 from tests.laws.test_laws import check_same, record
 from tests.support.gallery import LANGUAGE, TOY
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, per_rank
 
 SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
 SHARD = "--parallel.shard=optimizer"
@@ -305,13 +305,11 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("size", "message"), [(1, "divides the optimizer among ranks"), (8, "too few parameters")])
-def test_what_cannot_be_divided_is_refused(size: int, message: str) -> None:
-    def body(comm: ThreadComm) -> None:
-        model = nn.Linear(1, 1)
-        with pytest.raises(ConfigError, match=message):
-            make_engine(torch.optim.SGD(model.parameters()), model, comm, "none", shard="optimizer")
-
-    on_ranks(size, body)
+@per_rank()
+def test_what_cannot_be_divided_is_refused(comm: ThreadComm, size: int, message: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(torch.optim.SGD(model.parameters()), model, comm, "none", shard="optimizer")
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])

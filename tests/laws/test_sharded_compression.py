@@ -15,7 +15,7 @@ from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.laws.test_laws import check_same, record
 from tests.support.gallery import LANGUAGE, Recorded
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, per_rank
 
 NAMES = ["bf16", "fp16", "int8"]
 
@@ -133,84 +133,76 @@ class Rank:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("compression", "size"), [("int8", 2), ("int8", 3), ("fp16", 2)])
-def test_what_was_given_is_delivered_or_a_residual(compression: str, size: int, passes: int) -> None:
+@per_rank()
+def test_what_was_given_is_delivered_or_a_residual(comm: ThreadComm, compression: str, size: int, passes: int) -> None:
     """Also where parameters are frozen for some steps, a step is skipped, and one is not finite."""
-
-    def body(comm: ThreadComm) -> None:
-        rank = Rank(comm, compression, passes=passes)
-        start = {name: p.detach().clone() for name, p in rank.model.named_parameters()}
-        for number in range(9):
-            rank.model.right.requires_grad_(number not in (3, 4))
-            rank.model.left.requires_grad_(number != 6)
-            rank.step(number, applied=number != 5, finite=number != 7)
-        exact, residuals = rank.exact(), rank.residuals()
-        for name, parameter in rank.model.named_parameters():
-            assert (residuals[name].abs().max() > 0) == (compression == "int8")
-            delivered = (start[name] - exact[name]).double()
-            atol = 1e-4 if compression == "int8" else 2e-2
-            torch.testing.assert_close(delivered, rank.given[name] - residuals[name], rtol=1e-5, atol=atol)
-            lag = (parameter.detach() - exact[name]).abs().max()
-            assert 0 < lag < 0.1 * (start[name] - exact[name]).abs().max()
-        rank.engine.synchronize_state()
-        assert all(torch.equal(p.detach(), exact[name]) for name, p in rank.model.named_parameters())
-        for name, residual in rank.residuals().items():
-            torch.testing.assert_close(residual, residuals[name], rtol=1e-5, atol=1e-5)
-        rank.engine.rescale(0.5)
-        for name, residual in rank.residuals().items():
-            torch.testing.assert_close(residual, residuals[name] / 2, rtol=1e-5, atol=1e-5)
-
-    on_ranks(size, body)
+    rank = Rank(comm, compression, passes=passes)
+    start = {name: p.detach().clone() for name, p in rank.model.named_parameters()}
+    for number in range(9):
+        rank.model.right.requires_grad_(number not in (3, 4))
+        rank.model.left.requires_grad_(number != 6)
+        rank.step(number, applied=number != 5, finite=number != 7)
+    exact, residuals = rank.exact(), rank.residuals()
+    for name, parameter in rank.model.named_parameters():
+        assert (residuals[name].abs().max() > 0) == (compression == "int8")
+        delivered = (start[name] - exact[name]).double()
+        atol = 1e-4 if compression == "int8" else 2e-2
+        torch.testing.assert_close(delivered, rank.given[name] - residuals[name], rtol=1e-5, atol=atol)
+        lag = (parameter.detach() - exact[name]).abs().max()
+        assert 0 < lag < 0.1 * (start[name] - exact[name]).abs().max()
+    rank.engine.synchronize_state()
+    assert all(torch.equal(p.detach(), exact[name]) for name, p in rank.model.named_parameters())
+    for name, residual in rank.residuals().items():
+        torch.testing.assert_close(residual, residuals[name], rtol=1e-5, atol=1e-5)
+    rank.engine.rescale(0.5)
+    for name, residual in rank.residuals().items():
+        torch.testing.assert_close(residual, residuals[name] / 2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("compression", NAMES)
-def test_a_commit_changes_nothing_and_is_restored_bit_for_bit(compression: str) -> None:
-    def body(comm: ThreadComm) -> None:
-        rank, undisturbed = Rank(comm, compression), Rank(comm, compression)
-        commits = Commits(1.0)
-        for number in range(5):
-            if number == 2:
-                commits.commit(rank.state)
-                model = {name: tensor.clone() for name, tensor in rank.model.state_dict().items()}
-                exact, residuals = rank.exact(), rank.residuals()
-            rank.step(number)
-            undisturbed.step(number)
+@per_rank(2)
+def test_a_commit_changes_nothing_and_is_restored_bit_for_bit(comm: ThreadComm, compression: str) -> None:
+    rank, undisturbed = Rank(comm, compression), Rank(comm, compression)
+    commits = Commits(1.0)
+    for number in range(5):
+        if number == 2:
+            commits.commit(rank.state)
+            model = {name: tensor.clone() for name, tensor in rank.model.state_dict().items()}
+            exact, residuals = rank.exact(), rank.residuals()
+        rank.step(number)
+        undisturbed.step(number)
+    _equal_tensors(rank.model.state_dict(), undisturbed.model.state_dict())
+    _equal_tensors(rank.exact(), undisturbed.exact())
+    commits.restore(rank.state)
+    _equal_tensors(rank.model.state_dict(), model)
+    _equal_tensors(rank.exact(), exact)
+    for name, residual in rank.residuals().items():
+        torch.testing.assert_close(residual, residuals[name], rtol=1e-5, atol=1e-5)
+    for number in range(2, 5):
+        rank.step(number)
+    if compression != "int8":  # whose residuals are evened out over the ranks
         _equal_tensors(rank.model.state_dict(), undisturbed.model.state_dict())
-        _equal_tensors(rank.exact(), undisturbed.exact())
-        commits.restore(rank.state)
-        _equal_tensors(rank.model.state_dict(), model)
-        _equal_tensors(rank.exact(), exact)
-        for name, residual in rank.residuals().items():
-            torch.testing.assert_close(residual, residuals[name], rtol=1e-5, atol=1e-5)
-        for number in range(2, 5):
-            rank.step(number)
-        if compression != "int8":  # whose residuals are evened out over the ranks
-            _equal_tensors(rank.model.state_dict(), undisturbed.model.state_dict())
-        whole = {f"{name}/master": tensor for name, tensor in exact.items()}  # as after another division
-        rank.engine.load_state_dict(whole, {"plan": None, "ranks": 3, "inexact": True})
-        _equal_tensors(rank.exact(), exact)
-
-    on_ranks(2, body)
+    whole = {f"{name}/master": tensor for name, tensor in exact.items()}  # as after another division
+    rank.engine.load_state_dict(whole, {"plan": None, "ranks": 3, "inexact": True})
+    _equal_tensors(rank.exact(), exact)
 
 
 def _equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_residuals_of_frozen_parameters_are_kept_after_a_resume() -> None:
+@per_rank(2)
+def test_residuals_of_frozen_parameters_are_kept_after_a_resume(comm: ThreadComm) -> None:
     """Parameters that the first step does not train get theirs when they are freed; any engine."""
-
-    def body(comm: ThreadComm) -> None:
-        rank = Rank(comm, "bf16")
-        waiting = torch.full((33,), 4.0)
-        rank.engine.load_state_dict({"right/residual": waiting}, {"plan": None, "ranks": 2})
-        rank.model.right.requires_grad_(False)
-        rank.step(0)
-        assert torch.equal(rank.engine.state_dict()[0]["right/residual"], waiting)
-        rank.model.right.requires_grad_(True)
-        start = rank.exact()["right"]
-        rank.step(1)
-        summed = sum(rank.gradients(1, by)[1] for by in range(2)) + 8.0
-        torch.testing.assert_close(start - rank.exact()["right"], summed, rtol=1e-2, atol=5e-2)
-        assert "right/residual" not in rank.engine.state_dict()[0]
-
-    on_ranks(2, body)
+    rank = Rank(comm, "bf16")
+    waiting = torch.full((33,), 4.0)
+    rank.engine.load_state_dict({"right/residual": waiting}, {"plan": None, "ranks": 2})
+    rank.model.right.requires_grad_(False)
+    rank.step(0)
+    assert torch.equal(rank.engine.state_dict()[0]["right/residual"], waiting)
+    rank.model.right.requires_grad_(True)
+    start = rank.exact()["right"]
+    rank.step(1)
+    summed = sum(rank.gradients(1, by)[1] for by in range(2)) + 8.0
+    torch.testing.assert_close(start - rank.exact()["right"], summed, rtol=1e-2, atol=5e-2)
+    assert "right/residual" not in rank.engine.state_dict()[0]
