@@ -50,7 +50,7 @@ def test_what_is_lost_is_delivered_later(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
     given, delivered, residual = (torch.zeros(9000, dtype=torch.float64) for _ in range(3))
     norms = []
-    for _ in range(300):
+    for _ in range(150):
         values = torch.randn(9000, generator=generator)
         given += values
         wanted = (residual + values).float()
@@ -59,7 +59,7 @@ def test_what_is_lost_is_delivered_later(name: str) -> None:
         residual = wanted.double() - found
         norms.append(float(residual.norm()))
     assert torch.allclose(delivered + residual, given, atol=1e-3)
-    assert max(norms[200:]) <= 1.3 * max(norms[100:200])
+    assert max(norms[100:]) <= 1.3 * max(norms[50:100])
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -83,19 +83,9 @@ def test_two_payloads_add_up_and_pieces_change_nothing(name: str, monkeypatch: p
     for payload in payloads:
         code.add(payload, total)
     assert torch.equal(total, sent(name, first) + sent(name, second))
-    monkeypatch.setattr(outer, "_AT_ONCE", 4096)
-    assert torch.equal(sent(name, first), sent(name, before)) and torch.equal(
-        sent(name, first) + sent(name, second), total
-    )
-    monkeypatch.setattr(base, "processes_at_once", lambda device: True)
-    assert torch.equal(sent(name, first) + sent(name, second), total)
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_large_value_survives(name: str) -> None:
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(6)) * 1e-6
-    values[77] = -3.0
-    assert sent(name, values)[77] == pytest.approx(-3.0, rel=0.01)
+    for module, attribute, value in ((outer, "_AT_ONCE", 4096), (base, "processes_at_once", lambda device: True)):
+        monkeypatch.setattr(module, attribute, value)
+        assert torch.equal(sent(name, first) + sent(name, second), total)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -107,6 +97,13 @@ def test_nothing_waits_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         payload = torch.empty(code.payload_bytes(5000), dtype=torch.uint8)
         code.encode(values, payload)
         code.add(payload, values)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_large_value_survives(name: str) -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(6)) * 1e-6
+    values[77] = -3.0
+    assert sent(name, values)[77] == pytest.approx(-3.0, rel=0.01)
 
 
 def test_zeros_next_to_values_stay_small() -> None:

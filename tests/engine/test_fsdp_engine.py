@@ -84,6 +84,12 @@ def _make(model: Model, begun: list[str], **options: Any) -> Engine:
     return make_engine(optimizer, model, Recording(4, begun), "none", engine="fsdp", **options)
 
 
+def _pass(engine: Engine, model: Model) -> Tensor:
+    loss, _ = engine.forward(lambda: (model(torch.ones(2, 4)), 1))
+    engine.backward(loss)
+    return loss
+
+
 def _passes(begun: list[str], times: int, *, checkpoints: bool = False, **options: Any) -> list[list[str]]:
     """What each of two backward passes of a step begins, and then its end. Each pass runs the blocks `times` times."""
     model = Model(times, begun, checkpoints=checkpoints)
@@ -92,7 +98,7 @@ def _passes(begun: list[str], times: int, *, checkpoints: bool = False, **option
     engine.begin(2)
     for _ in range(2):
         begun.clear()
-        engine.backward(engine.forward(lambda: (model(torch.ones(2, 4)), 1))[0])
+        _pass(engine, model)
         found.append(begun.copy())
     begun.clear()
     engine.finish()
@@ -125,7 +131,7 @@ def test_parameters_stay_the_same_during_training(change: str, begun: list[str])
     model = Model(1, begun)
     engine = _make(model, begun)
     engine.begin(1)
-    engine.backward(engine.forward(lambda: (model(torch.ones(2, 4)), 1))[0])
+    _pass(engine, model)
     engine.finish()
     if change == "freeze":
         model.blocks[0].requires_grad_(False)
@@ -139,8 +145,7 @@ def test_blocks_compute_with_bf16_copies_of_fp32_weights(begun: list[str]) -> No
     model = Model(1, begun)
     engine = _make(model, begun, precision="bf16-weights")
     engine.begin(1)
-    loss, _ = engine.forward(lambda: (model(torch.ones(2, 4)), 1))
-    engine.backward(loss)
+    loss = _pass(engine, model)
     assert loss.dtype == torch.float32 and all(block.seen == {torch.bfloat16} for block in model.blocks)
     assert {gradient.dtype for gradient in engine.finish()} == {torch.float32}
     assert {p.dtype for group in engine.optimizer.param_groups for p in group["params"]} == {torch.float32}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvdtrain.compression.sizes import Bucket
-from hvdtrain.compression.table import parse
+from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.engine import make
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
 from hvdtrain.engine.table import check_compression
@@ -44,10 +44,9 @@ def test_buckets_and_priority(
 def test_an_unknown_compression_lists_all_names() -> None:
     check_compression("auto")
     check_compression("topk:0.1")
-    with pytest.raises(ConfigError, match="invalid compression 'powersgd:x'") as caught:
+    with pytest.raises(ConfigError, match="powersgd:x") as caught:
         check_compression("powersgd:x")
-    assert caught.value.expected is not None
-    assert caught.value.expected.endswith("powersgd or powersgd:4 (1 to 128), auto")
+    assert all(name in str(caught.value.expected) for name in (*TABLE, "auto"))
 
 
 @pytest.mark.parametrize(

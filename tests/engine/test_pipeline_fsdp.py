@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -103,32 +102,20 @@ def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) 
             forward()
 
 
-def _tied() -> nn.Module:
-    model: Any = Model()
-    model.head.weight = model.tokens.weight  # a further name
-    return model  # type: ignore[no-any-return]
-
-
-def _predicting() -> nn.Module:
-    model: Any = Model()
-    model.takes_embeddings = True
-    return model  # type: ignore[no-any-return]
-
-
-def _around() -> nn.Module:
+def _changed(change: Callable[[Any], object]) -> nn.Module:
     model = Model()
-    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    change(model)
     return model
 
 
 @pytest.mark.parametrize(
     ("build", "size", "dimensions", "said"),
     [
-        (_tied, 4, {}, "head.weight, which shares a parameter"),
-        (_around, 4, {}, "scale, a parameter of the module around the blocks"),
-        (partial(Model, 4), 4, {"virtual_stages": 2}, "does not support --parallel.virtual_stages"),
-        (Model, 4, {"zero_bubble": True}, "--parallel.virtual_stages and --parallel.zero_bubble"),
-        (_predicting, 4, {}, "tokens.weight, which the first stage and the last one use"),
+        (lambda: _changed(lambda m: setattr(m.head, "weight", m.tokens.weight)), 4, {}, "head.weight"),
+        (lambda: _changed(lambda m: setattr(m, "own", nn.Parameter(torch.ones(1)))), 4, {}, "own, a parameter of"),
+        (lambda: Model(4), 4, {"virtual_stages": 2}, "--parallel.virtual_stages"),
+        (Model, 4, {"zero_bubble": True}, "--parallel.zero_bubble"),
+        (lambda: _changed(lambda m: setattr(m, "takes_embeddings", True)), 4, {}, "tokens.weight"),
         (Model, 2, {}, "divides parts among the ranks with copies of them"),
     ],
 )

@@ -68,3 +68,11 @@ def test_a_plan_fits_its_own_parameters_only() -> None:
     assert not made.fits([*named, ("p2", named[0][1])])
     assert not Plan((("p0", "p1"),)).fits(named), "of two dtypes"
     assert Plan((("p0",),), ("p1",)).fits(named)
+
+
+def test_a_gradient_has_the_strides_of_its_parameter() -> None:
+    """torch's fused optimizers ignore strides."""
+    parameter = nn.Parameter(torch.zeros(8, 3, 2, 2).to(memory_format=torch.channels_last))
+    (layout,) = lay_out(plan([("w", parameter)], 1 << 20), {"w": parameter}, "g")
+    found = layout.shape.parts[0].view(layout.shape.zeros())
+    assert found.stride() == parameter.stride() and not found.is_contiguous()

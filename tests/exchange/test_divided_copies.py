@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hvdtrain.exchange.divided_copies import DividedCopies
 from hvdtrain.spans import Spans
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 SHAPES = {"matrix": (3000, 40), "expert": (4, 90, 8), "bias": (7,), "number": ()}
 
@@ -55,3 +55,13 @@ def test_all_copies_get_the_sums(ranks: int, bucket_bytes: int) -> None:
     owners = [names for _, _, names in found]
     assert set.union(*owners) == set(SHAPES)
     assert sum("matrix" in names for names in owners) == 1  # the optimizer needs all of it
+
+
+@per_rank(2)
+def test_whole_matrices_are_spread_over_the_copies(comm: ThreadComm) -> None:
+    """Also where each has a bucket of its own."""
+    named = [(f"p{number}", nn.Parameter(torch.zeros(8, 8))) for number in range(4)]
+    copies = DividedCopies(named, [True] * 4, comm, 1, Spans(), "part")
+    assert [name for name, each in copies.owned().items() if each.parameter is not None] == [
+        f"p{number}" for number in range(comm.rank, 4, 2)
+    ]

@@ -11,29 +11,25 @@ from torch import Tensor, nn
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.exchange.active_buckets import DetachedState
+from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.reducer import Reducer
-from tests.support.thread_comm import ThreadComm, on_ranks
+from hvdtrain.spans import Spans
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/residual": torch.full((2,), 2.0)}
 
 
-def test_what_is_owed_is_told_from_what_was_learned() -> None:
-    assert DetachedState(TENSORS, 2).residuals_only(3) == DetachedState(
-        {k: TENSORS[k] for k in ("a/residual", "b.c/residual")}, 3
-    )
-
-
-def test_the_rest_keeps_its_sum_over_ranks() -> None:
-    rest = DetachedState(TENSORS, 4).without_parameters({"a"}, 2)
+def test_residuals_are_told_from_what_was_learned() -> None:
+    """They alone follow the loss scale, and keep their sum over another number of ranks."""
+    state = DetachedState({key: tensor.clone() for key, tensor in TENSORS.items()}, 4)
+    residuals = state.residuals_only(3)
+    assert (sorted(residuals.tensors), residuals.ranks) == (["a/residual", "b.c/residual"], 3)
+    rest = state.without_parameters({"a"}, 2)
     assert (list(rest.tensors), rest.ranks) == (["b.c/residual"], 2)
     assert 2 * rest.tensors["b.c/residual"].sum() == 4 * TENSORS["b.c/residual"].sum()
-
-
-def test_only_what_is_owed_follows_the_loss_scale() -> None:
-    tensors = {key: t.clone() for key, t in TENSORS.items()}
-    DetachedState(tensors, 2).rescale(0.5)
-    assert tensors["b.c/residual"].tolist() == [1.0, 1.0]
-    assert torch.equal(tensors["a/powersgd_q"], TENSORS["a/powersgd_q"])
+    state.rescale(0.5)
+    assert state.tensors["b.c/residual"].tolist() == [1.0, 1.0]
+    assert torch.equal(state.tensors["a/powersgd_q"], TENSORS["a/powersgd_q"])
 
 
 def test_a_parameter_that_was_frozen_for_a_while_gets_what_it_is_owed() -> None:
@@ -109,6 +105,18 @@ def test_what_is_owed_is_delivered_by_whatever_compression_comes_next(compressio
         torch.testing.assert_close(skipped, owed, rtol=2e-2, atol=0.2)
         torch.testing.assert_close(first + second, owed + 2 * ranks, rtol=2e-2, atol=0.2)
         torch.testing.assert_close(second, ranks, rtol=2e-2, atol=0.2)
+
+
+@per_rank(2)
+def test_copies_of_a_part_deliver_what_another_number_of_them_owes(comm: ThreadComm) -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    copies = BetweenCopies([("p", parameter)], comm, parse("int8"), 1 << 20, Spans(), "part")
+    copies.load({"p/residual": torch.ones(8)}, ranks=4)
+    copies.begin()
+    parameter.grad = torch.full((8,), 3.0)
+    copies.add_gradient("p")
+    copies.finish()
+    torch.testing.assert_close(parameter.grad, torch.full((8,), 2 * 3.0 + 4 * 1.0))
 
 
 def test_one_rank_alone_delivers_what_several_owe() -> None:

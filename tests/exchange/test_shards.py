@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.compression.sizes import fill, shard_bucket_bytes
+from hvdtrain.exchange import shards
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.shards import chunk_rows, divide
 
@@ -74,14 +75,17 @@ def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None
     assert max(own) < 1.1 * sum(own) / ranks and padded < 1.3 * total
 
 
-def test_a_norm_has_the_same_bits_however_it_is_divided() -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(5000, 300)
-    whole = norm(squared_norm([gradient, torch.ones(3)]))
-    step = chunk_rows(gradient.shape)
-    assert 1 < step < 5000
-    first = squared_norm([gradient[: 7 * step]], [gradient.shape])
-    second = squared_norm([gradient[7 * step :], torch.ones(3)], [gradient.shape, (3,)])
-    assert torch.equal(norm(first + second), whole)
-    torch.testing.assert_close(whole, torch.linalg.vector_norm(gradient.double()).float(), rtol=1e-6, atol=0)
+@pytest.mark.parametrize("most", [shards._MOST_CHUNKS, 4], ids=["chunks of 64 Ki", "large chunks"])
+def test_a_norm_has_the_same_bits_however_it_is_divided(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are those of the whole gradient."""
+    monkeypatch.setattr(shards, "_MOST_CHUNKS", most)
+    for seed in range(5):
+        gradient = torch.randn(5000, 300, generator=torch.Generator().manual_seed(seed))
+        whole = norm(squared_norm([gradient, torch.ones(3)]))
+        step = chunk_rows(gradient.shape)
+        assert 1 < step < 5000
+        first = squared_norm([gradient[:step]], [gradient.shape])
+        second = squared_norm([gradient[step:], torch.ones(3)], [gradient.shape, (3,)])
+        assert torch.equal(norm(first + second), whole)
+        torch.testing.assert_close(whole, torch.linalg.vector_norm(gradient.double()).float(), rtol=4e-6, atol=0)
     assert norm(squared_norm([])) == 0

@@ -24,7 +24,7 @@ from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
 
 STEPS = 48
-TURNS_AT = 24
+TURNS_AT = 16
 """The step from which the other rank is slow."""
 
 
@@ -129,13 +129,13 @@ def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1
 
 @pytest.mark.usefixtures("recorded_speed")
 def test_the_curve_stays_while_shares_follow_the_speed(tmp_path: Path) -> None:
-    equal = _train(tmp_path / "equal")
-    speed = _train(tmp_path / "speed", "--parallel.balance=speed")
+    equal = _train(tmp_path / "equal", "--train.steps=26")
+    speed = _train(tmp_path / "speed", "--train.steps=26", "--parallel.balance=speed")
     assert not equal.events("shares")
     assert speed.losses() == pytest.approx(equal.losses(), rel=1e-6, abs=1e-6)
     assert [event["shares"] for event in speed.events("shares")] == [[13, 3], [3, 13]]
     report = verify_data(speed.run)
-    assert not report.wrong and report.last == STEPS
+    assert not report.wrong and report.last == 26
 
 
 @pytest.mark.slow

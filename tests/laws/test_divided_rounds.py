@@ -61,8 +61,11 @@ def _train(
     return Recorded(folder, 0, "", "")
 
 
+Alone = Callable[[str], Recorded]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The training of each optimizer on one rank."""
     return cache(lambda name: _train(tmp_path_factory.mktemp("one"), Period((0,)), shard="none", optimizer=name))
 
@@ -100,9 +103,7 @@ PLANS = {
         ("ranks leave, neighbours too, and join", "gradients", "AdamW", "int8"),
     ],
 )
-def test_laws_1_and_4(
-    name: str, shard: str, optimizer: str, compression: str, alone: Callable[[str], Recorded], tmp_path: Path
-) -> None:
+def test_laws_1_and_4(name: str, shard: str, optimizer: str, compression: str, alone: Alone, tmp_path: Path) -> None:
     """Commits are taken with checkpoints, every 5 steps; a killed rank loses the steps since then."""
     rounds = _train(tmp_path, *PLANS[name], shard=shard, optimizer=optimizer, compression=compression)
     assert rounds.losses() == pytest.approx(alone(optimizer).losses(), rel=2e-6 if compression == "none" else 2e-3)

@@ -94,8 +94,11 @@ def _train(
     return Recorded(folder, 0, "", "")
 
 
+Alone = Callable[[str], Recorded]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The training of each method on one rank."""
     return cache(lambda method: _train(tmp_path_factory.mktemp("one"), _ranks(1), options=METHODS[method]))
 
@@ -116,9 +119,7 @@ def _ranks(count: int) -> Period:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_curve_does_not_depend_on_the_number_of_ranks(
-    method: str, alone: Callable[[str], Recorded], tmp_path: Path
-) -> None:
+def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, alone: Alone, tmp_path: Path) -> None:
     one = alone(method)
     assert one.losses()[-1] < one.losses()[0] / 2
     for count in (3, 4, 6):
@@ -231,7 +232,7 @@ PLANS = {
 @pytest.mark.parametrize("method", ["diloco", "streaming", "sparseloco"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_that_are_killed_leave_and_join_change_nothing(
-    plan: str, method: str, alone: Callable[[str], Recorded], tmp_path: Path
+    plan: str, method: str, alone: Alone, tmp_path: Path
 ) -> None:
     rounds = _train(tmp_path, *PLANS[plan], options=METHODS[method])
     assert rounds.losses() == _close(method, 6 if plan == "groups" else 3, alone(method).losses())

@@ -82,6 +82,51 @@ def of_adamw_without_names(hvd: Any, name: str) -> nn.Module:
     return _train(hvd, model, optimizer, clear=model.zero_grad)
 
 
+def _with_options(hvd: Any, name: str, **options: Any) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), **options)
+    return _train(hvd, model, optimizer)
+
+
+def fp16_compression(hvd: Any, name: str) -> nn.Module:
+    return _with_options(hvd, name, compression=hvd.Compression.fp16)
+
+
+def a_minimum(hvd: Any, name: str) -> nn.Module:
+    return _with_options(hvd, name, op=hvd.Min)
+
+
+def groups_of_parameters(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "weight_decay": 0.1}]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.1),
+        named_parameters=_called(model, name),
+        groups=[[parameters[0], parameters[3]], [parameters[5]]],
+    )
+    return _train(hvd, model, optimizer)
+
+
+def _of_words(
+    hvd: Any, name: str, model: nn.Module, kind: Callable[..., torch.optim.Optimizer], **options: Any
+) -> nn.Module:
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=_called(model, name), **options)
+    return _train(hvd, model, optimizer, loss=_loss_of_words)
+
+
+def a_sparse_embedding(hvd: Any, name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return _of_words(hvd, name, nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 1)), torch.optim.SGD)
+
+
+def sparse_as_dense(hvd: Any, name: str) -> nn.Module:
+    """Gradients are sparse afterwards, as SparseAdam wants them."""
+    torch.manual_seed(3)
+    return _of_words(hvd, name, nn.Embedding(20, 6, sparse=True), torch.optim.SparseAdam, sparse_as_dense=True)
+
+
 def clipping(hvd: Any, name: str) -> nn.Module:
     model = _model()
     optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
@@ -128,18 +173,6 @@ def mixed_precision(hvd: Any, name: str) -> nn.Module:
     return model
 
 
-def fp16_compression(hvd: Any, name: str) -> nn.Module:
-    model = _model()
-    options = {"named_parameters": _called(model, name), "compression": hvd.Compression.fp16}
-    return _train(hvd, model, hvd.DistributedOptimizer(_sgd(model), **options))
-
-
-def a_minimum(hvd: Any, name: str) -> nn.Module:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), op=hvd.Min)
-    return _train(hvd, model, optimizer)
-
-
 def sum_and_predivision(hvd: Any, name: str) -> nn.Module:
     model = _model()
     front, back = model[:2], model[2:]
@@ -153,18 +186,6 @@ def sum_and_predivision(hvd: Any, name: str) -> nn.Module:
         first.step()
         second.step()
     return model
-
-
-def groups_of_parameters(hvd: Any, name: str) -> nn.Module:
-    model = _model()
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "weight_decay": 0.1}]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(groups, lr=0.1),
-        named_parameters=_called(model, name),
-        groups=[[parameters[0], parameters[3]], [parameters[5]]],
-    )
-    return _train(hvd, model, optimizer)
 
 
 def schedules(hvd: Any, name: str) -> nn.Module:
@@ -197,23 +218,6 @@ def a_layer_that_idles(hvd: Any, name: str) -> nn.Module:
     _train(hvd, model, optimizer, loss=loss)
     model.extra = extra
     return model
-
-
-def a_sparse_embedding(hvd: Any, name: str) -> nn.Module:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=_called(model, name))
-    return _train(hvd, model, optimizer, loss=_loss_of_words)
-
-
-def sparse_as_dense(hvd: Any, name: str) -> nn.Module:
-    """Gradients are sparse afterwards, as SparseAdam wants them."""
-    torch.manual_seed(3)
-    model = nn.Embedding(20, 6, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=_called(model, name), sparse_as_dense=True)
-    return _train(hvd, model, optimizer, loss=_loss_of_words)
 
 
 def ranks_that_join(hvd: Any, name: str) -> nn.Module:
@@ -447,20 +451,39 @@ def test_gradients_are_cleared_either_way(hvd: Any, to_none: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_an_idle_rank_takes_part(hvd: Any) -> None:
-    """Rank 0 alone has samples; the others call step() all the same, as with stock Horovod."""
-    model, alone = _model(), _model()
-    optimizer, reference = hvd.DistributedOptimizer(_sgd(model)), _sgd(alone)
+def _follows_one_rank(hvd: Any, model: nn.Module, optimizer: Any, ranks: Sequence[int], count: int) -> None:
+    """With samples on `ranks` only, it has the parameters of one rank with their samples, over `count`."""
+    alone = _model()
+    reference = _sgd(alone)
     for step in range(3):
         optimizer.zero_grad()
         reference.zero_grad()
-        if hvd.rank() == 0:
-            _loss(model, 0, step).backward()
-        (_loss(alone, 0, step) / hvd.size()).backward()
+        if hvd.rank() in ranks:
+            _loss(model, hvd.rank(), step).backward()
+        for rank in ranks:
+            (_loss(alone, rank, step) / count).backward()
         optimizer.step()
         reference.step()
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_idle_rank_takes_part(hvd: Any) -> None:
+    """Rank 0 alone has samples; the others call step() all the same, as with stock Horovod."""
+    model = _model()
+    _follows_one_rank(hvd, model, hvd.DistributedOptimizer(_sgd(model)), [0], hvd.size())
+
+
+def test_some_of_the_ranks(several: Any) -> None:
+    """Even and odd ranks, each among themselves."""
+    sets = [several.add_process_set(range(first, several.size(), 2)) for first in range(2)]
+    try:
+        mine, model = sets[several.rank() % 2], _model()
+        optimizer = several.DistributedOptimizer(_sgd(model), process_set=mine)
+        _follows_one_rank(several, model, optimizer, mine.ranks, mine.size())
+    finally:
+        for one in sets:
+            several.remove_process_set(one)
 
 
 def test_compression_carries_on_over_a_checkpoint(hvd: Any, job: Comm) -> None:
@@ -481,30 +504,6 @@ def test_compression_carries_on_over_a_checkpoint(hvd: Any, job: Comm) -> None:
     resumed.load_exchange_state_dict(saved[2])
     _train(hvd, second, resumed, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def test_some_of_the_ranks(several: Any) -> None:
-    """Even and odd ranks, each among themselves; the reference is one rank with the samples of its set."""
-    hvd = several
-    sets = [hvd.add_process_set(range(first, hvd.size(), 2)) for first in range(2)]
-    try:
-        mine = sets[hvd.rank() % 2]
-        model, alone = _model(), _model()
-        optimizer = hvd.DistributedOptimizer(_sgd(model), process_set=mine)
-        reference = _sgd(alone)
-        for step in range(3):
-            optimizer.zero_grad()
-            reference.zero_grad()
-            _loss(model, hvd.rank(), step).backward()
-            for rank in mine.ranks:
-                (_loss(alone, rank, step) / mine.size()).backward()
-            optimizer.step()
-            reference.step()
-        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-    finally:
-        for one in sets:
-            hvd.remove_process_set(one)
 
 
 def test_adasum_and_own_compressors_are_horovods(both: list[Any]) -> None:

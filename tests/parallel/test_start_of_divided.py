@@ -53,6 +53,20 @@ def _divide(task: Task, job: Comm, by: str = "fsdp") -> Engine:
     return make_engine(optimizer, task.model, job, "none", dimensions=dimensions, plan=task.plan)
 
 
+def _named(model: nn.Module) -> dict[str, Any]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _check_values(model: nn.Module, expected: dict[str, Any]) -> None:
+    """All ranks together have these values."""
+    found = _named(model)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        whole = found[name].full_tensor() if is_divided(found[name]) else found[name]
+        assert torch.equal(whole, tensor), name
+        assert found[name].requires_grad == tensor.requires_grad
+
+
 class Tied(nn.Module):
     """Of a block and outside of blocks, of two dtypes; one has fewer rows than there are ranks."""
 
@@ -67,7 +81,7 @@ class Tied(nn.Module):
 
 def test_every_rank_gets_rows_of_rank_0(job: Comm) -> None:
     """Also one that has made a model with values, other ones."""
-    expected = dict(make_task(lambda: _task(Tied()), Config()).model.named_parameters(remove_duplicate=False))
+    expected = _named(make_task(lambda: _task(Tied()), Config()).model)
 
     def build() -> Task:
         model = Tied()
@@ -79,11 +93,8 @@ def test_every_rank_gets_rows_of_rank_0(job: Comm) -> None:
     for make in (lambda: _task(Tied()), build):
         task, _ = _make(make, job)
         engine = _divide(task, job)
-        found: dict[str, Any] = dict(task.model.named_parameters(remove_duplicate=False))
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name].full_tensor(), tensor), name
-            assert found[name].requires_grad == tensor.requires_grad
+        _check_values(task.model, expected)
+        assert all(is_divided(parameter) for parameter in task.model.parameters())
         assert task.model.layers[0][1].weight is task.model.layers[0][0].weight
         assert task.model.out.weight is task.model.embedding.weight
         assert not any(isinstance(p, Placeholder) for group in engine.optimizer.param_groups for p in group["params"])
@@ -96,17 +107,12 @@ def test_every_rank_gets_parts_of_rank_0(by: str, kind: str, job: Comm) -> None:
     if job.size > 2 or (kind == "llama" and by == "ep"):
         pytest.skip("other numbers do not divide the heads, or there are no experts")
     build = partial(divided, kind, tied=True)
-    expected = dict(make_task(build, Config()).model.named_parameters(remove_duplicate=False))
+    expected = _named(make_task(build, Config()).model)
     task, warning = _make(build, job)
     assert not warning
     engine = _divide(task, job, by)
-    found: dict[str, Any] = dict(task.model.named_parameters(remove_duplicate=False))
-    assert found.keys() == expected.keys()
-    parts = 0
-    for name, tensor in expected.items():
-        whole, parts = found[name], parts + is_divided(found[name])
-        assert torch.equal(whole.full_tensor() if is_divided(whole) else whole, tensor), name
-    assert parts >= 2
+    _check_values(task.model, expected)
+    assert sum(map(is_divided, task.model.parameters())) >= 2
     if kind == "llama":
         assert task.model.lm_head.weight is task.model.model.embed_tokens.weight
     assert not any(buffer.is_meta for buffer in task.model.buffers())
@@ -228,16 +234,14 @@ def test_the_weights_of_a_folder_are_read_where_they_are_placed(by: str, job: Co
     if job.size > 2:
         pytest.skip("other numbers do not divide the heads")
     _, build = _saved(tmp_path, job)
-    expected = dict(make_task(build, Config()).model.named_parameters())
+    expected = _named(make_task(build, Config()).model)
     whole, _ = make_task_by_rank(partial(make_task, build, Config()), job, may_read_later=False)
     assert isinstance(next(whole.model.parameters()), Placeholder) == (job.rank > 0), "rank 0 has the values"
     del whole  # placeholders of other models are refused
     task, warning = _make(build, job)
     assert not warning and all(isinstance(p, Placeholder) for p in task.model.parameters())
     engine = _divide(task, job, by)
-    found: dict[str, Any] = dict(task.model.named_parameters())
-    for name, parameter in found.items():
-        assert torch.equal(parameter.full_tensor() if is_divided(parameter) else parameter, expected[name]), name
+    _check_values(task.model, expected)
     engine.close()
 
 
