@@ -9,7 +9,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
 from hvdtrain.compression.cast import Bf16, Fp16, Fp16ByOwners, fp16
 from tests.support.compression import Counting, bucket, exchange, step
-from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
+from tests.support.thread_comm import ThreadComm, per_rank
 
 SHAPE = bucket(((3,),))
 
@@ -98,11 +98,8 @@ def test_bfloat16_never_travels_as_fp16(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("kind", "large"), [(Bf16, 256.0), (Fp16ByOwners, 2048.0)])
-def test_owners_sum_in_fp32(kind: type[Compressor], large: float) -> None:
+@per_rank(3)
+def test_owners_sum_in_fp32(comm: ThreadComm, kind: type[Compressor], large: float) -> None:
     """In 16 bits, large + 1 is large; large + 1 + 1 is large + 2 where partial sums are not rounded."""
-
-    def body(comm: ThreadComm) -> float:
-        value = torch.full((3,), large if comm.rank == 0 else 1.0)
-        return float(exchange(kind(SHAPE, comm), [value])[0])
-
-    assert on_ranks(3, body) == [large + 2] * 3
+    value = torch.full((3,), large if comm.rank == 0 else 1.0)
+    assert exchange(kind(SHAPE, comm), [value])[0] == large + 2

@@ -17,7 +17,7 @@ from hvdtrain.compression.sizes import matrix_sides
 from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients, parts, step
 from tests.support.compression_contract import law
-from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
+from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks, per_rank
 
 
 def _low_rank(shape: Sequence[int], rank: int, seed: int) -> torch.Tensor:
@@ -28,36 +28,31 @@ def _low_rank(shape: Sequence[int], rank: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(96, 60), (64, 512), (512, 1024), (48, 513)])
-def test_a_sum_of_full_rank_r_arrives_whole(size: int, shape: tuple[int, int]) -> None:
+@per_rank()
+def test_a_sum_of_full_rank_r_arrives_whole(comm: ThreadComm, size: int, shape: tuple[int, int]) -> None:
     """Each rank's matrix is of rank 1, their sum of rank `size`: as many columns hold all of it."""
     made = bucket((shape, (7,), shape))
 
     def values(rank: int) -> list[torch.Tensor]:
         return [_low_rank(shape, 1, rank), torch.full((7,), 0.1 * rank), _low_rank(shape, 1, rank + 10)]
 
-    def body(comm: ThreadComm) -> torch.Tensor:
-        compressor = PowerSGD(made, comm, rank=size)
-        return parts(compressor, exchange(compressor, values(comm.rank)))
-
+    compressor = PowerSGD(made, comm, rank=size)
     expected = sum(torch.cat([v.flatten() for v in values(rank)]).double() for rank in range(size))
-    for out in on_ranks(size, body):
-        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+    found = parts(compressor, exchange(compressor, values(comm.rank)))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_warm_start_comes_closer_from_step_to_step() -> None:
+@per_rank(2)
+def test_warm_start_comes_closer_from_step_to_step(comm: ThreadComm) -> None:
     """To what singular values give, the best of rank r; from its first guess each time it would stay where it is."""
     shape = bucket(((96, 60),))
     value = gradients(shape, 1)[0].contiguous() + 30 * _low_rank((96, 60), 3, 2)
-
-    def body(comm: ThreadComm) -> list[float]:
-        compressor = PowerSGD(shape, comm, rank=4)
-        outs = [parts(compressor, step(compressor, [value])).view(96, 60) / comm.size for _ in range(30)]
-        return [float((out - value).norm()) for out in outs]
-
+    compressor = PowerSGD(shape, comm, rank=4)
+    outs = [parts(compressor, step(compressor, [value])).view(96, 60) / comm.size for _ in range(30)]
+    errors = [float((out - value).norm()) for out in outs]
     best = float(torch.linalg.svdvals(value.double())[4:].norm())
-    for errors in on_ranks(2, body):
-        assert all(after <= before * (1 + 1e-4) for before, after in itertools.pairwise(errors))
-        assert errors[-1] < 1.02 * best < 1.05 * best < errors[0]
+    assert all(after <= before * (1 + 1e-4) for before, after in itertools.pairwise(errors))
+    assert errors[-1] < 1.02 * best < 1.05 * best < errors[0]
 
 
 def test_only_a_step_that_is_applied_and_finite_moves_the_start() -> None:

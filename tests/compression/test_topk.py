@@ -11,7 +11,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.sizes import topk_plan
 from hvdtrain.compression.topk import TopK, _nonzero, decode, encode
 from tests.support.compression import bucket, exchange
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, per_rank
 
 
 @given(st.integers(1, 3000), st.floats(1e-4, 1), st.integers(0, 3), st.integers(0, 99))
@@ -66,17 +66,10 @@ def test_the_coding_of_fewest_bytes_is_taken(length: int, share: float, coding: 
 
 
 @pytest.mark.parametrize("share", [1e-5, 0.01, 0.2, 1.0])
-def test_ranks_may_choose_the_same_and_different_places(share: float) -> None:
+@per_rank(3)
+def test_ranks_may_choose_the_same_and_different_places(comm: ThreadComm, share: float) -> None:
     shape = bucket(((300, 700),))
-
-    def values(rank: int) -> torch.Tensor:
-        return torch.randn(300, 700, generator=torch.Generator().manual_seed(rank))
-
-    def alone(rank: int) -> torch.Tensor:
-        return exchange(TopK(shape, SoloComm(), share=share), [values(rank)])
-
-    def body(comm: ThreadComm) -> torch.Tensor:
-        return exchange(TopK(shape, comm, share=share), [values(comm.rank)])
-
-    for out in on_ranks(3, body):
-        assert torch.equal(out, alone(0) + alone(1) + alone(2))
+    values = [torch.randn(300, 700, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    alone = [exchange(TopK(shape, SoloComm(), share=share), [value]) for value in values]
+    found = exchange(TopK(shape, comm, share=share), [values[comm.rank]])
+    assert torch.equal(found, alone[0] + alone[1] + alone[2])

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hvdtrain.engine.make import check_same
 from hvdtrain.errors import LaunchError
 from tests.support.launch import train
-from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
+from tests.support.thread_comm import ThreadComm, per_rank
 
 Made = tuple[nn.Module, Optimizer]
 
@@ -64,19 +64,14 @@ DIFFERENT: dict[str, tuple[Callable[[], Made], str]] = {
 
 @pytest.mark.parametrize("how", DIFFERENT)
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_every_rank_reports_what_differs_and_where(how: str, odd: int) -> None:
+@per_rank(3)
+def test_every_rank_reports_what_differs_and_where(comm: ThreadComm, how: str, odd: int) -> None:
     make, said = DIFFERENT[how]
-
-    def body(comm: ThreadComm) -> str:
-        model, optimizer = make() if comm.rank == odd else _made(Net())
-        with pytest.raises(LaunchError) as caught:
-            check_same(model, optimizer, comm)
-        assert caught.value.everywhere
-        return str(caught.value)
-
-    for text in on_ranks(3, body):
-        assert said in text or odd == 0
-        assert f"rank {odd or 1} is not that of rank 0" in text
+    model, optimizer = make() if comm.rank == odd else _made(Net())
+    with pytest.raises(LaunchError, match=f"rank {odd or 1} is not that of rank 0") as caught:
+        check_same(model, optimizer, comm)
+    assert caught.value.everywhere
+    assert said in str(caught.value) or odd == 0
 
 
 @per_rank(3)

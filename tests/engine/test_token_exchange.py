@@ -11,7 +11,7 @@ from torch import Tensor
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine import token_exchange
 from hvdtrain.engine.token_exchange import TokenExchange, exchange_rows, rows_among, rows_by_comm
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 EXPERTS, WIDTH = 8, 6
 
@@ -93,12 +93,10 @@ def test_where_torch_exchanges_parameters_on_gpus_it_exchanges_activations(
     assert rows.__qualname__.partition(".")[0] == ("rows_by_torch" if by_torch else "rows_by_comm")
 
 
-def test_ranks_that_share_a_gpu_exchange_by_their_communicator() -> None:
+@per_rank(2)
+def test_ranks_that_share_a_gpu_exchange_by_their_communicator(comm: ThreadComm) -> None:
     """NCCL does not support it. Torch has no group of threads."""
-
-    def body(comm: ThreadComm) -> list[float]:
-        comm.through_host = True  # type: ignore[attr-defined]
-        rows = rows_among(comm, [0, 1], ["host", "host"], torch.device("cpu"), "sequences")
-        return exchange_rows(torch.tensor([1.0, 2.0]) + 10 * comm.rank, [1, 1], [1, 1], rows).tolist()
-
-    assert on_ranks(2, body) == [[1, 11], [2, 12]]
+    comm.through_host = True  # type: ignore[attr-defined]
+    rows = rows_among(comm, [0, 1], ["host", "host"], torch.device("cpu"), "sequences")
+    found = exchange_rows(torch.tensor([1.0, 2.0]) + 10 * comm.rank, [1, 1], [1, 1], rows)
+    assert found.tolist() == [1 + comm.rank, 11 + comm.rank]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import named_parameters as _held
@@ -215,28 +216,16 @@ def test_a_gradient_in_flight_is_not_in_p_grad(comm: ThreadComm) -> None:
         reducer.finish()
 
 
-def test_the_plan_is_rank_0s_and_lasts() -> None:
+@per_rank(2)
+def test_the_plan_is_rank_0s_and_lasts(comm: ThreadComm) -> None:
     """Rank 1 would have another order: its layers are used the other way round."""
-
-    def body(comm: ThreadComm) -> object:
-        layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-        reducer = Reducer(lambda: named_parameters(layers), comm, bucket_bytes=1)
-
-        def loss() -> Tensor:
-            x = torch.ones(1, 2)
-            for layer in layers if comm.rank == 0 else reversed(layers):
-                x = layer(x)
-            return x.sum()
-
-        _step(reducer, loss)
-        plans = [reducer.state_dict()[1]["plan"]["buckets"]]
-        _step(reducer, loss)
-        plans.append(reducer.state_dict()[1]["plan"]["buckets"])
-        assert plans[0] == plans[1]
-        return plans[0]
-
-    first, second = on_ranks(2, body)
-    assert first == second == (("2.weight",), ("1.weight",), ("0.weight",))
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    model = nn.ModuleList(layers)
+    reducer = Reducer(lambda: named_parameters(model), comm, bucket_bytes=1)
+    used = nn.Sequential(*(layers if comm.rank == 0 else reversed(layers)))
+    for _ in range(2):
+        _step(reducer, lambda: used(torch.ones(1, 2)).sum())
+        assert reducer.state_dict()[1]["plan"]["buckets"] == (("2.weight",), ("1.weight",), ("0.weight",))
 
 
 @pytest.mark.parametrize(
@@ -247,16 +236,16 @@ def test_the_plan_is_rank_0s_and_lasts() -> None:
     ],
     ids=["of this model", "of another one"],
 )
-def test_a_saved_plan_is_used_from_the_first_step_if_it_fits(saved: list[list[str]], used: list[list[str]]) -> None:
-    def body(comm: ThreadComm) -> list[list[str]]:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        values = {"plan": {"buckets": saved, "sparse": [], "limit_bytes": BUCKET_BYTES}, "ranks": 2}
-        reducer = Reducer(lambda: named_parameters(model), comm)
-        reducer.load_state_dict({}, json.loads(json.dumps(values)))
-        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
-        return [sorted(bucket) for bucket in reducer.parameter_names().values()]
-
-    assert on_ranks(2, body) == [[sorted(bucket) for bucket in used]] * 2
+@per_rank(2)
+def test_a_saved_plan_is_used_from_the_first_step_if_it_fits(
+    comm: ThreadComm, saved: list[list[str]], used: list[list[str]]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    values = {"plan": {"buckets": saved, "sparse": [], "limit_bytes": BUCKET_BYTES}, "ranks": 2}
+    reducer = Reducer(lambda: named_parameters(model), comm)
+    reducer.load_state_dict({}, json.loads(json.dumps(values)))
+    _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+    assert [*map(sorted, reducer.parameter_names().values())] == [*map(sorted, used)]
 
 
 @per_rank(2)
@@ -293,15 +282,14 @@ def test_unlike_parameters_are_named_on_every_rank(comm: ThreadComm) -> None:
     assert "[2, 2]" in str(caught.value.expected) and "[3, 2]" in str(caught.value.found)
 
 
-def test_weight_and_factor_multiply_before_and_after() -> None:
-    def body(comm: ThreadComm) -> list[float]:
-        model = nn.Linear(2, 1, bias=False)
-        reducer = Reducer(lambda: named_parameters(model), comm, weight=0.5, factor=3.0)
-        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+@per_rank(2)
+def test_weight_and_factor_multiply_before_and_after(comm: ThreadComm) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    reducer = Reducer(lambda: named_parameters(model), comm, weight=0.5, factor=3.0)
+    for _ in range(2):
         model.zero_grad()
-        return _step(reducer, lambda: model(torch.ones(1, 2)).sum())[0].tolist()[0]  # type: ignore[no-any-return]
-
-    assert on_ranks(2, body) == [[3.0, 3.0]] * 2
+        (found,) = _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+        assert found.tolist() == [[3.0, 3.0]]
 
 
 @per_rank(2)
@@ -319,19 +307,6 @@ def test_passes_are_counted_where_nobody_announces_them(comm: ThreadComm) -> Non
         torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ranks: int) -> float:
-    """What a rank gets in a step after `state` was loaded and the ranks have changed; its own gradient is 1."""
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression), weight=1 / comm.size, passes=1)
-    plan = {"buckets": [["p"]], "sparse": [], "limit_bytes": BUCKET_BYTES}
-    reducer.load_state_dict(state, {"plan": plan if state else None, "ranks": ranks})
-    reducer.restart(comm, 1 / comm.size, 1.0)
-    parameter.sum().backward()
-    reducer.finish()
-    assert parameter.grad is not None
-    return parameter.grad.mean().item()
-
-
 @pytest.mark.parametrize(
     ("compression", "state", "expected"),
     [
@@ -339,11 +314,18 @@ def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ran
         ("int8", {"p/residual": torch.full((4, 4), 3.0)}, 4.0),
     ],
 )
+@per_rank(2)
 def test_a_rank_that_joins_agrees_with_the_others_and_owes_nothing(
-    compression: str, state: dict[str, Tensor], expected: float
+    comm: ThreadComm, compression: str, state: dict[str, Tensor], expected: float
 ) -> None:
-    got = on_ranks(2, lambda comm: _restarted(comm, compression, {} if comm.rank else state, 2))
-    assert got == pytest.approx([expected] * 2)
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression), weight=0.5, passes=1)
+    plan = {"buckets": [["p"]], "sparse": [], "limit_bytes": BUCKET_BYTES}
+    reducer.load_state_dict({} if comm.rank else state, {"plan": None if comm.rank else plan, "ranks": 2})
+    reducer.restart(comm, 0.5, 1.0)
+    parameter.sum().backward()
+    reducer.finish()
+    torch.testing.assert_close(parameter.grad, torch.full((4, 4), expected))
 
 
 def test_a_parameter_is_full_with_the_last_of_its_passes() -> None:
@@ -352,17 +334,12 @@ def test_a_parameter_is_full_with_the_last_of_its_passes() -> None:
 
 
 def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = watch_buffers(monkeypatch)
-
-    def body(comm: ThreadComm) -> None:
-        model = _model()
-        engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: named_parameters(model), comm))
-        for compression in ("none", "bf16"):
-            engine.set_compression(compression)
-            engine.begin(1)
-            engine.backward(model(_batch(0, 0)).sum())
-            engine.finish()
-            engine.step()
-
-    on_ranks(1, body)
+    alive, model = watch_buffers(monkeypatch), _model()
+    engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: named_parameters(model), SoloComm()))
+    for compression in ("none", "bf16"):
+        engine.set_compression(compression)
+        engine.begin(1)
+        engine.backward(model(_batch(0, 0)).sum())
+        engine.finish()
+        engine.step()
     assert alive == [0, 0]

@@ -32,29 +32,26 @@ def test_residuals_are_told_from_what_was_learned() -> None:
     assert torch.equal(state.tensors["a/powersgd_q"], TENSORS["a/powersgd_q"])
 
 
-def test_a_parameter_that_was_frozen_for_a_while_gets_what_it_is_owed() -> None:
+@per_rank(2)
+def test_a_parameter_that_was_frozen_for_a_while_gets_what_it_is_owed(comm: ThreadComm) -> None:
     """Top-k of one element a step: most of the gradient is owed when the layer freezes."""
-
-    def body(comm: ThreadComm) -> float:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))])
-        reducer = Reducer(
-            lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad], comm, parse("topk:0.01")
-        )
-        total = torch.zeros(8)
-        for step in range(60):
-            model[1].requires_grad_(not 10 <= step < 20)
-            model.zero_grad()
-            reducer.begin()
-            reducer.collect()
-            scale = 1.0 if step < 10 else 0.0
-            sum((p * scale).sum() for p in model if p.requires_grad).backward()  # type: ignore[union-attr]
-            reducer.finish()
-            if model[1].grad is not None:
-                total += model[1].grad
-            reducer.commit(applied=True)
-        return float(total.sum())
-
-    assert on_ranks(2, body) == [2 * 8 * 10.0] * 2
+    model = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))])
+    reducer = Reducer(
+        lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad], comm, parse("topk:0.01")
+    )
+    total = torch.zeros(8)
+    for step in range(60):
+        model[1].requires_grad_(not 10 <= step < 20)
+        model.zero_grad()
+        reducer.begin()
+        reducer.collect()
+        scale = 1.0 if step < 10 else 0.0
+        sum((p * scale).sum() for p in model if p.requires_grad).backward()  # type: ignore[union-attr]
+        reducer.finish()
+        if model[1].grad is not None:
+            total += model[1].grad
+        reducer.commit(applied=True)
+    assert float(total.sum()) == 2 * 8 * 10.0
 
 
 def _owing(comm: ThreadComm, weight: float) -> tuple[dict[str, Tensor], dict[str, object], Tensor]:
@@ -138,16 +135,14 @@ def test_one_rank_alone_delivers_what_several_owe() -> None:
     assert torch.equal(engine.finish()[0], torch.full((8,), 2.0))
 
 
-def test_a_switch_of_compression_shares_what_is_owed_so_that_it_can_be_saved() -> None:
-    def body(comm: ThreadComm) -> Tensor:
-        parameter = nn.Parameter(torch.zeros(8))
-        reducer = Reducer(lambda: [("p", parameter)], comm, parse("topk:0.01"))
-        _step(reducer, parameter, torch.arange(8.0) * comm.rank)
-        reducer.switch(parse("none"))
-        return reducer.state_dict()[0]["p/residual"].clone()
-
-    one, other = on_ranks(2, body)
-    assert torch.equal(one, other) and one.count_nonzero()
+@per_rank(2)
+def test_a_switch_of_compression_shares_what_is_owed_so_that_it_can_be_saved(comm: ThreadComm) -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    reducer = Reducer(lambda: [("p", parameter)], comm, parse("topk:0.01"))
+    _step(reducer, parameter, torch.arange(8.0) * comm.rank)
+    reducer.switch(parse("none"))
+    owed = reducer.state_dict()[0]["p/residual"]
+    assert owed.count_nonzero() and torch.equal(comm.allreduce(owed.clone(), name="test").wait(), 2 * owed)
 
 
 def test_a_saved_plan_for_another_bucket_size_is_rebuilt() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hvdtrain import Task
-from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.errors import LostStateError
-from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
+from tests.laws.test_workers import task_builder
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
 
@@ -27,21 +24,7 @@ STEPS = 20
 
 def _task(optimizer: str) -> Any:
     """Of its parameters, rank 1 of 4 owns none."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
-    data = torch.utils.data.TensorDataset(torch.randn(60, 6))
-
-    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
-        return (model(batch[0])[:, 0] - batch[0].sum(1)).square().sum(), len(batch[0])
-
-    def build() -> Task:
-        own = copy.deepcopy(model)
-        if optimizer == "Muon":
-            return Task(own, loss, data, optimizer=make_optimizer(own, OptimizerConfig("muon", 1e-3)))
-        kind = getattr(torch.optim, optimizer)
-        return Task(own, loss, data, optimizer=kind(own.parameters(), lr=1e-3))
-
-    return build
+    return task_builder(optimizer, width=300, lr=1e-3)
 
 
 def _train(

@@ -18,6 +18,7 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
 from hvdtrain.state.pieces import StateDict
 from tests.laws.test_laws import check_same, record
+from tests.support import own_loops
 from tests.support.gallery import LANGUAGE, TOY, Recorded
 from tests.support.thread_comm import ThreadComm, per_rank
 
@@ -53,35 +54,26 @@ class SignOfMean(Optimizer):
                     parameter.data.sub_(parameter.grad / (1e-3 + parameter.grad.norm()), alpha=group["lr"])
 
 
-class Stack(nn.Module):
-    """Blocks; a bias that is used before its module runs, a scale that no module owns alone, a tied head."""
+def _muon(parameters: list[nn.Parameter]) -> Optimizer:
+    """Muon of the matrices of the layers; the embedding is divided."""
+    matrices = [p for p in parameters if p.dim() == 2 and len(p) < 400]
+    rest = [p for p in parameters if not any(p is m for m in matrices)]
+    return Muon([{"params": matrices, "matrices": True}, {"params": rest}], lr=2e-3)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 256)
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-        self.norm = nn.LayerNorm(256)
-        self.unused = nn.Linear(7, 7)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.attention = nn.MultiheadAttention(256, 2, batch_first=True)
-        self.images = nn.Conv2d(3, 8, 3)
-        self.images.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x) + self.layers[2].bias * self.scale
-        h = h + self.images(h[:, :3, :9].unsqueeze(3).expand(-1, -1, -1, 9)).mean()
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return self.norm(h) @ self.embedding.weight.t()
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    **own_loops.OPTIMIZERS,
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "whole tensors": SignOfMean,
+    "muon": lambda p: _muon([*p]),
+}
 
 
 def _stack(make: Callable[[Any], Optimizer], sparse: bool = False) -> Callable[[int], Task]:
     def build(rank: int) -> Task:
-        torch.manual_seed(3)
-        model = Stack()
+        model = own_loops.Model()
         model.embedding.sparse = sparse
-        data = torch.randint(0, 1000, (64, 6))
+        data = torch.randint(0, 400, (64, 6))
 
         def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
             logits = model(batch[0][:, :-1])
@@ -90,23 +82,6 @@ def _stack(make: Callable[[Any], Optimizer], sparse: bool = False) -> Callable[[
         return Task(model, loss, torch.utils.data.TensorDataset(data), optimizer=make(model.parameters()))
 
     return build
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
-    "whole tensors": SignOfMean,
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "muon": lambda p: _muon([*p]),
-}
-
-
-def _muon(parameters: list[nn.Parameter]) -> Optimizer:
-    """Muon of the matrices of `Stack`, as stacks of matrices and whole; the embedding is divided."""
-    matrices = [p for p in parameters if p.dim() == 2 and len(p) < 1000]
-    rest = [p for p in parameters if not any(p is m for m in matrices)]
-    return Muon([{"params": matrices, "matrices": True}, {"params": rest}], lr=2e-3)
 
 
 FAST = [("adamw", "fp32"), ("adamw", "fp16")]

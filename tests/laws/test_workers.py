@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.compression.table import parse_outer
 from hvdtrain.config.parse import parse_argv
+from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.config.sync import OuterPlan, outer_plan
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.outer import divide
@@ -28,6 +29,7 @@ from hvdtrain.state.pieces import StateDict
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.run import load
+from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
@@ -47,12 +49,12 @@ class _Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(30))
+        self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, values: Tensor) -> Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean(0)
+            self.mean = 0.9 * self.mean + 0.1 * values.detach().mean()
             self.calls += 1
         return values
 
@@ -66,9 +68,10 @@ class _Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def task_builder(optimizer: str = "AdamW") -> Any:
+def task_builder(optimizer: str = "AdamW", width: int = 30, lr: float = 1e-2) -> Any:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 30), _Mean(), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
+    inner = (nn.Linear(6, width), _Mean(), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+    model = nn.Sequential(*inner, nn.Linear(width, 1))
     data = torch.utils.data.TensorDataset(torch.randn(60, 6))
 
     def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
@@ -76,8 +79,10 @@ def task_builder(optimizer: str = "AdamW") -> Any:
 
     def build() -> Task:
         own = copy.deepcopy(model)
+        if optimizer == "Muon":
+            return Task(own, loss, data, data, optimizer=make_optimizer(own, OptimizerConfig("muon", lr)))
         kind = _Counting if optimizer == "counting" else getattr(torch.optim, optimizer)
-        return Task(own, loss, data, data, optimizer=kind(own.parameters(), lr=1e-2))
+        return Task(own, loss, data, data, optimizer=kind(own.parameters(), lr=lr))
 
     return build
 

@@ -42,6 +42,11 @@ def _called(model: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
     return [(f"{name}/{n}", p) for n, p in model.named_parameters()]
 
 
+def _made(hvd: Any, name: str, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = _model()
+    return model, hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), **options)
+
+
 def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 1, generator=generator)
@@ -69,8 +74,7 @@ def _train(
 
 
 def plain(hvd: Any, name: str) -> nn.Module:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    model, optimizer = _made(hvd, name)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     return _train(hvd, model, optimizer)
@@ -82,18 +86,12 @@ def of_adamw_without_names(hvd: Any, name: str) -> nn.Module:
     return _train(hvd, model, optimizer, clear=model.zero_grad)
 
 
-def _with_options(hvd: Any, name: str, **options: Any) -> nn.Module:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), **options)
-    return _train(hvd, model, optimizer)
-
-
 def fp16_compression(hvd: Any, name: str) -> nn.Module:
-    return _with_options(hvd, name, compression=hvd.Compression.fp16)
+    return _train(hvd, *_made(hvd, name, compression=hvd.Compression.fp16))
 
 
 def a_minimum(hvd: Any, name: str) -> nn.Module:
-    return _with_options(hvd, name, op=hvd.Min)
+    return _train(hvd, *_made(hvd, name, op=hvd.Min))
 
 
 def groups_of_parameters(hvd: Any, name: str) -> nn.Module:
@@ -128,8 +126,7 @@ def sparse_as_dense(hvd: Any, name: str) -> nn.Module:
 
 
 def clipping(hvd: Any, name: str) -> nn.Module:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    model, optimizer = _made(hvd, name)
     for step in range(STEPS):
         optimizer.zero_grad()
         _loss(model, hvd.rank(), step).backward()
@@ -142,8 +139,8 @@ def clipping(hvd: Any, name: str) -> nn.Module:
 
 def accumulation(hvd: Any, name: str) -> nn.Module:
     """Of a number of passes that changes in both directions."""
-    model, counts = _model(), (3, 3, 1, 1, 2, 2)
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), backward_passes_per_step=3)
+    counts = (3, 3, 1, 1, 2, 2)
+    model, optimizer = _made(hvd, name, backward_passes_per_step=3)
     for step, passes in enumerate(counts):
         if step and passes != counts[step - 1]:
             optimizer.set_backward_passes_per_step(passes)
@@ -156,8 +153,7 @@ def accumulation(hvd: Any, name: str) -> nn.Module:
 
 def mixed_precision(hvd: Any, name: str) -> nn.Module:
     """With a step whose gradients overflow: the scaler skips it."""
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    model, optimizer = _made(hvd, name)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -235,8 +231,7 @@ def ranks_that_join(hvd: Any, name: str) -> nn.Module:
 
 def a_flat_buffer_of_the_users(hvd: Any, name: str) -> nn.Module:
     """Gradients lie in it, and the update is made of it."""
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    model, optimizer = _made(hvd, name)
     parameters = list(model.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters))
     pieces = flat.split([p.numel() for p in parameters])
@@ -254,8 +249,7 @@ def a_flat_buffer_of_the_users(hvd: Any, name: str) -> nn.Module:
 
 def gradients_that_are_kept(hvd: Any, name: str) -> nn.Module:
     """Each step follows those of the step before, too."""
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    model, optimizer = _made(hvd, name)
     kept: list[Tensor] = []
     for step in range(STEPS):
         model.zero_grad()
@@ -487,18 +481,14 @@ def test_some_of_the_ranks(several: Any) -> None:
 
 
 def test_compression_carries_on_over_a_checkpoint(hvd: Any, job: Comm) -> None:
-    def make() -> tuple[nn.Module, Any]:
-        model = _model()
-        return model, hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), compression="powersgd:1")
-
-    first, optimizer = make()
+    first, optimizer = _made(hvd, "first", compression="powersgd:1")
     _train(hvd, first, optimizer, range(3))
     saved = copy.deepcopy([first.state_dict(), optimizer.state_dict(), optimizer.exchange_state_dict()])
     for name, tensor in sorted(saved[2]["tensors"].items()):
         rows = job.allgather(tensor.reshape(1, -1), name="carried").wait()
         assert all(torch.equal(row, rows[0]) for row in rows), f"{name} is not the same on all ranks"
     _train(hvd, first, optimizer, range(3, 6))
-    second, resumed = make()
+    second, resumed = _made(hvd, "first", compression="powersgd:1")
     second.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     resumed.load_exchange_state_dict(saved[2])

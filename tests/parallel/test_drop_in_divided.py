@@ -32,6 +32,12 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def _made(hvd: Any, **options: Any) -> tuple[nn.Module, Any]:
+    model = _model()
+    options = {"shard": "optimizer", **options}
+    return model, hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), **options)
+
+
 def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randint(0, 500, (8,), generator=torch.Generator().manual_seed(1000 * rank + step))
     loss: Tensor = (model(x) - 1).pow(2).mean()
@@ -125,8 +131,7 @@ def test_a_state_is_loaded_on_every_rank(hvd: Any, job: Comm) -> None:
     """Training resumes as if it was not interrupted, and a state on one rank alone is refused by all."""
     _, model, optimizer = _train(hvd, "optimizer")
     state = hvd.broadcast_object(optimizer.gather_state_dict(), root_rank=0)
-    copy = _model()
-    resumed = hvd.DistributedOptimizer(_adamw(copy), copy.named_parameters(), shard="optimizer")
+    copy, resumed = _made(hvd)
     copy.load_state_dict(model.state_dict())
     resumed.load_state_dict(state)
     hvd.broadcast_optimizer_state(resumed, root_rank=0)
@@ -164,20 +169,18 @@ def test_what_shard_does_not_support(hvd: Any) -> None:
         ("invalid shard", {"shard": "parameters"}),
     ]
     for message, options in refused:
-        model = _model()
         with pytest.raises(ConfigError, match=message):
-            hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), **{"shard": "optimizer", **options})
+            _made(hvd, **options)
 
 
 def test_an_elastic_job_is_refused_and_so_is_its_state(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), shard="optimizer")
+    model, optimizer = _made(hvd)
     with pytest.raises(TaskError, match="TorchState"):
         hvd.elastic.TorchState(model=model, optimizer=optimizer)
     module = importlib.import_module("hvdtrain.torch.optimizer")
     monkeypatch.setattr(module, "info", dataclasses.replace(module.info, variables={"HOROVOD_ELASTIC": "1"}))
     with pytest.raises(ConfigError, match="an elastic job"):
-        hvd.DistributedOptimizer(_adamw(_model()), shard="optimizer")
+        _made(hvd)
 
 
 def test_ranks_of_a_set(hvd: Any, job: Comm) -> None:
@@ -186,15 +189,11 @@ def test_ranks_of_a_set(hvd: Any, job: Comm) -> None:
     several = hvd.add_process_set(range(1, job.size)) if job.size > 2 else hvd.global_process_set
     try:
         for refused in (alone, several) if hvd.rank() == 0 and job.size > 2 else (alone,):
-            model = _model()
             with pytest.raises(ConfigError, match="2 or more ranks"):
-                hvd.DistributedOptimizer(
-                    _adamw(model), model.named_parameters(), process_set=refused, shard="optimizer"
-                )
+                _made(hvd, process_set=refused)
         found = []
         for shard in ("none", "optimizer") if several.included() else ():
-            model = _model()
-            optimizer = hvd.DistributedOptimizer(_adamw(model), process_set=several, shard=shard)
+            model, optimizer = _made(hvd, process_set=several, shard=shard)
             if shard != "none":
                 hvd.broadcast_optimizer_state(optimizer, root_rank=several.ranks[-1])
                 with pytest.raises(ConfigError, match="root_rank"):
@@ -210,8 +209,7 @@ def test_ranks_of_a_set(hvd: Any, job: Comm) -> None:
 
 
 def test_ranks_that_join_are_refused(hvd: Any, job: Comm) -> None:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_adamw(model), model.named_parameters(), shard="optimizer")
+    model, optimizer = _made(hvd)
     if hvd.rank() == 0:
         with pytest.raises(JoinedError, match="takes part only in sums"):
             _loss(model, 0, 0).backward()

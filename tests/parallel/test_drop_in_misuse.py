@@ -30,6 +30,11 @@ def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss
 
 
+def _made(hvd: Any, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = _model()
+    return model, hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), **options)
+
+
 def _train(model: nn.Module, optimizer: Any, job: Comm, steps: Sequence[int]) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -64,8 +69,7 @@ def test_parameters_freed_between_steps_are_exchanged_at_once(hvd: Any, job: Com
 
 
 def test_a_rank_may_idle_after_a_step_that_was_left_out(hvd: Any, job: Comm) -> None:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model))
+    model, optimizer = _made(hvd)
     for step in range(4):
         optimizer.zero_grad()
         if step != 2 or job.rank == 0:
@@ -78,8 +82,7 @@ def test_a_rank_may_idle_after_a_step_that_was_left_out(hvd: Any, job: Comm) -> 
 
 
 def test_a_state_loaded_on_one_rank_leaves_the_buckets_agreed(hvd: Any, job: Comm) -> None:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model))
+    model, optimizer = _made(hvd)
     _train(model, optimizer, job, range(2))
     if job.rank == 0:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -135,8 +138,7 @@ def test_a_scaler_unscales_what_is_summed(hvd: Any, job: Comm, unscale: bool, vi
 @pytest.mark.parametrize("change", ["clip", "clear", "replace"])
 def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change: str) -> None:
     """The optimizer refuses to clear them, and a step with others."""
-    model = _model()
-    optimizer = several.DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
+    model, optimizer = _made(several)
     for step in range(2):
         _loss(model, job.rank, step).backward()
         with pytest.raises(TaskError, match="being exchanged"):
@@ -154,8 +156,7 @@ def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change:
 
 
 def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm) -> None:
-    model = _model()
-    optimizer = several.DistributedOptimizer(_sgd(model), compression="int8")
+    model, optimizer = _made(several, compression="int8")
     _train(model, optimizer, job, range(2))
     if job.rank == 0:
         with pytest.raises(JoinedError, match="takes part only in sums") as caught:
@@ -172,8 +173,7 @@ def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm)
 
 @pytest.mark.parametrize("compression", ["fp16", "powersgd:1"])
 def test_what_compression_learned_while_others_had_joined_is_forgotten(hvd: Any, job: Comm, compression: str) -> None:
-    model = _model()
-    optimizer = hvd.DistributedOptimizer(_sgd(model), compression=compression)
+    model, optimizer = _made(hvd, compression=compression)
     for batches in (2 + 3 * (job.rank == 0), 4):
         for step in range(batches):
             optimizer.zero_grad()

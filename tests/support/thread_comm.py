@@ -210,13 +210,15 @@ def per_rank(size: int = 0) -> Callable[[Callable[..., None]], Callable[..., Non
     """Let each of `size` ranks run a test, which gets its `comm`; 0: as many as the test's parameter `size` says."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        whole = inspect.signature(test)
+        own = whole.replace(parameters=[each for name, each in whole.parameters.items() if name != "comm"])
+
         @functools.wraps(test)
-        def run(**arguments: Any) -> None:
+        def run(*given: Any, **named: Any) -> None:
+            arguments = own.bind(*given, **named).arguments
             on_ranks(size or arguments["size"], lambda comm: test(comm=comm, **arguments))
 
-        signature = inspect.signature(test)
-        others = [parameter for name, parameter in signature.parameters.items() if name != "comm"]
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        run.__signature__ = own  # type: ignore[attr-defined]
         return run
 
     return decorate
