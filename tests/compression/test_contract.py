@@ -124,7 +124,7 @@ def _loss(compression: Compression, size: int) -> float:
     return losses[0]
 
 
-_STEPS, _LR = 800, 0.01
+_STEPS, _LR = 500, 0.01
 """Where 1% of a gradient travels at a time, elements wait for 100 steps: the learning rate has to be below 1/100."""
 
 

@@ -19,6 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.balance import Balance, make_balance, speed_shares
 from hvdtrain.verify.data import verify_data
+from tests.laws.test_laws import UNOBSERVED
 from tests.laws.test_workers import task_builder
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
@@ -115,7 +116,7 @@ def recorded_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1)),), make: Any = None) -> Recorded:
     own = ["--train.global_batch=16", "--train.micro_batch=1", f"--train.steps={STEPS}", "--checkpoint.every=16"]
-    own += ["--observe.tensorboard=false", "--elastic.loss_s=1e9", f"--run_dir={folder / 'run'}"]
+    own += [*UNOBSERVED, "--elastic.loss_s=1e9", f"--run_dir={folder / 'run'}"]
     train_in_rounds(*own, *options, plan=plan, build=make or task_builder())
     return Recorded(folder, 0, "", "")
 

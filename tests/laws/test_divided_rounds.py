@@ -15,6 +15,7 @@ import torch
 from hvdtrain import Task
 from hvdtrain.errors import LostStateError
 from hvdtrain.verify.data import verify_data
+from tests.laws.test_laws import UNOBSERVED
 from tests.laws.test_workers import task_builder
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
@@ -38,7 +39,7 @@ def _train(
     folder.mkdir(exist_ok=True)
     options = ("--train.global_batch=12", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=5")
     options += (f"--parallel.compression={compression}",)
-    options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", "--observe.tensorboard=false")
+    options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", *UNOBSERVED)
     options += ("--memory.offload=optimizer",) if shard == "optimizer" else ()
     train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=build or _task(optimizer))
     return Recorded(folder, 0, "", "")

@@ -20,12 +20,14 @@ from tests.support.thread_job import train_on_threads
 
 SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
 SIZES = (1, 2, 3, 5, 8)
+UNOBSERVED = ("--observe.timeline=off", "--observe.tensorboard=false")
+"""What takes as long as a short training, and changes no curve."""
 
 
 def record(folder: Path, *options: str, size: int = 1, build: Callable[[int], Task] | None = None) -> Recorded:
     """Train on threads, in `run` of a folder."""
     folder.mkdir(exist_ok=True)
-    train_on_threads(*options, f"--run_dir={folder / 'run'}", size=size, build=build)
+    train_on_threads(*UNOBSERVED, *options, f"--run_dir={folder / 'run'}", size=size, build=build)
     return Recorded(folder, 0, "", "")
 
 

@@ -81,7 +81,7 @@ def test_waits_for_activations_are_a_part_of_the_step(mesh: str, gallery: Galler
 @pytest.mark.parametrize(("mesh", "copies"), [("tp2", {1}), ("ep2", {1, 2}), ("cp2", {2}), ("pp2", {1})])
 def test_what_predictions_need_is_recorded(mesh: str, copies: set[int], gallery: Gallery, tmp_path: Path) -> None:
     """Rank 0 has a part of some parameters, or of the layers."""
-    whole = _gradients(train_whole(tmp_path, common=DIVIDED))
+    whole = _gradients(train_whole(tmp_path, "--observe.timeline=auto", common=DIVIDED))
     found = _gradients(_recorded(gallery, f"two/{mesh}/latent"))
     assert {each["copies"] for each in found["parameters"]} == copies
     assert len(found["steps"]) == 2  # of six

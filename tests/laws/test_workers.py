@@ -31,6 +31,7 @@ from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.run import load
 from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
+from tests.laws.test_laws import UNOBSERVED
 from tests.support.gallery import Recorded
 from tests.support.thread_rounds import Period, train_in_rounds
 
@@ -93,7 +94,7 @@ def _train(
     """Train with 4 workers, one of which has one micro-batch of a step, and the others two."""
     folder.mkdir(exist_ok=True)
     own = ["--train.global_batch=14", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=8"]
-    own += ["--parallel.workers=4", "--elastic.loss_s=1e9", "--observe.tensorboard=false"]
+    own += ["--parallel.workers=4", "--elastic.loss_s=1e9", *UNOBSERVED]
     make = build or task_builder(optimizer)
     train_in_rounds(*own, f"--run_dir={folder / 'run'}", *options, plan=plan, build=make)
     return Recorded(folder, 0, "", "")
@@ -340,7 +341,7 @@ def test_parameters_that_are_frozen_later_are_refused(tmp_path: Path) -> None:
 
 def test_the_report_has_the_outer_steps(tmp_path: Path) -> None:
     """Of 24 steps, 3 are synchronous; then there is one after 6 steps each, and at the end."""
-    found = _train(tmp_path / "run", _ranks(2), options=METHODS["diloco, int8"])
+    found = _train(tmp_path, _ranks(2), options=(*METHODS["diloco, int8"], "--observe.timeline=auto"))
     events = found.events("outer_step")
     assert [event["at_step"] for event in events] == [9, 15, 21, 24]
     # Evaluations are due after every 8 steps; the shared parameters have gained these steps only later.
