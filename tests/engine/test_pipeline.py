@@ -161,7 +161,7 @@ def test_an_embedding_after_the_blocks_is_refused() -> None:
     for takes in (False, True):
         model = After()
         model.takes_embeddings = takes  # type: ignore[assignment]
-        task = with_stages(Task(model, _loss, [1]), _stage(model, 1, link=ECHO))
+        task = _staged(model, _stage(model, 1, link=ECHO))
         refused = pytest.raises(TaskError, match="it uses an embedding after the blocks")
         with contextlib.nullcontext() if takes else refused, torch.no_grad():
             task.loss(model, torch.tensor([1, 2]))
@@ -223,7 +223,7 @@ def _half(ids: Tensor, x: Tensor) -> Tensor:
 def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, what: str) -> None:
     model = Model(given)
     stage = _stage(model, rank)
-    call = partial(with_stages(Task(model, _loss, [1]), stage).loss, model, torch.tensor([1, 2]))
+    call = partial(_staged(model, stage).loss, model, torch.tensor([1, 2]))
     with pytest.raises(TaskError, match=what):
         stage.begin(call)
         call()
@@ -232,7 +232,7 @@ def test_a_block_gets_nothing_else_from_earlier_stages(given: Any, rank: int, wh
 def test_what_follows_from_the_ids_is_the_same_on_all_stages() -> None:
     model = Model(lambda ids, x: (torch.arange(len(ids)), ids.to(x)))
     stage = _stage(model, 1)
-    call = partial(with_stages(Task(model, _loss, [1]), stage).loss, model, torch.tensor([1, 2]))
+    call = partial(_staged(model, stage).loss, model, torch.tensor([1, 2]))
     seen, after = [], []
     model.embedding.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model.head.register_forward_hook(lambda module, inputs, output: after.append(output))
@@ -244,6 +244,10 @@ def test_what_follows_from_the_ids_is_the_same_on_all_stages() -> None:
 
 def _loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, float]:
     return model(batch).sum(), float(len(batch))
+
+
+def _staged(model: nn.Module, stage: Stage) -> Task:
+    return with_stages(Task(model, _loss, [1]), stage)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_ranks_have_every_other_group_of_blocks() -> None:
     seen: list[int] = []
     for number, block in enumerate(model.blocks):
         block.linear.register_forward_pre_hook(lambda *_, number=number: seen.append(number))  # type: ignore[union-attr,operator]
-    found = with_stages(Task(model, _loss, [1]), stage)
+    found = _staged(model, stage)
     with torch.no_grad():
         loss, weight = found.loss(model, torch.tensor([1, 2]))  # an evaluation runs both
     assert seen == [1, 3] and weight == 2 and loss != 0 and sent == [("onward/around", 0)] and stage.chunk is None

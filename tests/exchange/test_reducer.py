@@ -228,20 +228,24 @@ def test_the_plan_is_rank_0s_and_lasts(comm: ThreadComm) -> None:
         assert reducer.state_dict()[1]["plan"]["buckets"] == (("2.weight",), ("1.weight",), ("0.weight",))
 
 
+SAVED = [["0.weight", "1.bias"], ["0.bias", "1.weight"]]
+TOGETHER = [[name for bucket in SAVED for name in bucket]]
+
+
 @pytest.mark.parametrize(
-    ("saved", "used"),
+    ("saved", "limit_bytes", "used"),
     [
-        ([["1.bias", "0.weight"], ["1.weight", "0.bias"]], [["1.bias", "0.weight"], ["1.weight", "0.bias"]]),
-        ([["1.bias", "0.weight"], ["1.weight", "stranger"]], [["1.bias", "1.weight", "0.bias", "0.weight"]]),
+        (SAVED, BUCKET_BYTES, SAVED),
+        ([*SAVED, ["of another model"]], BUCKET_BYTES, TOGETHER),
+        (SAVED, BUCKET_BYTES - 1, TOGETHER),
     ],
-    ids=["of this model", "of another one"],
 )
 @per_rank(2)
 def test_a_saved_plan_is_used_from_the_first_step_if_it_fits(
-    comm: ThreadComm, saved: list[list[str]], used: list[list[str]]
+    comm: ThreadComm, saved: list[list[str]], limit_bytes: int, used: list[list[str]]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    values = {"plan": {"buckets": saved, "sparse": [], "limit_bytes": BUCKET_BYTES}, "ranks": 2}
+    values = {"plan": {"buckets": saved, "sparse": [], "limit_bytes": limit_bytes}, "ranks": 2}
     reducer = Reducer(lambda: named_parameters(model), comm)
     reducer.load_state_dict({}, json.loads(json.dumps(values)))
     _step(reducer, lambda: model(torch.ones(1, 2)).sum())

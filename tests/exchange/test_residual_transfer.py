@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -143,21 +141,3 @@ def test_a_switch_of_compression_shares_what_is_owed_so_that_it_can_be_saved(com
     reducer.switch(parse("none"))
     owed = reducer.state_dict()[0]["p/residual"]
     assert owed.count_nonzero() and torch.equal(comm.allreduce(owed.clone(), name="test").wait(), 2 * owed)
-
-
-def test_a_saved_plan_for_another_bucket_size_is_rebuilt() -> None:
-    def body(comm: ThreadComm, saved: dict[str, Any] | None, limit: int) -> dict[str, Any]:
-        named = [(f"p{n}", nn.Parameter(torch.zeros(64))) for n in range(4)]
-        reducer = Reducer(lambda: named, comm, bucket_bytes=limit)
-        if saved is not None:
-            reducer.load_state_dict({}, saved)
-        reducer.begin()
-        reducer.collect()
-        sum(p.sum() for _, p in named).backward()  # type: ignore[union-attr]
-        reducer.finish()
-        return reducer.state_dict()[1]
-
-    large = on_ranks(2, lambda comm: body(comm, None, 1 << 20))[0]
-    assert len(large["plan"]["buckets"]) == 1
-    assert len(on_ranks(2, lambda comm: body(comm, large, 512))[0]["plan"]["buckets"]) == 2
-    assert on_ranks(2, lambda comm: body(comm, large, 1 << 20))[0] == large

@@ -131,16 +131,6 @@ def test_law_1_with_dropout_and_uneven_micro_batches(
     assert divided.losses() == pytest.approx(alone(options).losses(), rel=2e-6)
 
 
-def test_gradients_of_one_pass_are_summed_as_those_of_all(tmp_path: Path) -> None:
-    """The ranks have one micro-batch each: then both ways of dividing have the same bits."""
-    options = (*LANGUAGE, "--train.micro_batch=4")
-    optimizer, gradients = (
-        record(tmp_path / shard, *options, f"--parallel.shard={shard}", size=2) for shard in ("optimizer", "gradients")
-    )
-    assert gradients.losses() == optimizer.losses()
-    _equal(gradients.state(), optimizer.state())
-
-
 class Triple(torch.autograd.Function):
     """A function that calls no operation of torch with the parameter itself."""
 
