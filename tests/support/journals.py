@@ -1,4 +1,4 @@
-"""Run folders with journals as training writes them, without training."""
+"""Run folders with journals as training writes them, without training; and what the journal of a run records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.observe.past_journal import read_journal, read_steps
 
 BEGIN_S = 1e9
 FACTS = {
@@ -60,3 +62,13 @@ class FakeRun:
         if end:
             self.write({"event": end, "at_step": after + len(losses), "time": self.now_s})
         return self
+
+
+def read_events(run: Path | str, name: str) -> list[dict[str, Any]]:
+    """Return the events of a run that have this name."""
+    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == name]
+
+
+def read_losses(run: Path | str) -> list[float]:
+    """Return the loss of each step."""
+    return [line["loss"] for line in read_steps(Path(run, "journal.jsonl")).values()]

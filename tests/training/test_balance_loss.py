@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from hvdtrain.training.loop.router_loads import routers_of
 from tests.laws.test_fsdp import check_equal
 from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
-from tests.support.thread_job import train_on_threads
 
 BALANCED = (*DIVIDED, "--train.balance_loss=0.05", "--train.router_bias=0")
 
@@ -64,39 +63,31 @@ def test_the_formula(sigmoid: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--memory.checkpointing=selective",), ("--parallel.shard=gradients",)])
-def test_parameters_do_not_depend_on_ranks_and_micro_batches(options: tuple[str, ...], tmp_path: Path) -> None:
-    found = []
-    for number, (size, micro_batch) in enumerate([(1, 2), (2, 1), (3, 2)]):
-        run = tmp_path / str(number) / "run"
-        shard = options if size > 1 else tuple(each for each in options if "shard" not in each)
-        train_on_threads(*BALANCED, *shard, f"--train.micro_batch={micro_batch}", f"--run_dir={run}", size=size)
-        found.append(Recorded(tmp_path / str(number), 0, "", ""))
-    for each in found[1:]:
-        check_equal(found[0], each)
+def test_parameters_do_not_depend_on_ranks_and_micro_batches(
+    options: tuple[str, ...], trained: Callable[..., Recorded]
+) -> None:
+    one = trained("1", *BALANCED, *(each for each in options if "shard" not in each), size=1)
+    for size, micro_batch in ((2, 1), (3, 2)):
+        check_equal(one, trained(str(size), *BALANCED, *options, f"--train.micro_batch={micro_batch}", size=size))
 
 
-def test_it_changes_the_router_and_no_loss_that_is_shown(tmp_path: Path) -> None:
-    found = []
-    for name, options in (("with", BALANCED), ("without", (*BALANCED, "--train.balance_loss=0"))):
-        train_on_threads(*options, f"--run_dir={tmp_path / name / 'run'}", size=1)
-        found.append(Recorded(tmp_path / name, 0, "", ""))
+def test_it_changes_the_router_and_no_loss_that_is_shown(trained: Callable[..., Recorded]) -> None:
+    found = [trained(weight, *BALANCED, f"--train.balance_loss={weight}", size=1) for weight in ("0.05", "0")]
     assert found[0].losses()[0] == found[1].losses()[0] and found[0].losses() != found[1].losses()
     routers = [each.state().tensors["model"]["model.layers.1.mlp.gate.weight"] for each in found]
     assert (routers[0] - routers[1]).norm() > 1e-3 * routers[1].norm()
 
 
-def test_hooks_go_with_the_run(tmp_path: Path) -> None:
+def test_training_leaves_no_hooks(trained: Callable[..., Recorded]) -> None:
+    """Nor do biases. A program goes on with its model, and an elastic job begins another round with it."""
     task = divided()
-    train_on_threads(*BALANCED, f"--run_dir={tmp_path / 'run'}", size=1, build=lambda rank: task)
+    trained("one", *DIVIDED, "--train.balance_loss=0.05", size=1, build=lambda rank: task)
     assert not any(module._forward_hooks for module in task.model.modules())
 
 
 def test_what_it_does_not_support_is_refused() -> None:
     model: Any = divided().model
-    for dimensions, compiled, option in (
-        (Dimensions(cp=2), False, "cp"),
-        (Dimensions(), True, "compile"),
-    ):
+    for dimensions, compiled, option in ((Dimensions(cp=2), False, "cp"), (Dimensions(), True, "compile")):
         with pytest.raises(ConfigError, match=f"--train.balance_loss does not support --(parallel|train).{option}"):
             make_balance_loss(model, 0.1, dimensions, compiled=compiled)
     with pytest.raises(TaskError, match="no routers"):
@@ -113,8 +104,7 @@ def test_what_it_does_not_support_is_refused() -> None:
     with imagined_ranks(16, 15):  # FSDP gives this rank no rows of 8
         mesh = DeviceMesh("cpu", range(16))
         for router in routers_of(model).values():
-            rows = DTensor.from_local(
-                torch.empty(0, 32), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 32)), stride=(32, 1)
-            )
+            whole = {"shape": torch.Size((8, 32)), "stride": (32, 1)}
+            rows = DTensor.from_local(torch.empty(0, 32), mesh, [Shard(0)], run_check=False, **whole)
             router.weight = nn.Parameter(rows)
         assert make_balance_loss(model, 0.1, Dimensions(), compiled=False) is not None

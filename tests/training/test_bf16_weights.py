@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
-from hvdtrain.training.loop.compiled import compile_blocks
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK, VARIANTS, Stack
-from tests.support.thread_job import train_on_threads
 
 LOW = "--precision=bf16-weights"
 TOKENS = torch.arange(12).view(2, 6)
@@ -132,47 +129,17 @@ def test_modules_that_need_more(kind: str) -> None:
     assert {id(weight) for weight in flat} <= {id(p) for p in model.parameters()}
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
-def test_compiled_blocks_are_not_compiled_again_for_new_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, **more: compile_(*given, **{**more, "backend": backend}))
-    torch._dynamo.reset()
-    model = _stack()
-    weights = Bf16Weights(model)
-    compile_blocks(model)
-    counts = []
-    for _ in range(3):
-        with weights():
-            model(TOKENS).sum().backward()
-        counts.append(len(graphs))
-    torch._dynamo.reset()
-    assert counts[0] > 0 and counts == counts[:1] * 3
-
-
-def _train(folder: Path, *options: str, size: int) -> Recorded:
-    folder.mkdir(exist_ok=True)
-    train_on_threads(*STACK, LOW, *options, f"--run_dir={folder / 'run'}", size=size)
-    return Recorded(folder, 0, "", "")
-
-
 @pytest.mark.parametrize("variant", ["uneven", "idle", "adagrad"])
-def test_laws_1_and_2(variant: str, tmp_path: Path) -> None:
+def test_laws_1_and_2(variant: str, trained: Callable[..., Recorded]) -> None:
     """Also with divided gradients and with idle ranks; two ranks that were stopped have the bits of two that were not.
 
     A checkpoint holds fp32 weights that are no bf16 values, as in other precisions.
     """
-    given = VARIANTS[variant]
-    one = _train(tmp_path / "one", *given, size=1)
-    whole = _train(tmp_path / "whole", *given, "--parallel.shard=gradients", size=2)
+    given = (*STACK, LOW, *VARIANTS[variant])
+    one = trained("one", *given, size=1)
+    whole = trained("whole", *given, "--parallel.shard=gradients", size=2)
     for stop in (3, 6):
-        more = ("--parallel.shard=gradients", f"--train.stop_at={stop}")
-        parts = _train(tmp_path / "parts", *given, *more, size=2)
+        parts = trained("parts", *given, "--parallel.shard=gradients", f"--train.stop_at={stop}", size=2)
     assert whole.losses() == pytest.approx(one.losses(), rel=1e-3)
     assert parts.losses() == whole.losses()
     tensors = whole.state().tensors
@@ -181,7 +148,7 @@ def test_laws_1_and_2(variant: str, tmp_path: Path) -> None:
     assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())
 
 
-def test_the_origin_of_a_number_that_is_not_finite_is_found(tmp_path: Path) -> None:
+def test_the_origin_of_a_number_that_is_not_finite_is_found(trained: Callable[..., Recorded]) -> None:
     """The replay runs with copies, too: only bf16 rounds 257 to 256. A block gets an fp32 sum, which is cast."""
 
     class Root(nn.Module):
@@ -202,7 +169,5 @@ def test_the_origin_of_a_number_that_is_not_finite_is_found(tmp_path: Path) -> N
         return Task(Root(), lambda model, batch: (model(batch[0]), len(batch[0])), data)
 
     options = (LOW, "--train.steps=2", "--train.global_batch=4", "--train.micro_batch=4", "--checkpoint.every=0")
-    train_on_threads(*options, "--train.max_skipped=9", f"--run_dir={tmp_path / 'run'}", size=1, build=build)
-    found = Recorded(tmp_path, 0, "", "").events("not_finite")
-    assert len(found) == 1 and found[0]["indices"] == [3] and not found[0]["failures"]
-    assert found[0]["kind"] == "forward"
+    (found,) = trained("one", *options, "--train.max_skipped=9", size=1, build=build).events("not_finite")
+    assert (found["kind"], found["indices"], found["failures"]) == ("forward", [3], {})

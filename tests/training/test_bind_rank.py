@@ -23,7 +23,7 @@ from hvdtrain.runtime.tuning import RECORD
 from hvdtrain.training.start import device
 from hvdtrain.training.start.device import bind_rank
 from tests.support.launch import ROOT, run
-from tests.support.sysfs import DGX_GPUS, QUARTERS, SOCKETS, dgx_h100, make, two_sockets
+from tests.support.sysfs import DGX_GPUS, QUARTERS, SOCKETS, dgx_h100, two_sockets
 from tests.support.thread_comm import on_ranks
 
 CPU = torch.device("cpu")
@@ -103,24 +103,25 @@ def test_the_users_threads_are_kept_up_to_the_cores(variables: dict[str, str], t
     assert host.bind("auto", 2)[0][:2] == ("40-55", threads)
 
 
-def test_there_are_never_more_threads_than_before(host: Host) -> None:
-    host.root, host.gpus = dgx_h100(host.root), DGX_GPUS[:1]
-    assert host.bind("auto", 1)[0][:2] == (SOCKETS[0], 28)
-
-
-def test_a_rank_far_from_its_gpu_is_not_pinned(host: Host) -> None:
-    host.root, host.gpus, host.allowed = dgx_h100(host.root), DGX_GPUS[4:5], ["0-15"]
-    ((cores, threads, binding),) = host.bind("auto", 1)
-    assert (cores, threads) == ("", 28)
-    assert binding is not None and "none of the cores near their GPUs (56-111,168-223)" in binding.kept
-
-
-def test_a_gpu_without_an_address_is_not_taken_for_the_bridge(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older torch does not report the address, and the first one of the bus is a device of the first socket."""
-    host.root, host.gpus = dgx_h100(host.root), ["0000:00:00.0"]
+@pytest.mark.parametrize(
+    ("gpu", "allowed", "expected", "kept"),
+    [
+        (DGX_GPUS[0], "0-223", SOCKETS[0], ""),
+        (DGX_GPUS[4], "0-15", "", "none of the cores near their GPUs (56-111,168-223)"),
+        # An older torch does not report the address, and the first one of the bus is a device of the first socket.
+        ("0000:00:00.0", "0-223", "", "does not list"),
+    ],
+    ids=["near", "far", "the bridge"],
+)
+def test_a_rank_is_pinned_near_its_gpu_or_not_at_all(
+    gpu: str, allowed: str, expected: str, kept: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are never more threads than before."""
+    host.root, host.gpus, host.allowed = dgx_h100(host.root), [gpu], [allowed]
     monkeypatch.setattr("hvdtrain.observe.monitor.open_nvml", lambda gpu: (None, None))
-    ((cores, _, binding),) = host.bind("auto", 1)
-    assert cores == "" and binding is not None and "does not list" in binding.kept
+    ((cores, threads, binding),) = host.bind("auto", 1)
+    assert (cores, threads) == (expected, 28)
+    assert binding is not None and (kept in binding.kept if kept else not binding.kept)
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -154,67 +155,46 @@ def test_cores_near_a_gpu_need_one(host: Host) -> None:
 
 PROGRAM = """
 import json, multiprocessing, os, sys, threading
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-from torch.utils.data import DataLoader, Dataset
-from hvdtrain.runtime.threads import thread_ids
-from hvdtrain.training.start.device import bind_rank
+from hvdtrain.runtime.binding import pin_process
 
 def mask(thread=0):
     return sorted(os.sched_getaffinity(thread))
 
-class Masks(Dataset):
-    def __len__(self):
-        return 1
-    def __getitem__(self, index):
-        return mask()
-
-def first():
-    pass
+def put(queue):
+    queue.put(mask())
 
 if __name__ == "__main__":
-    process = multiprocessing.get_context("forkserver").Process(target=first)
-    process.start()  # the fork server has begun with the wide mask
-    process.join()
-    go, seen = threading.Event(), {}
-    def early():
-        go.wait()
-        seen["early thread"] = mask()
-    thread = threading.Thread(target=early)
-    thread.start()
-    torch.set_num_threads(8)
-    elsewhere = threading.Event()
-    other = threading.Thread(target=elsewhere.wait)
+    context = multiprocessing.get_context("forkserver")
+    queue, go, seen = context.SimpleQueue(), threading.Event(), {}
+
+    def child():
+        process = context.Process(target=put, args=(queue,))
+        process.start()
+        process.join()
+        return queue.get()
+
+    wide = child()  # the fork server has begun with the wide mask
+    early = threading.Thread(target=lambda: (go.wait(), seen.update({"early thread": mask()})))
+    early.start()
+    other = threading.Thread(target=go.wait)
     other.start()
-    os.sched_setaffinity(other.native_id, {mask()[0]})
-    rounds = SimpleNamespace(local_rank=1, local_size=2)
-    bind_rank("numa", torch.device("cpu"), rounds, None, {}, Path(sys.argv[1]))
-    go.set()
-    thread.join()
+    os.sched_setaffinity(other.native_id, wide[:1])
+    pin_process(frozenset(wide[1:]))
     late = threading.Thread(target=lambda: seen.update({"late thread": mask()}))
     late.start()
-    late.join()
-    loader = DataLoader(Masks(), batch_size=None, num_workers=1, multiprocessing_context="forkserver")
-    seen["loader"] = torch.as_tensor(next(iter(loader))).tolist()
-    seen["process"] = mask()
-    seen["bound elsewhere"] = mask(other.native_id)
-    elsewhere.set()
-    seen["threads"] = torch.get_num_threads()
+    seen |= {"child": child(), "process": mask(), "bound elsewhere": mask(other.native_id)}
+    go.set()
+    for thread in (early, late):
+        thread.join()
     print(json.dumps(seen))
 """
 
 
-def test_a_process_pins_its_threads_and_its_loaders(tmp_path: Path) -> None:
+def test_a_process_pins_its_threads_and_its_children(tmp_path: Path) -> None:
     usable = sorted(os.sched_getaffinity(0))
     if len(usable) < 2:
         pytest.skip("this process may use one core only")
-    low, high = usable[:1], usable[1:]
-    root = make(tmp_path, [cpu_ranges(low), cpu_ranges(high)])
     (tmp_path / "pins.py").write_text(PROGRAM)
-    done = run([str(tmp_path / "pins.py"), str(root)], cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
-    assert json.loads(done.stdout) == {
-        **dict.fromkeys(("early thread", "late thread", "loader", "process"), high),
-        "bound elsewhere": low,
-        "threads": min(8, len(high)),
-    }
+    done = run([str(tmp_path / "pins.py")], cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)}, forks=False)
+    expected = dict.fromkeys(("early thread", "late thread", "child", "process"), usable[1:])
+    assert json.loads(done.stdout) == {**expected, "bound elsewhere": usable[:1]}

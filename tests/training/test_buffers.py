@@ -17,6 +17,7 @@ from hvdtrain.training.loop.buffers import Rollback, all_buffers, copy_to_host
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.start.opening import batch_statistics
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 CPU = torch.device("cpu")
@@ -62,18 +63,9 @@ def _steps(comm: ThreadComm, bad: list[bool], idle: int = 0) -> list[tuple[bool,
     model = Counts()
     inputs = torch.rand(len(bad), 2, 4, 3) + torch.arange(len(bad)).reshape(-1, 1, 1, 1)
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, "none", Spans())
-    stepper = Stepper(
-        Task(model, _loss, []),
-        model,
-        engine,
-        comm,
-        Precision("fp32", CPU),
-        CPU,
-        8 * comm.size,
-        0.0,
-        Spans(),
-        SharedBuffers(model, comm),
-    )
+    shared, task = SharedBuffers(model, comm), Task(model, _loss, [])
+    batch = 8 * comm.size
+    stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, batch, 0.0, Spans(), shared)
     found = []
     for x, spoilt in zip(inputs, bad, strict=True):
         if spoilt and comm.rank == comm.size - idle - 1:
@@ -99,37 +91,36 @@ def test_an_idle_rank_takes_the_buffers_of_the_others() -> None:
     assert [changed for _, changed in idle] == [False, True, False]
 
 
-def test_after_the_first_step_only_written_buffers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[str] = []
-    monkeypatch.setattr(buffers, "_copy_on_device", lambda places: copied.extend(name for _, name in places) or [])
-    model = Counts()
+def _two_steps(model: nn.Module, x: Tensor, *, applied: bool) -> None:
     rollback = Rollback(model)
     for _ in range(2):
         rollback.begin()
-        model(torch.ones(2, 3))
-        rollback.end(applied=True)
+        model(x)
+        rollback.end(applied=applied)
+
+
+def test_after_the_first_step_only_written_buffers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(buffers, "_copy_on_device", lambda places: copied.extend(name for _, name in places) or [])
+    _two_steps(Counts(), torch.ones(2, 3), applied=True)
     statistics = ["running_mean", "running_var", "num_batches_tracked"]
     assert sorted(copied) == sorted(["largest", *statistics, *statistics])  # the frozen ones too: they may thaw
     plain = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2))
     plain.register_buffer("mask", torch.ones(2))
-    rollback = Rollback(plain)
     copied.clear()
-    for _ in range(2):
-        rollback.begin()
-        plain(torch.ones(2, 2))
-        rollback.end(applied=False)
+    _two_steps(plain, torch.ones(2, 2), applied=False)
     assert copied == []
 
 
 def test_a_cache_that_no_checkpoint_holds_stays_as_it_is() -> None:
     model = Counts()
-    rollback = Rollback(model)
-    for _ in range(2):
-        rollback.begin()
-        model(torch.ones(2, 3))
-        rollback.end(applied=False)
+    _two_steps(model, torch.ones(2, 3), applied=False)
     assert model.cache.item() == 2.0
     assert model.largest.item() == 0.0
+
+
+def test_batch_statistics_are_named() -> None:
+    assert batch_statistics(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2))) == ["1"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import hvdtrain
 from hvdtrain.comm.base import Comm
-from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import MANIFEST, load
 from hvdtrain.state.measure import Measure
 from hvdtrain.training.callbacks.early_stopping import EarlyStopping
 from hvdtrain.training.callbacks.group import Callbacks
 from hvdtrain.training.loop.evaluate import Evaluation
+from tests.support.journals import read_events, read_losses
 from tests.support.thread_comm import on_ranks
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
@@ -31,25 +31,13 @@ OPTIONS: dict[str, Any] = {
     "run_dir": "run",
 }
 ARGUMENTS = ("--task=tests.support.toy:toy", "--train.global_batch=4", "--train.micro_batch=2", "--checkpoint.every=4")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def _train(*callbacks: hvdtrain.Callback, task: Any = toy, checkpoint: Any = None, **train: Any) -> hvdtrain.Result:
     checkpoint = {**OPTIONS["checkpoint"], **(checkpoint or {})}
     options = {**OPTIONS, "train": {**OPTIONS["train"], **train}, "checkpoint": checkpoint}
     return hvdtrain.train(options, task, callbacks=callbacks)
-
-
-def _events(run: str, name: str) -> list[Mapping[str, Any]]:
-    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == name]
-
-
-def _losses(run: str) -> list[float]:
-    return [line["loss"] for line in read_steps(Path(run, "journal.jsonl")).values()]
 
 
 class Note(hvdtrain.Callback):
@@ -89,12 +77,14 @@ def test_calls_and_their_order() -> None:
     assert note.calls == [("begin", 0), ("evaluation", 0), *steps, ("finished", 8)]
 
 
-def test_state_comes_back() -> None:
+def test_state_comes_back_or_is_dropped_with_its_callback(capfd: pytest.CaptureFixture[str]) -> None:
     _train(Note(), stop_at=4)
     note = Note()
-    _train(note)
+    _train(note, stop_at=6)
     assert note.known == 8 + 4  # begin, an evaluation, four steps, an evaluation, a checkpoint; at step 4
     assert note.calls[0] == ("begin", 4)
+    _train()
+    assert "is dropped: Note" in capfd.readouterr().out
 
 
 class Stop(hvdtrain.Callback):
@@ -123,8 +113,8 @@ class Stop(hvdtrain.Callback):
 def test_one_rank_ends_training_on_all(where: str, ends: int) -> None:
     results = train_on_threads(*ARGUMENTS, "--train.steps=8", "--run_dir=run", size=2, callbacks=[Stop(where, rank=1)])
     assert [(result.step, result.reason) for result in results] == [(ends, "enough")] * 2
-    assert sorted(_events("run", "evaluation"), key=lambda line: line["at_step"])[-1]["at_step"] == ends
-    assert [line["reason"] for line in _events("run", "finished")] == ["enough"]
+    assert max(event["at_step"] for event in read_events("run", "evaluation")) == ends
+    assert [event["reason"] for event in read_events("run", "finished")] == ["enough"]
     assert (Path("run/checkpoints") / f"step-{ends:06d}").is_dir() == (ends > 0)
 
 
@@ -134,38 +124,37 @@ def _without_progress() -> hvdtrain.Task:
 
 
 def test_training_ends_without_progress_and_a_resume_ends_at_once() -> None:
-    first = _train(task=_without_progress, eval_every=1, patience=3)
-    assert first.step == 3 and "loss has not improved in 3 evaluations" in first.reason
-    assert _train(task=_without_progress, eval_every=1, patience=3).step == 3
-    assert _train(task=_without_progress, eval_every=1, patience=4).step == 4
-    assert _train(task=_without_progress, eval_every=1, patience=9).step == 8
+    for patience, step in ((3, 3), (3, 3), (4, 4), (9, 8)):
+        result = _train(task=_without_progress, eval_every=1, patience=patience)
+        assert result.step == step
+        assert (f"not improved in {patience} evaluations" in result.reason) is (patience != 9)
 
 
-def test_progress_counts_anew() -> None:
-    """The 4 evaluations after the best one end training, not 4 in all."""
-    losses = iter([5.0, 6.0, 6.0, 4.0, 7.0, 7.0, 7.0, 7.0, 1.0])
+@pytest.mark.parametrize(
+    ("evaluations", "stops_at"),
+    [
+        # The 4 evaluations after the best one end training, not 4 in all.
+        ([(0, 5.0), (1, 6.0), (2, 6.0), (3, 4.0), (4, 7.0), (5, 7.0), (6, 7.0), (7, 7.0), (8, 1.0)], [7]),
+        # One that is repeated, as after a lost rank, counts once.
+        ([(0, 1.0), (0, 1.0), (1, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)], []),
+    ],
+)
+def test_progress_counts_anew(evaluations: list[tuple[int, float]], stops_at: list[int]) -> None:
+    stopped: list[int] = []
+    stopping = EarlyStopping(4, Measure("given"))
+    for step, value in evaluations:
+        training: Any = SimpleNamespace(step=step, stop=lambda why, step=step: stopped.append(step))
+        stopping.on_evaluation(training, Evaluation(9.0, {"given": value}))
+    assert stopped == stops_at
 
-    class Replace(hvdtrain.Callback):
-        def on_evaluation(self, training: Any, evaluation: Any) -> None:
-            evaluation.metrics["given"] = next(losses)
 
-    assert _train(Replace(), EarlyStopping(4, Measure("given")), eval_every=1).step == 7
-
-
-def test_an_evaluation_that_is_repeated_counts_once() -> None:
-    """As after a lost rank."""
-    stopping, training = EarlyStopping(2), SimpleNamespace(step=5, stop=pytest.fail)
-    for loss in (1.0, 1.0, 2.0, 2.0):
-        training.step += loss == 2.0 and training.step == 5
-        stopping.on_evaluation(training, Evaluation(loss))  # type: ignore[arg-type]
+class Replace(hvdtrain.Callback):
+    def on_evaluation(self, training: Any, evaluation: Any) -> None:
+        evaluation.metrics["given"] = {4: 1.0, 8: 9.0}.get(training.step, 5.0)
 
 
 @pytest.mark.parametrize(("best", "kept"), [("given:max", 8), ("given", 4), ("given:min", 4)])
 def test_the_best_checkpoint_by_a_metric_is_kept(best: str, kept: int) -> None:
-    class Replace(hvdtrain.Callback):
-        def on_evaluation(self, training: Any, evaluation: Any) -> None:
-            evaluation.metrics["given"] = {4: 1.0, 8: 9.0}.get(training.step, 5.0)
-
     _train(Replace(), steps=16, checkpoint={"keep": 1, "best": best})
     found = sorted(Path("run/checkpoints").iterdir())
     assert [path.name for path in found] == [f"step-{step:06d}" for step in (kept, 16)]
@@ -194,6 +183,7 @@ def _averages(run: str, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("decay", [0.2, 0.9])
 def test_the_average_is_right_and_changes_no_training(decay: float) -> None:
+    """Its loss is that of a model with its values."""
     follow = Follow(decay)
     _train(follow, ema=decay)
     found = _averages("run", 8)
@@ -201,25 +191,21 @@ def test_the_average_is_right_and_changes_no_training(decay: float) -> None:
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), follow.found[name], rtol=1e-5, atol=1e-7)
     hvdtrain.train({**OPTIONS, "run_dir": "plain"}, toy)
-    assert _losses("plain") == _losses("run")
+    assert read_losses("plain") == read_losses("run")
     plain, averaged = (load(Path(run, "checkpoints/step-000008")) for run in ("plain", "run"))
     for group in ("model", "optimizer"):
         assert all(torch.equal(tensor, averaged.tensors[group][name]) for name, tensor in plain.tensors[group].items())
-
-
-def test_the_loss_of_the_average_is_that_of_a_model_with_its_values() -> None:
-    follow = Follow(0.5)
-    _train(follow, ema=0.5)
 
     def average() -> hvdtrain.Task:
         task = toy()
         task.model.load_state_dict(follow.found)
         return task
 
-    hvdtrain.train({**OPTIONS, "run_dir": "other"}, average)
-    expected = _events("other", "evaluation")[0]["loss"]
-    assert _events("run", "evaluation")[-1]["metrics"]["ema_loss"] == pytest.approx(expected, rel=1e-5)
-    assert all(0 < event["seconds"] < 60 for event in _events("run", "evaluation"))
+    hvdtrain.train({**OPTIONS, "run_dir": "average", "train": {**OPTIONS["train"], "stop_at": 1}}, average)
+    expected = read_events("average", "evaluation")[0]["loss"]
+    evaluations = read_events("run", "evaluation")
+    assert evaluations[-1]["metrics"]["ema_loss"] == pytest.approx(expected, rel=1e-5)
+    assert all(event["seconds"] > 0 for event in evaluations)
 
 
 def test_the_average_does_not_depend_on_ranks_nor_on_a_stop() -> None:
@@ -256,14 +242,14 @@ class Never(hvdtrain.Callback):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (lambda: _train(Note(), Note()), "two callbacks are of the same class"),
+        (lambda: _train(Note(), Note()), "same class"),
         (lambda: _train("text"), "str is no callback"),  # type: ignore[arg-type]
         (lambda: _train(Never()), "Never is no callback"),
-        (lambda: _train(Unsavable()), "the state of Unsavable/set cannot be saved"),
-        (lambda: _train(patience=2, task=lambda: toy(heldout=0)), "there are no held-out data"),
-        (lambda: _train(checkpoint={"best": "accurate"}), "evaluations have no such value"),
-        (lambda: _train(checkpoint={"best": "loss:most"}), "invalid --checkpoint.best"),
-        (lambda: _train(ema=1.0), r"--train.ema is 1.0"),
+        (lambda: _train(Unsavable()), "Unsavable/set"),
+        (lambda: _train(patience=2, task=lambda: toy(heldout=0)), "no held-out data"),
+        (lambda: _train(checkpoint={"best": "accurate"}), "no such value"),
+        (lambda: _train(checkpoint={"best": "loss:most"}), "--checkpoint.best"),
+        (lambda: _train(ema=1.0), "--train.ema"),
         (lambda: hvdtrain.train({**OPTIONS, "callbacks": "json:JSONDecoder"}, toy), "is no callback"),
     ],
 )
@@ -279,9 +265,3 @@ def test_options_name_callbacks(capfd: pytest.CaptureFixture[str]) -> None:
     )
     train_on_threads(*ARGUMENTS, "--train.steps=2", "--run_dir=run", "--callbacks=mine.py:Mine", size=2)
     assert capfd.readouterr().out.count("finished on 2") == 1
-
-
-def test_state_of_a_missing_callback_is_said_to_be_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    _train(Note(), stop_at=4)
-    _train()
-    assert "is dropped: Note" in capfd.readouterr().out

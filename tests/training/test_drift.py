@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hvdtrain import Task
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
@@ -17,8 +20,8 @@ from hvdtrain.training.diagnostics import drift
 from hvdtrain.training.diagnostics.drift import _BITS, Drift, digests, replicated, tensors_hash
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step_sums import CombinedSums
-from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
 
 
 def _model() -> nn.Module:
@@ -38,6 +41,10 @@ def _sums(comm: ThreadComm, numbers: list[int]) -> list[int]:
     """As the trainer sums them: in float64."""
     totals = torch.tensor(numbers, dtype=torch.float64)
     return [int(total) for total in comm.allreduce(totals, name="step/totals").wait().tolist()]
+
+
+def _watch(state: TrainState, comm: Any, every: int) -> Drift:
+    return Drift(state, comm, every, lambda found: None, pytest.fail)
 
 
 def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, str]:
@@ -82,12 +89,11 @@ def test_nothing_is_found(every: int, at: int) -> None:
 def test_one_rank_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest takes some operations on each parameter."""
     monkeypatch.setattr(drift, "digests", lambda tensors: pytest.fail("digested"))
-    model = nn.Linear(2, 2)
-    state = TrainState(model, torch.optim.SGD(model.parameters()), torch.amp.GradScaler(enabled=False), Progress())
-    watch = Drift(state, SoloComm(), 1, lambda found: None, pytest.fail)
+    state = _state()
+    watch = _watch(state, SoloComm(), 1)
     assert watch.values() == [0, 0]
     watch.on_sums(0, [0, 0])
-    assert drift.check_equal(model, SoloComm(), name="drift") == {}
+    assert drift.check_equal(state.model, SoloComm(), name="drift") == {}
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -99,7 +105,7 @@ def test_a_model_that_ranks_divide_is_compared_after_its_first_step(divided: boo
         if divided:
             held = OnStages((2, 2), (comm.rank // 2,), ((0, 1), (2, 3))).of(torch.ones(2, 2))
             state.model.register_parameter("part", held)
-        watch = Drift(state, comm, 100, lambda found: None, pytest.fail)
+        watch = _watch(state, comm, 100)
         found = []
         for step in (1, 2, 100):
             state.progress = Progress(step=step)
@@ -118,9 +124,8 @@ def test_what_the_first_and_the_last_stage_have_is_compared(wrong: int | None) -
         state = _state()
         value = torch.full((2 if comm.rank != 1 else 0, 2), 2.0 if comm.rank == wrong else 1.0)
         state.model.register_parameter("part", OnStages((2, 2), (0, 2), ((0,), (1,), (2,))).of(value))
-        watch = Drift(state, comm, 1, lambda found: None, pytest.fail)
-        sums = comm.allreduce(torch.tensor(watch.values(), dtype=torch.float64), name="sums").wait()
-        watch.on_sums(1, [int(number) for number in sums])
+        watch = _watch(state, comm, 1)
+        watch.on_sums(1, _sums(comm, watch.values()))
 
     if wrong is None:
         on_ranks(3, body)
@@ -142,14 +147,34 @@ def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:
 
 
 def test_a_number_has_few_bits_and_depends_on_each_of_the_parameters() -> None:
+    """A digest sees the change of a bit, and a swap."""
     model = _model()
-    found = {tensors_hash(replicated(model))}
-    for parameter in model.parameters():
+    found, before = {tensors_hash(replicated(model))}, digests(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
         for place in (0, -1):
             parameter.data.view(-1).view(torch.int32)[place] ^= 1
             found.add(tensors_hash(replicated(model)))
+            changed, before = digests(model.parameters()) != before, digests(model.parameters())
+            assert changed.nonzero().tolist() == [[number]]
     assert len(found) == 1 + 2 * 4
     assert all(0 <= one < 1 << _BITS for one in found)
+    weight = model[0].weight.data
+    weight[3, 4], weight[4, 3] = weight[4, 3].clone(), weight[3, 4].clone()
+    assert (digests(model.parameters()) != before).nonzero().tolist() == [[0]]
+
+
+def test_digests_take_any_dtype_and_shape() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model = nn.ParameterList([nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (0,), (3, 1))])
+        assert digests(model.parameters()).shape == (3,)
+
+
+def test_replicated_tensors_are_parameters_and_persistent_buffers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    model.register_buffer("empty", None)
+    expected = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert list(replicated(model)) == expected
 
 
 def test_each_of_several_gets_its_own_sums() -> None:
@@ -169,29 +194,19 @@ def test_each_of_several_gets_its_own_sums() -> None:
     assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
 
 
-TASK = """
-import os
-import torch
-from hvdtrain import Task
+def test_a_run_ends_long_before_its_next_checkpoint(tmp_path: Path) -> None:
+    def build(rank: int) -> Task:
+        passes = count(1)
 
-def build():
-    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
-    count = [0]
-    def loss(model, batch):
-        count[0] += 1
-        if count[0] == 8 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            model[1].bias.data += 1e-3
-        return (model(batch[0]) ** 2).sum(), len(batch[0])
-    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(64, 1)))
-"""
+        def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+            if next(passes) == 8 and rank == 1:
+                model[1].bias.data += 1e-3  # type: ignore[index]
+            return (model(batch[0]) ** 2).sum(), len(batch[0])
 
+        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(64, 1)))
 
-@pytest.mark.slow
-def test_a_real_run_ends_long_before_its_next_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "drifting.py").write_text(TASK)
-    options = ["--train.steps=40", "--checkpoint.every=40", "--train.check_every=4", "--run_dir=run"]
-    batch = ["--train.global_batch=4", "--train.micro_batch=2"]
-    done = train("--task=drifting.py:build", *options, *batch, size=2, cwd=tmp_path, check=False)
-    assert done.returncode != 0
-    assert "1.bias differs on rank(s) 1" in done.stdout + done.stderr
-    assert 8 <= max(read_steps(tmp_path / "run/journal.jsonl")) <= 13
+    options = ("--train.steps=40", "--checkpoint.every=40", "--train.check_every=4", f"--run_dir={tmp_path}")
+    with pytest.raises(DriftError, match=r"1\.bias differs on rank\(s\) 1"):
+        train_on_threads(*options, "--train.global_batch=4", "--train.micro_batch=2", size=2, build=build)
+    assert 8 <= max(read_steps(tmp_path / "journal.jsonl")) <= 13

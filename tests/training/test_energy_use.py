@@ -10,11 +10,11 @@ import torch
 
 from hvdtrain.observe.energy import CPUS, GPUS
 from hvdtrain.observe.monitor import GpuIdentity
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.training.records import job_facts
 from hvdtrain.training.records.energy_use import EVERY_S, EnergyUse
 from hvdtrain.training.records.job_facts import gather_facts
 from tests.observe.test_energy import FakeCounter, set_zones
+from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
@@ -93,6 +93,5 @@ def test_a_run_with_a_price_ends_with_its_cost(size: int, tmp_path: Path, monkey
     results = train_on_threads(task, *options, f"--run_dir={tmp_path}", size=size)
     assert {result.cost for result in results} == {results[0].cost}
     assert results[0].cost.startswith("money ") and "kWh (CPUs)" in results[0].cost
-    events = read_journal(tmp_path / "journal.jsonl")
-    last = [event for event in events if event.get("event") == "energy"][-1]
+    last = read_events(tmp_path, "energy")[-1]
     assert last["at_step"] == 5 and last["joules"]["CPUs"] >= 3600

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import MANIFEST
+from tests.support.journals import read_events, read_losses
 from tests.support.toy import toy
 
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def _train(run: str, every: int, **options: Any) -> dict[int, float]:
     """Losses of the run's evaluations by step."""
     train = {"steps": 10, "global_batch": 4, "micro_batch": 2, **options}
     hvdtrain.train({"train": train, "checkpoint": {"every": every, "keep": 9}, "run_dir": run}, toy)
-    lines = [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == "evaluation"]
-    found = {line["at_step"]: line["loss"] for line in lines}
-    assert len(found) == len(lines), "no step is evaluated twice"
+    events = read_events(run, "evaluation")
+    found = {event["at_step"]: event["loss"] for event in events}
+    assert len(found) == len(events), "no step is evaluated twice"
     return found
 
 
@@ -55,20 +53,15 @@ def test_steps_and_checkpoints(eval_every: int | None, every: int, steps: list[i
     assert saved == {step: found.get(step) for step in saved}
 
 
-def test_looking_more_often_changes_no_training() -> None:
-    curves = []
-    for run, every in (("often", 1), ("seldom", 99)):
-        _train(run, 0, eval_every=every)
-        curves.append([line["loss"] for line in read_steps(Path(run, "journal.jsonl")).values()])
-    assert curves[0] == curves[1]
-
-
 def test_a_resumed_run_evaluates_at_the_same_steps() -> None:
+    """And looking more often changes no training."""
     whole = _train("whole", 0, eval_every=4)
     _train("parts", 0, eval_every=4, stop_at=5)
     parts = _train("parts", 0, eval_every=4)
     assert sorted(parts) == [0, 4, 5, 8, 10]
     assert whole == {step: parts[step] for step in whole}
+    _train("often", 0, eval_every=1)
+    assert read_losses("often") == read_losses("parts") == read_losses("whole")
 
 
 def test_an_invalid_interval() -> None:
@@ -79,17 +72,15 @@ def test_an_invalid_interval() -> None:
 @pytest.mark.parametrize("steps", [10, 5])
 def test_a_stop_by_signal_is_not_kept_waiting(steps: int) -> None:
     """mpirun kills one second after SIGTERM: the checkpoint comes first, also of the last step."""
-    base = toy()
 
     def schedule(step: int) -> float:
         if step == 3:
             signal.raise_signal(signal.SIGTERM)
         return 1.0
 
-    task = hvdtrain.Task(base.model, base.loss, base.train_data, base.heldout_data, schedule=schedule)
     train = {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_every": 1}
-    result = hvdtrain.train({"train": train, "checkpoint": {"every": 1}, "run_dir": "run"}, task)
+    options = {"train": train, "checkpoint": {"every": 1}, "run_dir": "run"}
+    result = hvdtrain.train(options, replace(toy(), schedule=schedule))
     assert result.reason == "SIGTERM"
-    lines = [line for line in read_journal(Path("run", "journal.jsonl")) if line.get("event") == "evaluation"]
-    assert [line["at_step"] for line in lines] == list(range(result.step))
+    assert [event["at_step"] for event in read_events("run", "evaluation")] == list(range(result.step))
     assert _saved("run")[result.step] is None

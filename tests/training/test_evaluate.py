@@ -17,7 +17,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.loop.forward import Precision
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import on_ranks
 from tests.support.toy import Net, toy
 
 CPU = torch.device("cpu")
@@ -41,24 +41,24 @@ def _task(samples: int = 11) -> Task:
     return Task(Net(8, 0.5), base.loss, data, data, metrics=base.metrics)
 
 
-def _evaluate(task: Task, comm: object, most: int = 0) -> Evaluation:
-    found = _found(task, comm, most=most)
+def _evaluate(
+    task: Task, comm: Any = None, *, micro_batch: int = 3, most: int = 0, workers: int = 0, times: int = 1, **how: Any
+) -> Evaluation:
+    """Return the result of the last time."""
+    comm, device = comm or SoloComm(), how.pop("device", CPU)
+    config = Config(train=TrainConfig(micro_batch=micro_batch, eval_samples=most), loader=LoaderConfig(workers=workers))
+    held_out = HeldOut(task, comm, config, on_cuda=False)
+    for _ in range(times):
+        found = evaluate(task, task.model, comm, Precision("fp32", CPU), device, held_out, **how)
     assert found is not None
     return found
 
 
-def _found(
-    task: Task, comm: Any = None, *, micro_batch: int = 3, most: int = 0, workers: int = 0, touch: Any = None
-) -> Evaluation | None:
-    comm = comm or SoloComm()
-    train = TrainConfig(micro_batch=micro_batch, eval_samples=most)
-    held_out = HeldOut(task, comm, Config(train=train, loader=LoaderConfig(workers=workers)), on_cuda=False)
-    return evaluate(task, task.model, comm, Precision("fp32", CPU), CPU, held_out, touch=touch)
-
-
 def test_equals_the_mean_over_all_samples() -> None:
-    task = _task()
-    found = _evaluate(task, SoloComm())
+    """Each batch counts as progress."""
+    task, touched = _task(), []
+    found = _evaluate(task, touch=lambda: touched.append(1))
+    assert len(touched) == 4 and task.model.training
     task.model.eval()
     x = task.heldout_data.x  # type: ignore[union-attr]
     with torch.no_grad():
@@ -66,12 +66,6 @@ def test_equals_the_mean_over_all_samples() -> None:
     assert found.loss == pytest.approx(float(loss / weight), rel=1e-6)
     assert found.metrics["positive"] == pytest.approx(float((task.model(x) > 0).float().mean()))
     assert found.samples == 11
-
-
-def test_each_batch_counts_as_progress() -> None:
-    task, touched = _task(), []
-    _found(task, touch=lambda: touched.append(1))
-    assert len(touched) == 4
 
 
 def _with_objects(samples: int) -> Task:
@@ -103,29 +97,19 @@ def test_metric_objects_see_each_sample_once(size: int, samples: int) -> None:
         assert found == [pytest.approx(expected)] * size
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        (lambda model, batch: {"f1": (1.0, 1.0), "one": 1.0}, "invalid value"),
-        (lambda model, batch: {"one": (1.0, 1.0)}, "nothing for the metric object 'area'"),
-    ],
-)
-def test_metric_objects_without_arguments_are_refused(metrics: Any, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
-        _evaluate(dataclasses.replace(_with_objects(4), metrics=metrics), SoloComm())
-
-
-def test_metric_objects_that_cannot_be_gathered_are_refused() -> None:
+def test_metric_objects_that_get_nothing_or_cannot_be_gathered_are_refused() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
-    loose = torchmetrics.CatMetric()
+    loose, confusion = torchmetrics.CatMetric(), torchmetrics.classification.BinaryConfusionMatrix()
     loose._reductions["value"] = None
-    with pytest.raises(TaskError, match="no dist_reduce_fx"):
-        _evaluate(dataclasses.replace(_task(), metric_objects={"x": loose}), SoloComm())
-    confusion = torchmetrics.classification.BinaryConfusionMatrix()
-    several = dataclasses.replace(_with_objects(4), metric_objects={"f1": confusion})
-    by_name = dataclasses.replace(several, metrics=lambda m, b: {"f1": (torch.sigmoid(m(b[0])), (b[1] > 0).long())})
-    with pytest.raises(TaskError, match="4 values"):
-        _evaluate(by_name, SoloComm())
+    task = _with_objects(4)
+    for word, changes in (
+        ("invalid value", {"metrics": lambda model, batch: {"f1": (1.0, 1.0), "one": 1.0}}),
+        ("'area'", {"metrics": lambda model, batch: {"one": (1.0, 1.0)}}),
+        ("dist_reduce_fx", {"metric_objects": {"x": loose}, "metrics": toy().metrics}),
+        ("4 values", {"metric_objects": {"f1": confusion}, "metrics": lambda m, b: {"f1": task.metrics(m, b)["f1"]}}),
+    ):
+        with pytest.raises(TaskError, match=word):
+            _evaluate(dataclasses.replace(task, **changes))
 
 
 class Counting(Plain):
@@ -144,17 +128,11 @@ class Counting(Plain):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_each_sample_is_used_once_and_any_size_gives_the_same(size: int, samples: int) -> None:
     """`most` 0 is all of them; micro-batches are of 3 samples."""
-    alone = _evaluate(_task(samples), SoloComm())
+    alone = _evaluate(_task(samples))
     task = _task(samples)
     data = [Counting(task.heldout_data.x) for _ in range(size)]  # type: ignore[union-attr]
-    tasks = [
-        Task(copy.deepcopy(task.model), task.loss, task.train_data, heldout, metrics=task.metrics) for heldout in data
-    ]
-
-    def body(comm: ThreadComm) -> Evaluation:
-        return _evaluate(tasks[comm.rank], comm)
-
-    found = on_ranks(size, body)
+    tasks = [dataclasses.replace(task, model=copy.deepcopy(task.model), heldout_data=heldout) for heldout in data]
+    found = on_ranks(size, lambda comm: _evaluate(tasks[comm.rank], comm))
     assert sorted(index for heldout in data for index in heldout.taken) == list(range(samples))
     assert all(f == found[0] for f in found)
     assert found[0].loss == pytest.approx(alone.loss, rel=1e-12)
@@ -172,56 +150,52 @@ class Made(torch.utils.data.Dataset[tuple[torch.Tensor, float]]):
 
 
 def test_loader_processes_make_samples_and_stay_and_change_nothing() -> None:
-    base = _task()
-    task = Task(base.model, lambda m, b: (b[0].sum(), 6.0), base.train_data, Made(), metrics=_processes)
-    alone = _found(task, micro_batch=2)
-    config = Config(train=TrainConfig(micro_batch=2, eval_samples=0), loader=LoaderConfig(workers=1, prefetch=1))
-    held_out = HeldOut(task, SoloComm(), config, on_cuda=False)
-    first, second = (evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, held_out) for _ in range(2))
-    assert alone is not None and first is not None
-    assert first == second and first.loss == alone.loss
-    assert alone.metrics["process"] == os.getpid() != first.metrics["process"]
+    found: list[set[float]] = []
 
+    def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
+        found[-1].update(batch[1].tolist())
+        return {}
 
-def _processes(_model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
-    return {"process": (batch[1].sum(), len(batch[1]))}
+    task = dataclasses.replace(
+        _task(), loss=lambda m, b: (b[0].sum(), 6.0), heldout_data=Made(), metrics=metrics, nominal_weight=6.0
+    )
+    losses = []
+    for workers in (0, 1):
+        found.append(set())
+        losses.append(_evaluate(task, micro_batch=2, workers=workers, times=2).loss)
+    assert losses[0] == losses[1]
+    (own,), (other,) = found  # one process in both evaluations
+    assert own == os.getpid() != other
 
 
 def test_nothing_waits_for_the_device_before_the_end() -> None:
     """A tensor of the device meta has no value: to read one is an error."""
     base, touched = _task(), []
     task = Task(base.model.to("meta"), lambda m, b: (m(b[0]).sum(), 3.0), base.train_data, base.heldout_data)
-    held_out = HeldOut(task, SoloComm(), Config(train=TrainConfig(micro_batch=3, eval_samples=0)), on_cuda=False)
-    meta = torch.device("meta")
     with pytest.raises(RuntimeError, match="meta"):
-        evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), meta, held_out, touch=lambda: touched.append(1))
+        _evaluate(task, device=torch.device("meta"), touch=lambda: touched.append(1))
     assert len(touched) == 4
 
 
 def test_sums_are_in_float64() -> None:
     """fp32 holds no odd number beyond 2**24."""
     data = torch.utils.data.TensorDataset(torch.tensor([2.0**24, 1.0, 1.0, 1.0]))
-    base = _task()
-    task = Task(base.model, lambda m, b: (b[0].sum(), 1), base.train_data, data)
-    found = _found(task, micro_batch=1)
-    assert found is not None
-    assert found.loss * 4 == 2**24 + 3
+    task = Task(nn.Linear(1, 1), lambda m, b: (b[0].sum(), 1), data, data)
+    assert _evaluate(task, micro_batch=1).loss * 4 == 2**24 + 3
 
 
 def test_samples_made_with_random_numbers_are_the_same_each_time() -> None:
     task = toy()
-    first = _evaluate(task, SoloComm())
+    first = _evaluate(task)
     torch.rand(3)
-    again = _evaluate(task, SoloComm())
-    assert again == first
+    assert _evaluate(task) == first
 
 
 def test_most_spreads_over_all_samples() -> None:
     task = _task()
-    found = _evaluate(task, SoloComm(), most=4)
+    found = _evaluate(task, most=4)
     some = Plain(task.heldout_data.x[[0, 2, 5, 8]])  # type: ignore[union-attr]
-    expected = _evaluate(Task(task.model, task.loss, task.train_data, some), SoloComm())
-    assert (found.loss, found.samples) == (expected.loss, 4)
+    assert (found.loss, found.samples) == (_evaluate(dataclasses.replace(task, heldout_data=some)).loss, 4)
 
 
 def test_state_kept_during_evaluation_can_be_used_in_training() -> None:
@@ -236,16 +210,13 @@ def test_state_kept_during_evaluation_can_be_used_in_training() -> None:
             self.cache = torch.ones(6) if self.cache is None else self.cache
             return self.layer(self.frozen(x) * self.cache).squeeze(-1)
 
-    base = _task()
-    model = Caching()
-    _evaluate(Task(model, base.loss, base.train_data, base.heldout_data), SoloComm())
-    assert (model.training, model.frozen.training) == (True, False)
-    base.loss(model, (torch.ones(2, 6), torch.ones(2)))[0].backward()
+    task = dataclasses.replace(_task(), model=Caching())
+    _evaluate(task)
+    assert (task.model.training, task.model.frozen.training) == (True, False)  # type: ignore[union-attr]
+    task.loss(task.model, (torch.ones(2, 6), torch.ones(2)))[0].backward()  # type: ignore[union-attr]
 
 
-def test_leaves_the_model_training_and_nothing_held_out_is_none() -> None:
-    task = _task()
-    _evaluate(task, SoloComm())
-    assert task.model.training
-    bare = Task(task.model, task.loss, task.train_data)
-    assert _found(bare) is None
+def test_where_nothing_is_held_out_there_is_no_evaluation() -> None:
+    bare = dataclasses.replace(_task(), heldout_data=None)
+    held_out = HeldOut(bare, SoloComm(), Config(), on_cuda=False)
+    assert evaluate(bare, bare.model, SoloComm(), Precision("fp32", CPU), CPU, held_out) is None

@@ -1,6 +1,9 @@
+"""How unevenly routers of a mixture of experts choose, counted by hooks that cost nothing else."""
+
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -35,29 +38,31 @@ EVEN = torch.tensor([[0, 1], [2, 3]])
 UNEVEN = torch.tensor([[0, 1], [0, 2]])
 
 
-def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
-    model = Moe()
+def _share(model: nn.Module, *passes: Any) -> float:
+    """The share of the busiest expert in a recorded step of these forward passes."""
     routers = make_routers(model)
     assert routers is not None and math.isnan(routers.pop_share())
     routers.begin()
-    model(EVEN, UNEVEN)
-    model(EVEN, EVEN)
+    for each in passes:
+        each()
     routers.end()
-    assert routers.pop_share() == pytest.approx(3 / 8)
-    assert math.isnan(routers.pop_share())
-
-
-def test_outside_of_a_recorded_step_nothing_is_counted_or_kept() -> None:
-    model = Moe()
-    routers = make_routers(model)
-    assert routers is not None
-    model(UNEVEN, UNEVEN)
-    routers.begin()
-    model.eval()
-    model(UNEVEN, UNEVEN)  # an evaluation
-    routers.end()
+    found = routers.pop_share()
     assert math.isnan(routers.pop_share())
     assert not any(module._forward_hooks for module in model.modules())
+    return found
+
+
+def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
+    model = Moe()
+    assert _share(model, lambda: model(EVEN, UNEVEN), lambda: model(EVEN, EVEN)) == pytest.approx(3 / 8)
+
+
+def test_outside_of_a_recorded_step_nothing_is_counted() -> None:
+    model = Moe()
+    assert math.isnan(_share(model))
+    model(UNEVEN, UNEVEN)
+    model.eval()
+    assert math.isnan(_share(model, lambda: model(UNEVEN, UNEVEN))), "an evaluation"
 
 
 class Weights(nn.Module):
@@ -70,13 +75,8 @@ class Weights(nn.Module):
 @pytest.mark.parametrize("chosen", [[[61, 3], [7, 2]], [[0, -1], [1, 0]]])
 def test_numbers_that_are_no_experts_cost_the_figure_not_the_training(chosen: list[list[int]]) -> None:
     model = nn.ModuleDict({"gate": Weights()})
-    routers = make_routers(model)
-    assert routers is not None
-    routers.begin()
-    model["gate"](torch.tensor(chosen))
-    model["gate"](torch.tensor([[5, 1, 2], [0, 3, 4]]))
-    routers.end()
-    assert math.isnan(routers.pop_share())
+    passes = [torch.tensor(chosen), torch.tensor([[5, 1, 2], [0, 3, 4]])]
+    assert math.isnan(_share(model, *(lambda each=each: model["gate"](each) for each in passes)))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports for compiling
@@ -91,32 +91,12 @@ def test_models_without_routers_and_compiled_ones_are_left_alone() -> None:
 def test_routers_of_transformers_are_found(family: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup")
     options = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "pad_token_id": 0,
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 0},
+        **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "pad_token_id": 0},
+        **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim"), 8),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     }
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
-    routers = make_routers(model.train())
-    assert routers is not None
-    routers.begin()
-    model(torch.arange(32).reshape(2, 16))
-    routers.end()
-    assert 1 / 4 <= routers.pop_share() <= 1 / 2
+    assert 1 / 4 <= _share(model.train(), lambda: model(torch.arange(32).reshape(2, 16))) <= 1 / 2

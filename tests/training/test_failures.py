@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import hvdtrain
 from hvdtrain.observe.failure.reporter import JobFacts
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.training.result import journal_figures
+from tests.support.journals import read_events
 from tests.support.toy import toy
+
+OPTIONS = {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}}
 
 
 class _Mute(ValueError):
@@ -26,27 +29,21 @@ def test_an_error_with_any_text_is_raised_and_reported(error: ValueError, tmp_pa
     def fails(step: int) -> float:
         raise error
 
-    base = toy()
-    task = hvdtrain.Task(base.model, base.loss, base.train_data, schedule=fails)
-    run = tmp_path / "run"
-    options = {"train": {"steps": 2, "global_batch": 4, "micro_batch": 2}, "run_dir": str(run)}
     with pytest.raises(ValueError) as caught:
-        hvdtrain.train(options, task)
+        hvdtrain.train(OPTIONS | {"run_dir": str(tmp_path)}, replace(toy(), schedule=fails))
     assert caught.value is error
-    assert f"failed: {type(error).__name__}" in (run / "failure.txt").read_text()
-    events = [line["event"] for line in read_journal(run / "journal.jsonl") if "event" in line]
-    assert isinstance(error, _Mute) or events[-1] == "failed"
+    assert f"failed: {type(error).__name__}" in (tmp_path / "failure.txt").read_text()
+    assert isinstance(error, _Mute) or read_events(tmp_path, "failed")
 
 
 def test_saving_and_loading_count_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog of every rank looks at this: a large checkpoint on a slow disk is no stall."""
     within: list[str] = []
     monkeypatch.setattr(Spans, "touch", lambda spans: within.append(" ".join(name for name, _ in spans.open())))
-    run = {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}, "run_dir": str(tmp_path / "run")}
-    hvdtrain.train(run, toy)
+    hvdtrain.train(OPTIONS | {"run_dir": str(tmp_path)}, toy)
     assert within.count("checkpoint") > 5
     within.clear()
-    hvdtrain.train(run | {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}}, toy)
+    hvdtrain.train(OPTIONS | {"run_dir": str(tmp_path)}, toy)
     assert within.count("") > 5, "before the first step: reading, verifying, broadcasting"
 
 
@@ -59,5 +56,5 @@ def test_at_its_end_a_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         "hvdtrain.training.result.journal_figures", lambda *a: seen.append(jobs[0].is_ending()) or journal_figures(*a)
     )
-    hvdtrain.train({"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}, "run_dir": str(tmp_path / "run")}, toy)
+    hvdtrain.train(OPTIONS | {"run_dir": str(tmp_path)}, toy)
     assert seen == [True]

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -70,7 +69,6 @@ def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_a_run_that_ends_earlier_writes_the_times_it_has(tmp_path: Path) -> None:
     _run(tmp_path / "short.json", steps=3)
     assert not (tmp_path / "short.json").exists()
@@ -80,12 +78,10 @@ def test_a_run_that_ends_earlier_writes_the_times_it_has(tmp_path: Path) -> None
 
 def test_a_failed_write_during_a_failure_is_reported_and_not_raised(tmp_path: Path) -> None:
     said: list[str] = []
-    comm, spans = SoloComm(), Spans()
-    model = nn.Linear(2, 2)
-    # An engine that cannot tell its plan any more.
-    engine = SimpleNamespace(compression="none", copies=dict)
-    ready = GradientMarks(model, spans)
-    times = GradientTimes(ready, engine, comm, spans, tmp_path / "gradients.json", said.append, read_host({}))
+    model, spans = nn.Linear(2, 2), Spans()
+    engine: Any = SimpleNamespace(compression="none", copies=dict)  # one that cannot tell its plan any more
+    ready, file = GradientMarks(model, spans), tmp_path / "gradients.json"
+    times = GradientTimes(ready, engine, SoloComm(), spans, file, said.append, read_host({}))
     for step in range(1, 6):
         times.begin_step(step)
         spans.step = step
@@ -100,5 +96,4 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_run(tmp_path: Pa
     (tmp_path / "file").write_text("")
     said: list[str] = []
     _run(tmp_path / "file" / "gradients.json", steps=9, warn=said.append)
-    assert len(said) == 1
-    assert "training continues" in said[0]
+    assert len(said) == 1 and str(tmp_path / "file") in said[0]

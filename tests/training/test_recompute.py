@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +19,8 @@ from hvdtrain.task.language_model import ModelConfig, causal_lm
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.stack import Stack
-from tests.support.thread_job import train_on_threads
 
-MODES = ("full", "selective")
+MODES = pytest.mark.parametrize("mode", ["full", "selective"])
 
 
 class Block(nn.Module):
@@ -77,8 +76,11 @@ def _passes(model: nn.Module, run: Callable[[nn.Module], Tensor], context: Abstr
     return [*losses, *grads, *model.buffers(), torch.rand(1)]
 
 
-def _check_equal(plain: nn.Module, mode: str, run: Callable[[nn.Module], Tensor], precision: Any = None) -> None:
-    recomputed = copy.deepcopy(plain)
+def _check_equal(
+    build: Callable[[], nn.Module], mode: str, run: Callable[[nn.Module], Tensor], precision: Any = None
+) -> None:
+    torch.manual_seed(3)
+    recomputed = copy.deepcopy(plain := build())
     checkpoint_blocks(recomputed, mode)
     assert [*recomputed.state_dict()] == [*plain.state_dict()]
     context = torch.autocast("cpu", precision) if precision else nullcontext()
@@ -88,30 +90,27 @@ def _check_equal(plain: nn.Module, mode: str, run: Callable[[nn.Module], Tensor]
         assert torch.equal(one, other) or (precision and (other - one).norm() < 0.01 * one.norm())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@MODES
 def test_dropout_statistics_and_keywords(mode: str) -> None:
-    torch.manual_seed(3)
-    _check_equal(Model(), mode, lambda model: model(torch.linspace(-1, 1, 48).view(6, 8)).square().sum())
+    _check_equal(Model, mode, lambda model: model(torch.linspace(-1, 1, 48).view(6, 8)).square().sum())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@MODES
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_blocks_that_run_twice_in_a_pass(precision: Any, mode: str) -> None:
     """With autocast, the second run would find weights that the first has cast; gradients are then sums in bf16."""
-    torch.manual_seed(3)
-    model = Stack(checkpoints=False, statistics=False, dropout=0.3, again=True)
+    build = partial(Stack, checkpoints=False, statistics=False, dropout=0.3, again=True)
     tokens = torch.arange(12).view(2, 6)
-    _check_equal(model, mode, lambda model: model(tokens).float().square().sum(), precision)
+    _check_equal(build, mode, lambda model: model(tokens).float().square().sum(), precision)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@MODES
 def test_a_model_of_transformers_that_caches_keys(mode: str) -> None:
     """It also has a mixture of experts."""
-    torch.manual_seed(3)
     model = causal_lm(ModelConfig("tiny", dropout=0.2), vocabulary=64, seq_len=8)
     model.config.use_cache = True
     ids = torch.arange(16).view(2, 8)
-    _check_equal(model, mode, lambda model: model(input_ids=ids, labels=ids).loss)
+    _check_equal(lambda: model, mode, lambda model: model(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize(("mode", "again"), [("none", {}), ("full", {8: 3, 32: 3}), ("selective", {32: 3})])
@@ -126,7 +125,7 @@ def test_what_is_computed_again(mode: str, again: dict[int, int]) -> None:
     assert forward.widths == {8: 3, 32: 3} and backward.widths == again
 
 
-@pytest.mark.parametrize("mode", MODES)
+@MODES
 def test_an_evaluation_pays_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     checkpoint_blocks(model, mode)
@@ -148,23 +147,17 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("shard", "mode"), [("none", "full"), ("gradients", "selective")])
-def test_laws_1_and_2(shard: str, mode: str, tmp_path: Path) -> None:
+def test_laws_1_and_2(shard: str, mode: str, trained: Callable[..., Recorded]) -> None:
     """Two ranks, stopped and resumed, have the bits of two and the curve of one that recompute nothing."""
-    runs = {name: Recorded(tmp_path / name, 0, "", "") for name in ("one", "whole", "parts")}
-
-    def train(name: str, size: int, *more: str) -> None:
-        options = (*LANGUAGE, "--train.steps=4", "--checkpoint.every=0", *more)
-        train_on_threads(*options, f"--run_dir={runs[name].run}", size=size)
-
-    train("one", 1)
-    train("whole", 2, f"--parallel.shard={shard}")
+    options = (*LANGUAGE, "--train.steps=4", "--checkpoint.every=0")
+    one = trained("one", *options, size=1)
+    options = (*options, f"--parallel.shard={shard}")
+    whole = trained("whole", *options, size=2)
     for stop in (2, 4):
-        option = f"--memory.checkpointing={mode}"
-        train("parts", 2, f"--parallel.shard={shard}", option, f"--train.stop_at={stop}")
-    one, whole, parts = runs.values()
+        parts = trained("parts", *options, f"--memory.checkpointing={mode}", f"--train.stop_at={stop}", size=2)
     assert whole.losses() == pytest.approx(one.losses(), rel=2e-6) and len(one.losses()) == 4
     assert parts.losses() == whole.losses()
     for name, tensor in whole.state().tensors["model"].items():
         assert torch.equal(parts.state().tensors["model"][name], tensor), name
-    flops = [run.events("flops")[0]["per_sample"] for run in runs.values()]
+    flops = [run.events("flops")[0]["per_sample"] for run in (one, whole, parts)]
     assert flops == flops[:1] * 3 and flops[0] > 0

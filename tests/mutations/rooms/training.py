@@ -22,7 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'if line.get("event") == "started" and not line.get("goes_on"):',
         'if line.get("event") == "started" and line.get("goes_on"):',
         "the budget includes earlier starts of the run",
-        "tests/training/test_time_budget.py",
+        "tests/training/test_result.py",
     ),
     mutation(
         "training/loop/evaluate.py",
