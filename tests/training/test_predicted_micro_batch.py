@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,16 +74,15 @@ def test_answers_of_a_prediction(
 ) -> None:
     monkeypatch.setattr(predicted_micro_batch, "run_program", answer)
     monkeypatch.setattr(predicted_micro_batch, "_usable_bytes", lambda device, limit: 2 - device.index)
-    body = partial(_predict, tmp_path=tmp_path, most=most)
+
+    def body(comm: ThreadComm) -> tuple[int, list[int]]:
+        return predict_largest(_of_rank(comm, tmp_path, SimpleNamespace(config=Config(), resolved={})), most)
+
     if isinstance(expected, tuple):
         assert on_ranks(2, body) == [expected] * 2
-        return
-    with pytest.raises(ConfigError, match=expected):
-        on_ranks(2, body)
-
-
-def _predict(comm: ThreadComm, *, tmp_path: Path, most: int) -> tuple[int, list[int]]:
-    return predict_largest(_of_rank(comm, tmp_path, SimpleNamespace(config=Config(), resolved={})), most)
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            on_ranks(2, body)
 
 
 @pytest.mark.parametrize(("limit", "gib"), [(None, 0.9 * 9), (4.0, 0.9 * 4), (99.0, 0.9 * 9)])

@@ -36,9 +36,17 @@ def test_warm_up_rises_and_cosine_falls_to_min(warmup: int, after: int, min_lr: 
     assert rates[0] > 0
 
 
-def test_linear_falls_evenly() -> None:
-    at = lr_schedule(OptimizerConfig(schedule="linear", warmup_steps=1, min_lr=0.2), 5)
-    assert [at(step) for step in range(6)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+@pytest.mark.parametrize(
+    ("options", "horizon", "rates"),
+    [
+        ({"schedule": "linear", "warmup_steps": 1, "min_lr": 0.2}, 5, [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "constant", "warmup_steps": 2}, 10, [1 / 3, 2 / 3, 1.0, 1.0, 1.0]),
+        ({"schedule": "wsd", "decay": 0.4, "warmup_steps": 0, "min_lr": 0.0}, 10, [*[1.0] * 7, 0.75, 0.5, 0.25]),
+    ],
+)
+def test_schedules(options: dict[str, Any], horizon: int, rates: list[float]) -> None:
+    at = lr_schedule(OptimizerConfig(**options), horizon)
+    assert [at(step) for step in range(len(rates))] == pytest.approx(rates)
 
 
 def test_the_tables_have_the_names_of_the_options() -> None:
@@ -59,11 +67,6 @@ def test_the_tables_have_the_names_of_the_options() -> None:
 )
 def test_the_schedule_of_a_task_may_take_the_number_of_steps(schedule: Any, expected: float) -> None:
     assert task_schedule(schedule, 10)(3) == pytest.approx(expected)
-
-
-def test_constant_stays() -> None:
-    at = lr_schedule(OptimizerConfig(schedule="constant", warmup_steps=2), 10)
-    assert [round(at(step), 3) for step in range(5)] == [0.333, 0.667, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("epochs", "samples", "steps"), [(None, 5, 7), (1, 100, 10), (0.5, 100, 5), (2, 101, 21)])

@@ -22,17 +22,16 @@ class _LostRank(Exception):
     pass
 
 
-class _TwoRounds:
-    """A driver that has two rounds, and gives up then."""
+class _Rounds(Rounds):
+    """Of one rank each. The driver gives up after `most`; a rank is lost after the second step of the first."""
 
     elastic = True
-    local_rank = 0
-    local_size = 1
 
-    def __init__(self) -> None:
-        self.left = 2
+    def __init__(self, most: int) -> None:
+        super().__init__(SoloComm())
+        self.left, self.steps = most, 0
 
-    def enter(self, why: str, text: str, step: int) -> SoloComm:
+    def enter(self, why: str, text: str = "", step: int = -1) -> SoloComm:
         if not self.left:
             raise JobFailed("too many rounds")
         self.left -= 1
@@ -40,6 +39,12 @@ class _TwoRounds:
 
     def is_over(self, error: BaseException) -> bool:
         return isinstance(error, _LostRank)
+
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
+        self.steps += 1
+        if self.steps == 3:  # the gradients of the second step are still there
+            raise _LostRank
+        return requests
 
 
 @pytest.mark.parametrize(("last_failed", "cards"), [(True, ["second"]), (False, [])])
@@ -58,28 +63,8 @@ def test_a_card_is_written_of_the_last_round_alone_and_only_if_it_failed(
     monkeypatch.setattr(session, "_train_round", train)
     run = parse_object({"task": "toy"}, None)
     with pytest.raises(JobFailed):
-        session.run_training(run, toy, _TwoRounds(), None, RankInfo())  # type: ignore[arg-type]
+        session.run_training(run, toy, _Rounds(2), None, RankInfo())  # type: ignore[arg-type]
     assert written == cards
-
-
-class _OneLoss(Rounds):
-    """A job that loses a rank after its second step, and goes on."""
-
-    def __init__(self) -> None:
-        super().__init__(SoloComm())
-        self.steps = 0
-
-    def enter(self, why: str, text: str = "", step: int = -1) -> SoloComm:
-        return SoloComm()
-
-    def is_over(self, error: BaseException) -> bool:
-        return isinstance(error, _LostRank)
-
-    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
-        self.steps += 1
-        if self.steps == 3:  # the gradients of the second step are still there
-            raise _LostRank
-        return requests
 
 
 @pytest.mark.parametrize("compression", ["bf16", "topk:0.5"])
@@ -89,7 +74,7 @@ def test_a_round_frees_the_buckets_of_the_last_one_first(
     alive = watch_buffers(monkeypatch)
     options = {"run_dir": str(tmp_path / "run"), "parallel": {"compression": compression}, "train": {"steps": 4}}
     run = parse_object({"task": "toy", **options}, None)
-    result = session.run_training(run, toy, _OneLoss(), TimelinePlan("off"), RankInfo(folder=tmp_path))
+    result = session.run_training(run, toy, _Rounds(2), TimelinePlan("off"), RankInfo(folder=tmp_path))
     assert result.step == 4 and len(alive) >= 2
     # The new bucket takes the residual over from the copy of it, which is then freed.
     assert not any(alive)

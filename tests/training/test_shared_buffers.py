@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Task
 from hvdtrain.errors import DriftError
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.loop.shared_buffers import Policy, SharedBuffers
@@ -60,21 +59,16 @@ def _trained(folder: Path, *options: str, size: int, late: bool = False) -> list
     return [result.model.state_dict() for result in found]
 
 
-def _checkpoint(folder: Path) -> StateDict:
-    found = CheckpointStore(folder / "checkpoints", pytest.fail).load_newest()
-    assert found is not None
-    return found[1]
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("policy", ["mean", "broadcast"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "policy", "late"), [(2, "mean", False), (3, "broadcast", False), (3, "mean", True), (2, "broadcast", True)]
+)
 def test_replicas_hold_equal_buffers(size: int, policy: str, late: bool, tmp_path: Path) -> None:
     """Also those that begin to differ later, and as a checkpoint holds them; a resumed run makes the same ones."""
     option = f"--parallel.buffers={policy}"
     whole = _trained(tmp_path / "whole", option, size=size, late=late)
     assert whole[0]["total"].count_nonzero() and whole[0]["largest"].count_nonzero()
-    saved = _checkpoint(tmp_path / "whole").tensors["model"]
+    _, checkpoint = CheckpointStore(tmp_path / "whole/checkpoints", pytest.fail).load_newest()  # type: ignore[misc]
+    saved = checkpoint.tensors["model"]
     for rank in whole:
         assert all(torch.equal(rank[name], whole[0][name]) and torch.equal(rank[name], saved[name]) for name in saved)
     if not late:
@@ -106,18 +100,16 @@ def _step(buffers: SharedBuffers, count: int = 1, *, applied: bool = True) -> No
     buffers.finish(applied=applied)
 
 
-def _after_a_step(policy: Policy, counts: list[int]) -> list[list[float]]:
+@pytest.mark.parametrize(("policy", "expected"), [("mean", [2.5, 0.0, 1.0]), ("broadcast", [0.0, 0.0, 1.0])])
+def test_the_mean_is_over_micro_batches_and_numbers_that_are_not_floating_come_from_rank_0(
+    policy: Policy, expected: list[float]
+) -> None:
     def body(comm: ThreadComm) -> list[float]:
         model = Held(comm.rank)
-        _step(SharedBuffers(model, comm, policy), counts[comm.rank])
+        _step(SharedBuffers(model, comm, policy), [3, 1, 0][comm.rank])
         return model.values()
 
-    return on_ranks(len(counts), body)
-
-
-def test_the_mean_is_over_micro_batches_and_numbers_that_are_not_floating_come_from_rank_0() -> None:
-    assert _after_a_step("mean", [3, 1, 0]) == [[2.5, 0.0, 1.0]] * 3
-    assert _after_a_step("broadcast", [1, 1, 1]) == [[0.0, 0.0, 1.0]] * 3
+    assert on_ranks(3, body) == [expected] * 3
 
 
 def test_a_step_that_is_not_applied_shares_nothing() -> None:

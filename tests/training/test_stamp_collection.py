@@ -64,25 +64,17 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_new_rank_gets_the_link_measured_by_rank_0(tmp_path: Path, probes: list[int]) -> None:
-    survivor: Links = {}
+    """Another number of ranks is another link. A rank 0 that knows nothing measures with all."""
+    survivor, newcomer = Links(), Links()
     first = _meet(tmp_path, [survivor, {}])
     assert sorted(probes) == [0, 1] and len(first) >= 2
     assert _meet(tmp_path, [survivor]) == []
-    newcomer: Links = {}
     assert _meet(tmp_path, [survivor, newcomer], started_at=3) == first
     assert sorted(probes) == [0, 1]
     assert [[list(part) for part in link] for link in newcomer.values()] == [first]
-
-
-def test_another_number_of_ranks_is_another_link(tmp_path: Path, probes: list[int]) -> None:
-    survivor: Links = {}
-    _meet(tmp_path, [survivor, {}])
-    _meet(tmp_path, [survivor, {}, {}], started_at=3)
-    assert sorted(probes) == [0, 0, 1, 1, 2]
-
-
-def test_a_rank_0_that_knows_nothing_measures_with_all(tmp_path: Path, probes: list[int]) -> None:
-    other: Links = {}
-    _meet(tmp_path, [{}, other])
-    _meet(tmp_path, [{}, other], started_at=3)
-    assert sorted(probes) == [0, 0, 1, 1]
+    probes.clear()
+    _meet(tmp_path, [survivor, {}, {}], started_at=6)
+    assert sorted(probes) == [0, 1, 2]
+    probes.clear()
+    _meet(tmp_path, [{}, survivor], started_at=9)
+    assert sorted(probes) == [0, 1]
