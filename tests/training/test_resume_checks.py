@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import (
@@ -20,11 +19,12 @@ from hvdtrain.errors import (
     UnusableRunDirectoryError,
 )
 from hvdtrain.files import write_text
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
 from tests.support import permissions
 from tests.support.gallery import TOY
+from tests.support.journals import read_events
 from tests.support.recorded import recorded
 from tests.support.thread_job import train_on_threads
 
@@ -39,21 +39,31 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps."""
-    _train(tmp_path / "run", "--train.steps=6")
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("original") / "run"
+    _train(folder, "--train.steps=6")
+    return folder
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, which knows no other place."""
+    copy = shutil.copytree(original, tmp_path / "run")
+    for name in ("config.yaml", "journal.jsonl"):
+        (copy / name).write_text((copy / name).read_text().replace(str(original), str(copy)))
+    return copy
 
 
 @pytest.mark.parametrize(
     ("options", "what", "following"),
     [
-        (["--train.steps=6", "--seed=1"], "these options have changed: seed: 0 -> 1", "--train.steps 12"),
-        (["--train.steps=4"], r"at step 6, beyond the end of this run \(--train.steps 4\)", "--train.steps 10"),
-        (["--train.steps=6", "--train.stop_at=4"], r"\(--train.stop_at 4\)", "--train.stop_at 10"),
-        (["--train.steps=9", "--train.stop_at=4"], r"\(--train.stop_at 4\)", "--train.stop_at null"),
-        (["--train.epochs=0.5"], r"\(--train.epochs 0.5, which are 3 steps\)", "--train.epochs 1.5"),
+        (["--train.steps=6", "--seed=1"], "seed: 0 -> 1", "--train.steps 12"),
+        (["--train.steps=4"], "--train.steps 4", "--train.steps 10"),
+        (["--train.steps=6", "--train.stop_at=4"], "--train.stop_at 4", "--train.stop_at 10"),
+        (["--train.steps=9", "--train.stop_at=4"], "--train.stop_at 4", "--train.stop_at null"),
+        (["--train.epochs=0.5"], "--train.epochs 0.5, which are 3 steps", "--train.epochs 1.5"),
     ],
 )
 def test_a_command_that_would_train_nothing_changes_nothing(
@@ -68,15 +78,17 @@ def test_a_command_that_would_train_nothing_changes_nothing(
     assert {name: after[name] for name in before} == before
 
 
-@pytest.mark.parametrize("resume", ["nowhere", "empty", "run/checkpoints/step-000006/state.json"])
-@pytest.mark.parametrize("run_dir", [["--run_dir=new"], []])
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize(
+    ("resume", "run_dir"),
+    [("nowhere", []), ("empty", ["--run_dir=new"]), ("run/checkpoints/step-000006/state.json", ["--run_dir=new"])],
+)
 def test_a_resume_from_no_checkpoint_is_refused_and_writes_nothing(
-    resume: str, run_dir: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resume: str, run_dir: list[str], run: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match=r"invalid --resume: .* contains no checkpoint"):
+    with pytest.raises(ConfigError, match="invalid --resume"):
         train_on_threads(*OPTIONS, *run_dir, f"--resume={resume}", "--train.steps=8", size=2)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -95,9 +107,8 @@ def test_a_run_with_checkpoints_needs_no_longer_what_it_began_from(run: Path, tm
         (lambda text: text + "\0" * 40, "1 line(s) of"),
         (lambda text: text.replace('{"step":3', '{"step";3'), "1 line(s) of"),
         (lambda text: text[:-9], ""),  # cut off by a kill
-        (lambda text: text, ""),
     ],
-    ids=["garbage", "zeros", "damaged step", "cut off", "whole"],
+    ids=["garbage", "zeros", "damaged step", "cut off"],
 )
 def test_a_resume_reports_lines_of_the_journal_that_it_cannot_read(
     journal: Callable[[str], str], warning: str, run: Path
@@ -105,8 +116,7 @@ def test_a_resume_reports_lines_of_the_journal_that_it_cannot_read(
     file = run / "journal.jsonl"
     file.write_text(journal(file.read_text()))
     assert _train(run, "--train.steps=8", size=2).resumed_at == 6
-    said = [event["text"] for event in read_journal(file) if event.get("event") == "warning"]
-    found = [text for text in said if "cannot be read" in text]
+    found = [event["text"] for event in read_events(run, "warning") if "cannot be read" in event["text"]]
     assert [warning in text and str(file) in text for text in found] == [True] * bool(warning)
 
 
@@ -116,8 +126,16 @@ def test_another_run_that_is_at_the_end_already_is_refused(run: Path, tmp_path: 
             _train(tmp_path / "new", f"--resume={resume}", "--train.steps=6")
 
 
-@pytest.mark.parametrize("odd", ["a file", "a dangling link", "not listed", "not writable"])
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("odd", "is_new"),
+    [
+        ("a file", False),
+        ("a dangling link", False),
+        ("a dangling link", True),
+        ("not listed", False),
+        ("not writable", True),
+    ],
+)
 def test_a_folder_of_checkpoints_that_cannot_be_used_is_refused_at_the_start(
     odd: str, is_new: bool, run: Path, tmp_path: Path
 ) -> None:
@@ -158,8 +176,7 @@ def test_a_file_without_permission_is_named_and_left_where_it_is(name: str, run:
     assert _train(run, "--train.steps=8").resumed_at == 6
 
 
-@pytest.mark.parametrize("file", ["config.yaml", ".identity"])
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(("file", "is_new"), [("config.yaml", False), (".identity", True)])
 def test_a_disk_that_is_full_at_the_start_is_named(
     file: str, is_new: bool, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,15 +187,14 @@ def test_a_disk_that_is_full_at_the_start_is_named(
 
     monkeypatch.setattr("hvdtrain.training.start.run_directory.write_text", full)
     where = run.with_name("new") if is_new else run
-    with pytest.raises(RunDirectoryError, match="cannot be used: No space left on device") as caught:
+    with pytest.raises(RunDirectoryError, match="No space left on device") as caught:
         _train(where, "--train.steps=8", size=2)
-    assert str(where) in caught.value.what and "make room" in str(caught.value.next_step)
+    assert str(where) in caught.value.what
     assert not isinstance(caught.value, UnusableRunDirectoryError), "the launcher may try again"
 
 
-def test_a_run_of_another_user_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    others = tmp_path / "runs" / "20990101-000000-theirs"
+def test_a_run_of_another_user_is_passed_over(own_folder: Path) -> None:
+    others = own_folder / "runs" / "20990101-000000-theirs"
     others.mkdir(parents=True)
     (others / ".identity").write_text("of another config")
     others.chmod(0)
@@ -196,29 +212,20 @@ def test_the_command_of_a_finished_run_shows_its_result_again(run: Path) -> None
     assert len(read_steps(run / "journal.jsonl")) == 6
 
 
-def test_an_extended_run_reports_the_change_of_the_learning_rate(run: Path) -> None:
-    result = _train(run, "--train.steps=6")
+def test_an_extended_run_reports_the_change_of_the_learning_rate(run: Path, tmp_path: Path) -> None:
+    """What it recommends to train on keeps the rate."""
+    recommended = shutil.copytree(run, tmp_path / "recommended")
     _train(run, "--train.steps=12", "--train.stop_at=7")
     lrs = [line["lr"] for line in read_steps(run / "journal.jsonl").values()]
     assert lrs[6] > 2 * lrs[5], "a schedule over more steps raises it"
-    (warned,) = [line for line in read_journal(run / "journal.jsonl") if "schedule has changed" in line.get("text", "")]
-    assert f"was {lrs[5]:.4g} at step 6, and is {lrs[6]:.4g} at the next" in warned["text"]
-    assert f"--optimizer.schedule constant --optimizer.lr {lrs[5]:.6g}" in warned["text"]
-    assert result.train_on == f"--train.steps 12 --optimizer.schedule constant --optimizer.lr {lrs[5]:.6g}"
-
-
-def test_the_way_to_train_on_that_a_run_recommends_keeps_the_learning_rate(run: Path) -> None:
-    more = _train(run, "--train.steps=6").train_on.split()
-    _train(run, *more)
-    lrs = [line["lr"] for line in read_steps(run / "journal.jsonl").values()]
-    assert len(lrs) == 12
-    assert lrs[6:] == pytest.approx([lrs[5]] * 6, rel=1e-4)
-
-
-def test_a_resume_of_the_same_schedule_does_not_mention_it(tmp_path: Path) -> None:
-    for stop in (2, 6):
-        _train(tmp_path, "--train.steps=6", f"--train.stop_at={stop}")
-    assert "schedule has changed" not in (tmp_path / "journal.jsonl").read_text()
+    (warned,) = [event["text"] for event in read_events(run, "warning") if "schedule has changed" in event["text"]]
+    more = f"--optimizer.schedule constant --optimizer.lr {lrs[5]:.6g}"
+    assert f"was {lrs[5]:.4g} at step 6, and is {lrs[6]:.4g} at the next" in warned and more in warned
+    train_on = _train(recommended, "--train.steps=6").train_on
+    assert train_on == f"--train.steps 12 {more}"
+    _train(recommended, *train_on.split())
+    lrs = [line["lr"] for line in read_steps(recommended / "journal.jsonl").values()]
+    assert len(lrs) == 12 and lrs[6:] == pytest.approx([lrs[5]] * 6, rel=1e-4)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -235,7 +242,7 @@ def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None
         return
     for path in scratch.iterdir():  # the folder on which its disk was mounted
         shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match="has no checkpoint, though its journal records one at step 4"):
+    with pytest.raises(CheckpointError, match="at step 4"):
         _train(run, "--train.steps=6")
 
 
@@ -248,13 +255,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     assert _train(tmp_path, "--train.steps=6").resumed_at == 0
 
 
-def test_wsd_is_constant_and_falls_linearly_at_the_end(tmp_path: Path) -> None:
-    _train(tmp_path, "--train.steps=10", "--optimizer.schedule=wsd", "--optimizer.decay=0.4", "--optimizer.min_lr=0")
-    peak = yaml.safe_load((tmp_path / "config.yaml").read_text())["optimizer"]["lr"]
-    lrs = [line["lr"] / peak for line in read_steps(tmp_path / "journal.jsonl").values()]
-    assert lrs == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-
-
 def test_a_run_extended_before_the_decay_of_wsd_equals_a_long_one(tmp_path: Path) -> None:
     """Bit for bit, and no change of the learning rate is reported. Within the decay, it is."""
     options = ("--optimizer.schedule=wsd", "--optimizer.decay=0.4", "--optimizer.warmup_steps=2")
@@ -265,9 +265,9 @@ def test_a_run_extended_before_the_decay_of_wsd_equals_a_long_one(tmp_path: Path
     long, extended = (read_steps(tmp_path / name / "journal.jsonl") for name in ("long", "extended"))
     for step in range(1, 19):
         assert [long[step][key] for key in ("loss", "lr")] == [extended[step][key] for key in ("loss", "lr")]
-    journal = read_journal(tmp_path / "extended" / "journal.jsonl")
-    warned = [event["text"] for event in journal if "schedule has changed" in event.get("text", "")]
-    assert len(warned) == 1 and "at step 18" in warned[0]
+    warnings = [event["text"] for event in read_events(tmp_path / "extended", "warning")]
+    (warned,) = [text for text in warnings if "schedule has changed" in text]
+    assert "at step 18" in warned
 
 
 def test_the_config_of_a_run_folder_resumes_that_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

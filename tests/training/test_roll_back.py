@@ -16,24 +16,20 @@ import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.data.order import positions_without
 from hvdtrain.errors import NonFiniteError
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_position, merge_ranges
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import Outcome, compare
-from tests.support.launch import train
+from tests.support.journals import read_events
 from tests.support.spoiled import spoiled
 from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
 
-TASK = f"--task={Path(__file__).parents[1]}/support/spoiled.py:spoiled"
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def _task(at: Sequence[int] = (300,), value: float = 1000.0) -> hvdtrain.Task:
@@ -58,7 +54,7 @@ def _outcome(run: str) -> Outcome:
 
 
 def _back(run: str) -> list[dict[str, Any]]:
-    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == "rolled_back"]
+    return read_events(run, "rolled_back")
 
 
 def _proven(run: str) -> list[tuple[int, int]]:
@@ -111,20 +107,23 @@ def test_the_fourth_time_is_the_end() -> None:
     assert _proven("run") == [(80, 152)]
 
 
-@pytest.mark.slow
 def test_two_ranks_go_past_it_together() -> None:
-    options = [TASK, "--train.steps=45", "--train.global_batch=8", "--train.micro_batch=2", "--elastic.roll_back=both"]
-    found = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    train(*options, "--run_dir=two", "--parallel.compression=int8", size=2, cwd=Path.cwd(), environment=found)
+    options = ("--train.steps=45", "--train.global_batch=8", "--train.micro_batch=2", "--elastic.roll_back=both")
+    more = ("--parallel.compression=int8", "--run_dir=two")
+    train_on_threads(*options, *more, size=2, build=lambda rank: _task())
     assert [event["positions"] for event in _back("two")] == [[296, 304]]
     assert _proven("two") == [(296, 304)]
 
 
-def _after_two_skipped(comm: ThreadComm) -> str:
-    """A round begins amid skipped steps; rank 0 was there before, rank 1 is new. What the third brings."""
+def _state() -> TrainState:
     model = torch.nn.Linear(2, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
+
+
+def _after_two_skipped(comm: ThreadComm) -> str:
+    """A round begins amid skipped steps; rank 0 was there before, rank 1 is new. What the third brings."""
+    state = _state()
     store = CheckpointStore(Path("checkpoints"), pytest.fail) if comm.rank == 0 else None
     commits = Commits(60.0)
     roll_back = RollBack("both", commits, comm, store, lambda event: None, lambda text: None)
@@ -133,10 +132,9 @@ def _after_two_skipped(comm: ThreadComm) -> str:
     state.progress = Progress(step=5, position=40, skipped_in_row=2)
     roll_back.begin(state)
     state.progress = Progress(step=6, position=48, skipped_in_row=3)
+    spoiled_steps = SpoiledSteps("non_finite", 4, [24, 48], NonFiniteError("three"))
     try:
-        gone = roll_back.roll_back(
-            SpoiledSteps("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None
-        )
+        gone = roll_back.roll_back(spoiled_steps, state, lambda: None)
     except NonFiniteError:
         return "the end"
     return f"went on: {gone}"
@@ -147,11 +145,8 @@ def test_a_rank_that_joins_during_skipped_steps_agrees_with_the_others() -> None
 
 
 def test_a_rank_lost_during_a_roll_back_leaves_the_skipped_positions_in_the_journal() -> None:
-    model = torch.nn.Linear(2, 2)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
+    state, commits = _state(), Commits(60.0)
     events: list[dict[str, Any]] = []
-    commits = Commits(60.0)
     roll_back = RollBack("both", commits, SoloComm(), None, events.append, lambda text: None)
     commits.commit(state)
     state.progress = Progress(step=5, position=40)
@@ -167,18 +162,14 @@ def test_a_rank_lost_during_a_roll_back_leaves_the_skipped_positions_in_the_jour
 RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda r: [r[0], r[0] + r[1]]), max_size=6)
 
 
-@given(RANGES)
-def test_merged_ranges_hold_the_same_positions(ranges: list[list[int]]) -> None:
-    found = merge_ranges(ranges)
-    assert [p for b, e in found for p in range(b, e)] == sorted({p for b, e in ranges for p in range(b, e)})
-    assert all(a[1] < b[0] for a, b in pairwise(found))
-
-
 @given(RANGES, st.integers(0, 60), st.integers(1, 20))
 def test_the_position_of_a_step_accounts_for_skipped_samples(
     ranges: list[list[int]], position: int, count: int
 ) -> None:
+    """Merged ranges hold the same positions."""
     left_out = merge_ranges(ranges)
+    assert [p for b, e in left_out for p in range(b, e)] == sorted({p for b, e in ranges for p in range(b, e)})
+    assert all(a[1] < b[0] for a, b in pairwise(left_out))
     parts = positions_without(position, count, left_out)
     progress = Progress(position=parts[-1][1], left_out=left_out)
     assert first_position(progress, count) == parts[0][0]

@@ -16,13 +16,15 @@ def _handlers() -> list[object]:
     return [signal.getsignal(number) for number in HELD]
 
 
-def test_signals_are_kept_until_they_are_handled() -> None:
+@pytest.mark.parametrize("stop_on_usr1", [False, True])
+def test_signals_are_kept_until_they_are_handled(stop_on_usr1: bool) -> None:
+    """In a job that submits itself again, the notice stops it."""
     before = _handlers()
-    with PendingSignals() as signals:
+    with PendingSignals(stop_on_usr1=stop_on_usr1) as signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
             os.kill(os.getpid(), number)
         taken = signals.pop()
-        assert (taken[SAVE], taken[TERMINATE]) == (2, 1)
+        assert (taken[SAVE], taken[TERMINATE]) == ((0, 3) if stop_on_usr1 else (2, 1))
         assert not any(signals.pop())
     assert _handlers() == before
 
@@ -42,10 +44,3 @@ def test_a_rank_that_tells_of_an_error_is_not_ended_by_the_launcher_meanwhile() 
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
     assert _handlers() == before
-
-
-def test_in_a_job_that_submits_itself_again_the_notice_stops_it() -> None:
-    with PendingSignals(stop_on_usr1=True) as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        taken = signals.pop()
-    assert (taken[SAVE], taken[TERMINATE]) == (0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,22 +37,20 @@ def worker(request: pytest.FixtureRequest) -> Iterator[WorkerState]:
 
 
 def _step(worker: WorkerState) -> None:
-    engine, model = worker.state.exchange, worker.state.model
-    engine.begin(1)  # type: ignore[union-attr]
-    engine.backward(model(torch.ones(2, 6)).square().sum())  # type: ignore[union-attr]
-    engine.finish()  # type: ignore[union-attr]
-    engine.step()  # type: ignore[union-attr]
-    engine.commit(applied=True)  # type: ignore[union-attr]
+    engine: Any = worker.state.exchange
+    engine.begin(1)
+    engine.backward(worker.state.model(torch.ones(2, 6)).square().sum())
+    engine.finish()
+    engine.step()
+    engine.commit(applied=True)
     worker.state.progress.step += 1
 
 
-def _weights(worker: WorkerState) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in worker.state.model.parameters()])
-
-
-def _residuals(worker: WorkerState) -> torch.Tensor:
+def _held(worker: WorkerState) -> torch.Tensor:
+    """Weights and residuals."""
     tensors, _ = worker.state.exchange.state_dict()  # type: ignore[union-attr]
-    return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith(RESIDUAL)]).clone()
+    residuals = [tensor for name, tensor in sorted(tensors.items()) if name.endswith(RESIDUAL)]
+    return torch.cat([tensor.detach().flatten() for tensor in [*worker.state.model.parameters(), *residuals]]).clone()
 
 
 @pytest.mark.parametrize(("engine", "device"), [("horovod", "meta"), ("fsdp", "cpu")])
@@ -63,27 +61,29 @@ def test_an_engine_that_divides_the_model_moves_it_block_by_block(engine: str, d
     assert {parameter.device.type for parameter in found.state.model.parameters()} == {device}
 
 
-@pytest.mark.parametrize("worker", ["none", "bf16"], indirect=True)
-def test_without_residuals_nothing_is_lost_with_a_rank(worker: WorkerState) -> None:
+@pytest.mark.parametrize(
+    ("worker", "synchronized", "restores"),
+    [
+        # Without residuals nothing is lost with a rank.
+        *[("none", [False], False), ("bf16", [False], False)],
+        *[("topk:0.2", [False], True), ("powersgd:2", [False], True), ("topk:0.2", [True], False)],
+        # A round that breaks before its first step. A commit is long ago, as where one rank is left.
+        ("topk:0.2", [True, False], False),
+    ],
+    indirect=["worker"],
+)
+def test_a_broken_round_restores_residuals_and_weights_of_the_newest_commit(
+    worker: WorkerState, synchronized: list[bool], restores: bool
+) -> None:
     worker.commits.commit(worker.state)
+    committed = _held(worker)
     _step(worker)
-    now = _weights(worker)
-    worker.end_round(synchronized=False)
-    assert worker.step == 2
-    assert torch.equal(_weights(worker), now)
-
-
-@pytest.mark.parametrize("worker", ["topk:0.2", "powersgd:2"], indirect=True)
-def test_residuals_are_those_of_the_newest_commit(worker: WorkerState) -> None:
-    worker.commits.commit(worker.state)
-    weights, residuals = _weights(worker).clone(), _residuals(worker)
-    assert residuals.abs().sum() > 0
-    _step(worker)
-    assert not torch.equal(_weights(worker), weights)
-    worker.end_round(synchronized=False)
-    assert worker.step == 1
-    assert torch.equal(_weights(worker), weights)
-    assert torch.equal(_residuals(worker), residuals)
+    now = _held(worker)
+    assert not torch.equal(committed, now)
+    for each in synchronized:
+        worker.end_round(synchronized=each)
+    assert worker.step == (1 if restores else 2)
+    assert torch.equal(_held(worker), committed if restores else now)
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
@@ -93,29 +93,6 @@ def test_where_ranks_hold_pieces_the_newest_commit_counts(worker: WorkerState, s
     _step(worker)
     worker.end_round(synchronized=synchronized)
     assert worker.step == worker.offer()[0] == 1
-
-
-@pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_a_synchronized_end_of_a_round_keeps_the_state(worker: WorkerState) -> None:
-    worker.commits.commit(worker.state)
-    _step(worker)
-    weights, residuals = _weights(worker), _residuals(worker)
-    worker.end_round(synchronized=True)
-    assert worker.step == 2
-    assert torch.equal(_weights(worker), weights)
-    assert torch.equal(_residuals(worker), residuals)
-
-
-@pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_a_round_broken_before_its_first_step_keeps_the_previous_state(worker: WorkerState) -> None:
-    worker.commits.commit(worker.state)
-    _step(worker)  # a commit is long ago, as where one rank is left that exchanges nothing
-    weights, residuals = _weights(worker).clone(), _residuals(worker)
-    worker.end_round(synchronized=True)
-    worker.end_round(synchronized=False)
-    assert worker.step == 2
-    assert torch.equal(_weights(worker), weights)
-    assert torch.equal(_residuals(worker), residuals)
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2", DIVIDED], indirect=True)
@@ -141,7 +118,7 @@ def test_offers_are_equal_where_all_but_tensors_is(worker: WorkerState) -> None:
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_records_of_repeated_steps_start_again(worker: WorkerState, tmp_path: Path) -> None:
+def test_records_of_repeated_steps_start_again(worker: WorkerState) -> None:
     worker.recorder = Recorder(None, Display("samples", 5.0, live=False, quiet=True))
     worker.commits.commit(worker.state)
     worker.last_record = {"step": 1}
