@@ -1,4 +1,4 @@
-"""A real server and OpenAI's client: answers are the model's; load, wrong input and cut connections do no harm."""
+"""A real server and OpenAI's client: answers are the model's, and it ends without harm."""
 
 from __future__ import annotations
 
@@ -46,15 +46,11 @@ class Server:
     def client(self, key: str = KEY) -> Any:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
 
-    def ask(self, body: Any, path: str = "/v1/completions", headers: dict[str, str] = JSON) -> tuple[int, str]:
+    def ask(self, body: bytes, path: str) -> tuple[int, str]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            connection.request("GET" if body is None else "POST", path, body, headers)
+            connection.request("POST", path, body, JSON)
             response = connection.getresponse()
             return response.status, response.read().decode()
-
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)", self.ask(None, "/metrics")[1], re.M)
-        return float(found[1]) if found else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +79,7 @@ def _start(folder: Path, *options: str, program: tuple[str, ...] = ("-m", "hvdtr
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    made = _start(folder, "--tokens", "200", "--kib", "4", "--waiting", "3", "--seconds", "60")
+    made = _start(folder, "--tokens", "200", "--seconds", "60")
     yield made
     made.process.send_signal(signal.SIGTERM)
     _, error = made.process.communicate(timeout=60)
@@ -124,77 +120,17 @@ def test_a_seed_repeats_an_answer_while_others_are_generated(server: Server) -> 
     assert found[0] == found[2] != found[1]
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "code"),
-    [
-        (b'{"prompt": "a"}', {"content-type": "application/json"}, 401),
-        (b'{"prompt": "a"}', {**JSON, "content-type": "text/plain"}, 415),
-        (b'{"prompt": "a"}', {**JSON, "host": "elsewhere.example"}, 400),
-        (b'{"prompt": "' + b"a" * 5000 + b'"}', JSON, 413),
-        (b"{", JSON, 400),
-        (json.dumps({"prompt": "a" * 3000}).encode(), JSON, 400),
-        (json.dumps({"prompt": "a", "model": "other"}).encode(), JSON, 404),
-    ],
-    ids=["key", "type", "host", "size", "json", "tokens", "model"],
-)
-def test_wrong_requests_are_named(server: Server, body: bytes, headers: dict[str, str], code: int) -> None:
-    status, text = server.ask(body, headers=headers)
-    assert status == code, text
-    assert code == 400 or json.loads(text)["error"]["code"] == code
-    assert server.ask(b'{"prompt": "a", "max_tokens": 1}')[0] == 200
-
-
-@pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/responses", "/docs", "/openapi.json"])
-def test_there_is_nothing_else(server: Server, path: str) -> None:
-    assert [server.ask(body, path)[0] for body in (None, b"{}")] == [404, 404]
-
-
 def test_messages_that_the_template_refuses(server: Server) -> None:
     body = json.dumps({"messages": [{"role": "none", "content": "a"}]}).encode()
     status, text = server.ask(body, "/v1/chat/completions")
     assert status == 400 and "no such role" in text
 
 
-@pytest.mark.flaky(reruns=2)
-def test_too_many_requests_are_refused_and_the_others_answered(server: Server) -> None:
-    """One is answered and three wait."""
-    with ThreadPoolExecutor(8) as pool:
-        codes = sorted(pool.map(lambda _: server.ask(json.dumps({**LONG, "stream": False}).encode())[0], range(8)))
-    assert codes[0] == 200 and codes[-1] == 429 and set(codes) == {200, 429} and codes.count(200) >= 4
-    assert server.metric("hvdtrain_requests_waiting") == 0
-
-
-@pytest.mark.flaky(reruns=2)
-def test_cut_connections_free_the_model(server: Server) -> None:
-    text = json.dumps(LONG).encode()
-    head = "".join(f"{name}: {value}\r\n" for name, value in {**JSON, "host": "localhost"}.items())
-    start = f"POST /v1/completions HTTP/1.1\r\n{head}content-length: {len(text)}\r\n\r\n".encode()
-    before = server.metric('hvdtrain_requests_total{code="499",path="/v1/completions"}')
-    for sent in (start[:20], start, start + text[:9], start + text):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-            connection.sendall(sent)
-            if sent.endswith(text):
-                assert b"200 OK" in connection.recv(100)
-    assert server.ask(b'{"prompt": "a", "max_tokens": 1}')[0] == 200
-    after = server.metric('hvdtrain_requests_total{code="499",path="/v1/completions"}')
-    assert after == before + 3  # two within their requests, one within its answer
-
-
-@pytest.mark.flaky(reruns=2)
-def test_nobody_waits_longer_than_the_limit_and_a_stop_ends_the_server(folder: Path) -> None:
-    """30 continuations take more than a second. The first that ends too late is cut off; those after it never begin."""
-    slow = _start(folder, "--seconds", "1", "--waiting", "40")
-    try:
-        with ThreadPoolExecutor(30) as pool:
-            answers = list(pool.map(lambda _: slow.ask(json.dumps(LONG).encode()), range(30)))
-        kinds = {(code, "[DONE]" in text, '"code": 504' in text) for code, text in answers}
-        assert kinds <= {(200, True, False), (200, False, True), (503, False, False)}
-        assert kinds >= {(200, False, True), (503, False, False)}
-        slow.process.send_signal(signal.SIGTERM)
-        assert slow.process.wait(timeout=60) == 0
-    finally:
-        slow.process.kill()
-        slow.process.communicate()
+def test_a_cut_connection_frees_the_model(server: Server) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(LONG), JSON)
+        assert connection.getresponse().read(20)
+    assert server.ask(b'{"prompt": "a", "max_tokens": 1}', "/v1/completions")[0] == 200
 
 
 SLOW = """
@@ -230,8 +166,8 @@ def test_a_stop_waits_for_what_torch_computes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--host", "0.0.0.0"), "anybody who reaches 0.0.0.0 could use the model"),
-        (("--key_file", "short"), "no usable key"),
+        (("--host", "0.0.0.0"), "0.0.0.0"),
+        (("--key_file", "short"), "short"),
         (("--port", "taken"), "cannot be listened on"),
         (("--backend", "vllm"), "vllm is not installed"),
     ],
@@ -248,14 +184,14 @@ def test_what_does_not_start(
             main([str(folder), *given])
 
 
-def test_vllm_gets_the_folder_and_the_key(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "vllm").write_text('#!/bin/sh\necho "$VLLM_API_KEY" "$@"\n')
-    (tmp_path / "vllm").chmod(0o755)
+def test_vllm_gets_the_folder_and_the_key(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("hvdtrain.cli.serve.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     (tmp_path / "key").write_text(KEY)
-    argv = [sys.executable, "-m", "hvdtrain", "serve", str(folder), "--backend", "vllm", "--name", "mine"]
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    options = ["--host", "0.0.0.0", "--key_file", str(tmp_path / "key")]
-    done = subprocess.run([*argv, *options], env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == [
-        *(KEY, "serve", str(folder), "--served-model-name", "mine", "--host", "0.0.0.0", "--port", "8000")
-    ]
+    options = ("--backend", "vllm", "--name", "mine", "--host", "0.0.0.0", "--key_file", str(tmp_path / "key"))
+    main([str(folder), *options])
+    ((program, argv, variables),) = started
+    expected = ("serve", str(folder), "--served-model-name", "mine", "--host", "0.0.0.0", "--port", "8000")
+    assert (program, argv) == ("/bin/vllm", ["/bin/vllm", *expected])
+    assert variables["VLLM_API_KEY"] == KEY

@@ -129,7 +129,7 @@ def test_modules_that_need_more(kind: str) -> None:
     assert {id(weight) for weight in flat} <= {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("variant", ["uneven", "idle", "adagrad"])
+@pytest.mark.parametrize("variant", ["uneven", "adagrad"])
 def test_laws_1_and_2(variant: str, trained: Callable[..., Recorded]) -> None:
     """Also with divided gradients and with idle ranks; two ranks that were stopped have the bits of two that were not.
 

@@ -1,4 +1,4 @@
-"""What the options ask to be recorded, on real runs of a task of milliseconds."""
+"""What the options ask to be recorded, on real runs of a task of milliseconds; and the link between ranks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.schema import Config
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.spans import Spans
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.records import observers
+from hvdtrain.training.round import Round
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
@@ -77,8 +83,9 @@ def test_sinks_get_the_records_of_the_journal_and_one_that_fails_fails_no_run(tm
         raise RuntimeError("no network")
 
     lines = _train(tmp_path, [taken.append, fail])
-    warnings = [line["text"] for line in lines if line.get("event") == "warning"]  # which come at the end
-    assert [json.loads(json.dumps(record)) for record in taken] == lines[: len(lines) - len(warnings)]
+    warnings = [line["text"] for line in lines if line.get("event") == "warning"]  # of the other sink
+    records = [line for line in lines if line.get("event") != "warning"]
+    assert [json.loads(json.dumps(record)) for record in taken if record.get("event") != "warning"] == records
     assert [line["step"] for line in lines if "event" not in line] == list(range(1, 7))
     assert {"started", "evaluation", "checkpoint", "finished"} <= {record.get("event") for record in taken}
     assert "sink fail failed: RuntimeError: no network" in warnings[0]
@@ -144,3 +151,62 @@ def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, mon
     observers.add_horovod_timeline(recorder, plan, RunLayout(tmp_path), comm)
     assert looked == ([] if quiet else [frozenset({1, 2})])
     assert len(watchers) == 1
+
+
+Links = dict[tuple[str, ...], list[tuple[int, float]]]
+
+
+def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]:
+    """A round of as many ranks as there is knowledge; the link that rank 0 left of it."""
+
+    def body(comm: ThreadComm) -> None:
+        recorder = Recorder(None, Progress("samples", 60.0, live=False, quiet=True))
+        progress = SimpleNamespace(step=started_at)
+        state = SimpleNamespace(model=nn.Linear(1, 1), progress=progress)
+        current = SimpleNamespace(
+            run=SimpleNamespace(config=Config()),
+            worker=SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank], compiled=0),
+            comm=comm,
+            layout=RunLayout(folder),
+            spans=Spans(),
+            recorder=recorder,
+            stop=100,
+        )
+        observers.add_stamps(cast(Round, current))
+        recorder.close()
+
+    on_ranks(len(known), body)
+    lines = [json.loads(line) for line in (folder / "timeline" / "steps.jsonl").read_text().splitlines()]
+    link: list[object] = [line for line in lines if "link" in line][-1]["link"]
+    return link
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that measured."""
+    found: list[int] = []
+    measure = observers.probe_link
+
+    def probe(comm: ThreadComm, device: torch.device, budget_s: float) -> list[tuple[int, float]]:
+        found.append(comm.rank)
+        return measure(comm, device, budget_s)
+
+    monkeypatch.setattr(observers, "probe_link", probe)
+    return found
+
+
+def test_a_new_rank_gets_the_link_measured_by_rank_0(tmp_path: Path, probes: list[int]) -> None:
+    """Another number of ranks is another link. A rank 0 that knows nothing measures with all."""
+    survivor, newcomer = Links(), Links()
+    first = _meet(tmp_path, [survivor, {}])
+    assert sorted(probes) == [0, 1] and len(first) >= 2
+    assert _meet(tmp_path, [survivor]) == []
+    assert _meet(tmp_path, [survivor, newcomer], started_at=3) == first
+    assert sorted(probes) == [0, 1]
+    assert [[list(part) for part in link] for link in newcomer.values()] == [first]
+    probes.clear()
+    _meet(tmp_path, [survivor, {}, {}], started_at=6)
+    assert sorted(probes) == [0, 1, 2]
+    probes.clear()
+    _meet(tmp_path, [{}, survivor], started_at=9)
+    assert sorted(probes) == [0, 1]

@@ -130,7 +130,6 @@ def test_another_run_that_is_at_the_end_already_is_refused(run: Path, tmp_path: 
     ("odd", "is_new"),
     [
         ("a file", False),
-        ("a dangling link", False),
         ("a dangling link", True),
         ("not listed", False),
         ("not writable", True),

@@ -15,7 +15,7 @@ import hvdtrain
 from hvdtrain.config.parse import parse_object
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal
-from hvdtrain.observe.past_journal import is_finished, read_journal
+from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.run_layout import RunLayout
@@ -25,16 +25,13 @@ from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.round import Round
 from tests.support.analyses import analysis
+from tests.support.journals import read_events
 from tests.support.toy import toy
 from tests.support.whatif_run import run_folder
 
 
 def _train(folder: Path, **observe: Any) -> Any:
     return hvdtrain.train({"train": {"steps": 8}, "observe": observe, "run_dir": str(folder)}, toy)
-
-
-def _events(folder: Path, event: str) -> list[dict[str, Any]]:
-    return [line for line in read_journal(folder / "journal.jsonl") if line.get("event") == event]
 
 
 def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
@@ -44,35 +41,29 @@ def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "timeline" / "report.json").read_text())
     assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
     page = (tmp_path / "timeline" / "report.html").read_text()
-    assert page.startswith("<!doctype html>") and "Step time by part" in page
-    held = _events(tmp_path, "memory")
+    assert page.startswith("<!doctype html>") and "Step time by part" in page and "Memory of rank 0" in page
+    held = read_events(tmp_path, "memory")
     assert [event["at_step"] for event in held] == [1, 8]
     assert result.analysis.memory.mib == held[-1]["mib"] and held[-1]["mib"]["activations and rest"] > 0
-    assert "Memory of rank 0" in page
-    (event,) = _events(tmp_path, "explained")
+    (event,) = read_events(tmp_path, "explained")
     assert event["at_step"] == 8
     assert event["figures"] == pytest.approx(figures(result.analysis))
     assert [finding["kind"] for finding in event["findings"]] == [f.kind for f in result.analysis.findings]
-    assert event["verdict"][0].startswith("The step time is ")
     assert is_finished(tmp_path / "journal.jsonl")
     assert [path.name for path in (tmp_path / "timeline").iterdir() if path.name.startswith(".report")] == []
-
-
-def test_tensorboard_shows_it_at_the_last_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
     from tests.support.tensorboard_run import read, series, single
 
-    result = _train(tmp_path)
     for name, value in figures(result.analysis).items():
         assert series(tmp_path / "tensorboard", f"report/{name}") == {8: single(value)}
-    (event,) = read(tmp_path / "tensorboard").Tensors("report/findings/text_summary")
-    assert b"The step time is" in event.tensor_proto.string_val[0]
+    (text,) = read(tmp_path / "tensorboard").Tensors("report/findings/text_summary")
+    assert event["verdict"][0].split(":")[0].encode() in text.tensor_proto.string_val[0]
 
 
 def test_a_later_start_tells_of_itself(tmp_path: Path) -> None:
     for steps in (4, 8):
         result = hvdtrain.train({"train": {"steps": 8, "stop_at": steps}, "run_dir": str(tmp_path)}, toy)
-    assert [event["at_step"] for event in _events(tmp_path, "explained")] == [4, 8]
+    assert [event["at_step"] for event in read_events(tmp_path, "explained")] == [4, 8]
     assert result.analysis.budget.steps <= 4
 
 
@@ -80,21 +71,18 @@ def test_without_traces_there_is_none(tmp_path: Path) -> None:
     result = _train(tmp_path, timeline="off")
     assert result.analysis is None
     assert not (tmp_path / "timeline").exists()
-    assert _events(tmp_path, "explained") == _events(tmp_path, "warning") == []
+    assert read_events(tmp_path, "explained") == read_events(tmp_path, "warning") == []
 
 
 @pytest.mark.parametrize(
     "broken", ["hvdtrain.timeline.analysis.analyse.analyse", "hvdtrain.timeline.report.page.to_html"]
 )
 def test_a_failing_report_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise ZeroDivisionError("there was nothing")
-
-    monkeypatch.setattr(broken, fail)
+    monkeypatch.setattr(broken, lambda *arguments: 1 // 0)
     result = _train(tmp_path)
     assert (result.reason, result.step, result.analysis) == ("finished", 8, None)
-    (warning,) = _events(tmp_path, "warning")
-    assert warning["text"] == "the analysis of the run failed: ZeroDivisionError: there was nothing"
+    (warning,) = read_events(tmp_path, "warning")
+    assert "the analysis of the run failed: ZeroDivisionError" in warning["text"]
     assert not (tmp_path / "timeline" / "report.html").exists()
     assert is_finished(tmp_path / "journal.jsonl")
 
@@ -104,11 +92,7 @@ def test_large_traces_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "timeline" / "horovod-steps-1-on.json").write_text("[" + " " * 2_000_000 + "]")
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1_000_000)
     result = _train(tmp_path)
-    assert (
-        "horovod-steps-1-on.json, 2 MB, is too large to read now: hvdtrain timeline report reads it"
-        in result.analysis.notes
-    )
-    assert result.analysis.lanes
+    assert result.analysis.lanes and any("horovod-steps-1-on.json, 2 MB" in note for note in result.analysis.notes)
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1000)
     result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
     assert not result.analysis.lanes and result.analysis.budget is not None
@@ -120,10 +104,7 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    stand_in = type("Anything", (), {})()
-    stand_in.rank = rank
-    stand_in.warn = pytest.fail
-    stand_in.close_watchers = lambda: order.append("closed")
+    stand_in: Any = SimpleNamespace(rank=rank, warn=pytest.fail, close_watchers=lambda: order.append("closed"))
     stand_in.event = lambda record: order.append(record["event"])
     module = "hvdtrain.training.records.run_report"
     monkeypatch.setattr(f"{module}.collect_spans", lambda *arguments: order.append("waited"))
@@ -141,66 +122,48 @@ def test_a_run_ends_with_a_proposal_where_asked_for_one(
 ) -> None:
     options = {"train": {"steps": 8}, "parallel": {"sync": "auto"}}
     hvdtrain.train({**options, "run_dir": str(tmp_path / "one")}, toy)
-    (warning,) = _events(tmp_path / "one", "warning")
-    assert warning["text"] == "no way to exchange is proposed: --sync auto compares exchanges, but there is one rank"
+    (warning,) = read_events(tmp_path / "one", "warning")
+    assert "--sync auto" in warning["text"] and "one rank" in warning["text"]
     several = read_evidence(run_folder(tmp_path / "several", size=4, local_size=1, wait_ms=9e4, passes=2))
     monkeypatch.setattr("hvdtrain.timeline.whatif.read_run.read_evidence", lambda folder: several)
     capsys.readouterr()
     hvdtrain.train({**options, "run_dir": str(tmp_path / "slow")}, toy)
-    (proposal,) = _events(tmp_path / "slow", "proposal")
+    (proposal,) = read_events(tmp_path / "slow", "proposal")
     assert proposal["at_step"] == 8 and proposal["options"].startswith("--parallel.sync")
-    said = capsys.readouterr()
-    assert proposal["options"] in said.out + said.err
+    assert proposal["options"] in "".join(capsys.readouterr())
 
 
-def test_a_full_disk_costs_the_event_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Journal.write
+@pytest.mark.parametrize("what", ["the event", "the trace"])
+def test_a_full_disk_costs_one_thing_not_the_run(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, close = Journal.write, SpanTrace.close
 
-    def full(self: Journal, record: Mapping[str, Any]) -> None:
+    def full_write(self: Journal, record: Mapping[str, Any]) -> None:
         if record.get("event") == "explained":
             raise RunDirectoryError("journal.jsonl cannot be written: no space left")
         write(self, record)
 
-    monkeypatch.setattr(Journal, "write", full)
-    result = _train(tmp_path)
-    assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
-    (warning,) = _events(tmp_path, "warning")
-    assert warning["text"] == "journal.jsonl cannot be written: no space left"
-
-
-def test_a_trace_that_cannot_be_closed_costs_the_trace_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    close = SpanTrace.close
-
-    def full(self: SpanTrace) -> None:
+    def full_close(self: SpanTrace) -> None:
         close(self)
-        raise OSError(errno.ENOSPC, "no space left")
+        raise OSError(errno.ENOSPC, "a trace cannot be closed: no space left")
 
-    monkeypatch.setattr(SpanTrace, "close", full)
+    if what == "the event":
+        monkeypatch.setattr(Journal, "write", full_write)
+    else:
+        monkeypatch.setattr(SpanTrace, "close", full_close)
     result = _train(tmp_path)
     assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
-    (warning,) = _events(tmp_path, "warning")
-    assert "a trace of rank 0 is incomplete" in warning["text"] and "no space left" in warning["text"]
+    (warning,) = read_events(tmp_path, "warning")
+    assert ("journal" if what == "the event" else "trace of rank 0") in warning["text"]
+    assert "no space left" in warning["text"]
 
 
 def test_watchers_are_ended_once() -> None:
-    class Watcher:
-        closed = 0
-
-        def begin_step(self, step: int) -> None:
-            pass
-
-        def close(self) -> None:
-            self.closed += 1
-
-    class Display:
-        def close(self) -> None:
-            pass
-
-    recorder, watcher = Recorder(None, Display()), Watcher()  # type: ignore[arg-type]
+    closed: list[str] = []
+    display: Any = SimpleNamespace(close=lambda: None)
+    watcher: Any = SimpleNamespace(begin_step=lambda step: None, close=lambda: closed.append("watcher"))
+    recorder = Recorder(None, display)
     recorder.add_watcher(watcher)
     recorder.close_watchers()
-    assert watcher.closed == 1
+    assert closed == ["watcher"]
     recorder.close()
-    assert watcher.closed == 1
+    assert closed == ["watcher"]

@@ -1,4 +1,4 @@
-"""Rounds of a job: the memory of the last one, and the end when its driver has no further round."""
+"""Rounds of a job: memory and files of the last one, and the end when its driver has no further round."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hvdtrain.comm.rounds import Rounds
+from hvdtrain.comm.rounds import OneRound, Rounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import parse_object
+from hvdtrain.data.loader import Stream
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import read_journal
+from hvdtrain.observe.progress import Progress as Display
+from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.spans import Spans
+from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.state.ledger import Ledger, ledger_files
+from hvdtrain.state.train_state import Progress
 from hvdtrain.training import session
+from hvdtrain.training.elastic.worker_state import make_worker_state
+from hvdtrain.training.loop.feed import begin_start
+from hvdtrain.training.round import Round
+from hvdtrain.training.start.restore import resume_state
+from hvdtrain.training.start.run_directory import claim_run_directory
 from tests.support.buffers import watch_buffers
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
 
@@ -78,3 +94,44 @@ def test_a_round_frees_the_buckets_of_the_last_one_first(
     assert result.step == 4 and len(alive) >= 2
     # The new bucket takes the residual over from the copy of it, which is then freed.
     assert not any(alive)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_folder_left_on_another_host_is_reported_and_can_be_resumed(moved: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = parse_object({"task": "toy", "run_dir": str(folder)}, None)
+    claim = claim_run_directory(run)
+    if not moved:
+        claim.write_config(run)
+    worker = make_worker_state(run, toy(), torch.device("cpu"), RankInfo())
+    worker.step = worker.state.progress.step = 7
+    display = Display("samples", 5.0, live=False, quiet=True)
+    recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
+    store = CheckpointStore(folder / "checkpoints", pytest.fail)
+    current = Round(run, worker, OneRound(SoloComm()), SoloComm())
+    current.store, current.claim, current.recorder, current.spans = store, claim, recorder, Spans()
+    assert resume_state(current) == 7
+    recorder.close()
+    claim.release()
+    events = [line["event"] for line in read_journal(folder / "journal.jsonl")]
+    assert events == (["warning"] if moved else []) + ["resumed"]
+    assert claim.old_config() is not None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_hosts_that_share_no_files_do_not_write_into_those_of_an_earlier_start(ahead: int, tmp_path: Path) -> None:
+    """One of two hosts was in starts that the other was not in, as where the ranks of a whole host are lost."""
+
+    def begin(comm: ThreadComm) -> None:
+        comm.local_rank, comm.local_size = 0, 1
+        folder = tmp_path / str(comm.rank)
+        for start in range(3 if comm.rank == ahead else 1):
+            folder.mkdir(exist_ok=True)
+            (folder / f"start-{start:04d}.rank-{comm.rank:05d}.jsonl").touch()
+        ledger = Ledger(folder, pytest.fail)
+        stream = Stream([0] * 9, 7, 4, 2, comm.rank, comm.size)  # type: ignore[arg-type]
+        begin_start(ledger, comm, stream, Progress(samples=9), "started")
+        ledger.close()
+
+    on_ranks(2, begin)
+    assert [ledger_files(tmp_path / str(rank))[-1][:2] for rank in range(2)] == [(3, 0), (3, 1)]
