@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,7 @@ import pytest
 
 from hvdtrain.serve.request import Limits
 
-serve = pytest.importorskip("hvdtrain.serve.app", reason="hvdtrain[serve] is not installed")
-responses = pytest.importorskip("starlette.responses")
-
+pytestmark = pytest.mark.skipif(find_spec("openai") is None, reason="hvdtrain[serve] is not installed")
 KEY = "key-of-the-tests"
 HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}", "host": "localhost"}
 PROMPT, STREAM = b'{"prompt": "a"}', b'{"prompt": "a", "stream": true}'
@@ -26,6 +25,8 @@ class Server:
     """A service whose model is free when `free` is set, instead of one by transformers."""
 
     def __init__(self, seconds: float = 600.0) -> None:
+        from hvdtrain.serve import app as serve  # which takes seconds
+
         self.begun, self.free = asyncio.Event(), asyncio.Event()
         limits = Limits(tokens=9, input_bytes=1000, seconds=seconds, waiting=3)
         served = serve.OneModel("mine", MODEL, lambda prompt: SimpleNamespace(input_ids=prompt))
@@ -35,6 +36,8 @@ class Server:
 
     async def handle_request(self, asked: dict[str, Any], number: str) -> Any:
         """Answer as transformers does."""
+        from starlette import responses
+
         self.begun.set()
         if asked.get("stream"):
             return responses.StreamingResponse(self._pieces())
