@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -30,9 +31,9 @@ class Server:
         self.begun, self.free = asyncio.Event(), asyncio.Event()
         limits = Limits(tokens=9, input_bytes=1000, seconds=seconds, waiting=3)
         served = serve.OneModel("mine", MODEL, lambda prompt: SimpleNamespace(input_ids=prompt))
-        service = serve.Service(served, limits, KEY)
+        self.service = service = serve.Service(served, limits, KEY)
         service._handlers = dict.fromkeys(service._handlers, self)
-        self._app = service.app(["localhost"])
+        self.app = service.app(["localhost"])
 
     async def handle_request(self, asked: dict[str, Any], number: str) -> Any:
         """Answer as transformers does."""
@@ -70,7 +71,7 @@ class Server:
 
         given = [(name.encode(), value.encode()) for name, value in {**HEADERS, **headers}.items()]
         scope = {"type": "http", "method": "POST" if body or cut else "GET", "path": path, "headers": given}
-        await self._app({**scope, "query_string": b"", "asgi": {"spec_version": "2.3"}}, receive, send)
+        await self.app({**scope, "query_string": b"", "asgi": {"spec_version": "2.3"}}, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
 
     async def metric(self, name: str) -> float:
@@ -132,6 +133,26 @@ async def test_cut_connections_free_the_model() -> None:
     server.free.set()
     code, text = await server.ask(STREAM)
     assert code == 200 and text.endswith("data: last\n\ndata: [DONE]\n\n")
+
+
+@in_a_loop
+async def test_the_end_waits_for_what_is_generated() -> None:
+    """A thread that returns from torch while the interpreter ends would abort the process."""
+    server, busy, ended = Server(), threading.Event(), list[bool]()
+    server.free.set()
+
+    async def serve_one() -> None:
+        async with server.app.router.lifespan_context(server.app):
+            server.service._state.get_manager("mine").submit(busy.wait)
+            await server.ask()
+        ended.append(busy.is_set())
+
+    whole = asyncio.create_task(serve_one())
+    await server.begun.wait()
+    await asyncio.wait([whole], timeout=0.05)
+    busy.set()
+    await whole
+    assert ended == [True]
 
 
 @pytest.mark.parametrize(

@@ -208,19 +208,6 @@ def test_the_average_is_right_and_changes_no_training(decay: float) -> None:
     assert all(event["seconds"] > 0 for event in evaluations)
 
 
-def test_the_average_does_not_depend_on_ranks_nor_on_a_stop() -> None:
-    options = (*ARGUMENTS, "--train.steps=8", "--train.ema=0.8")
-    for size in (1, 2, 3):
-        train_on_threads(*options, f"--run_dir={size}", size=size)
-    train_on_threads(*options, "--run_dir=parts", "--train.stop_at=4", size=2)
-    train_on_threads(*options, "--run_dir=parts", size=2)
-    expected = _averages("1", 8)
-    for size in (2, 3):
-        for name, tensor in _averages(str(size), 8).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(tensor, _averages("2", 8)[name]) for name, tensor in _averages("parts", 8).items())
-
-
 def test_all_ranks_have_the_same_callbacks() -> None:
     def body(comm: Comm) -> str:
         with pytest.raises(hvdtrain.HvdtrainError, match="the ranks have different callbacks") as caught:

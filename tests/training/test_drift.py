@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,11 +74,12 @@ def test_a_slice_of_a_flat_buffer_has_the_hash_of_its_copy(dtype: torch.dtype, n
     assert digests(parts).tolist() == digests(part.clone() for part in parts).tolist()
 
 
-@pytest.mark.parametrize(("size", "drifting"), [(2, 0), (2, 1), (3, 1), (4, 3)])
-def test_every_rank_finds_it_at_the_same_step_and_names_parameter_and_ranks(size: int, drifting: int) -> None:
+@pytest.mark.parametrize(("size", "drifting", "names"), [(2, 0, "1"), (2, 1, "1"), (4, 0, "1, 2, 3"), (4, 3, "3")])
+def test_every_rank_finds_it_at_the_same_step_and_names_parameter_and_ranks(
+    size: int, drifting: int, names: str
+) -> None:
     found = on_ranks(size, lambda comm: _steps(comm, drifting, every=4, at=6))
     assert {step for step, _ in found} == {9}, "looked at before step 9: after 8 are done"
-    names = "1, 2, 3" if drifting == 0 and size == 4 else "1" if drifting == 0 else str(drifting)
     assert all(f"1.weight differs on rank(s) {names}" in text for _, text in found)
 
 
@@ -163,12 +165,6 @@ def test_a_number_has_few_bits_and_depends_on_each_of_the_parameters() -> None:
     assert (digests(model.parameters()) != before).nonzero().tolist() == [[0]]
 
 
-def test_digests_take_any_dtype_and_shape() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        model = nn.ParameterList([nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (0,), (3, 1))])
-        assert digests(model.parameters()).shape == (3,)
-
-
 def test_replicated_tensors_are_parameters_and_persistent_buffers() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("cache", torch.zeros(1), persistent=False)
@@ -178,20 +174,14 @@ def test_replicated_tensors_are_parameters_and_persistent_buffers() -> None:
 
 
 def test_each_of_several_gets_its_own_sums() -> None:
-    class Member:
-        def __init__(self, numbers: list[int]) -> None:
-            self.numbers, self.got = numbers, list[int]()
+    got: list[list[int]] = []
 
-        def values(self) -> list[int]:
-            return self.numbers
+    def member(*numbers: int) -> Any:
+        return SimpleNamespace(values=lambda: [*numbers], on_sums=lambda step, sums: got.append([step, *sums]))
 
-        def on_sums(self, step: int, sums: object) -> None:
-            self.got = [step, *sums]  # type: ignore[misc]
-
-    members = [Member([1, 2]), Member([]), Member([3])]
-    several = CombinedSums(*members)
+    several = CombinedSums(member(1, 2), member(), member(3))
     several.on_sums(7, [10 * n for n in several.values()])
-    assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
+    assert got == [[7, 10, 20], [7], [7, 30]]
 
 
 def test_a_run_ends_long_before_its_next_checkpoint(tmp_path: Path) -> None:

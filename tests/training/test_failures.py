@@ -1,7 +1,9 @@
-"""Errors leave a run as they were raised, and are reported; a full disk of its records, and a slow one, end none."""
+"""Errors leave a run as they were raised, and are reported; signals wait meanwhile; a full disk ends no run."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from hvdtrain.observe.failure.reporter import JobFacts
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
+from hvdtrain.training.loop.step_sums import SAVE, TERMINATE, PendingSignals, handlers_as_before
 from hvdtrain.training.result import journal_figures
 from tests.support.journals import read_events
 from tests.support.toy import toy
@@ -91,3 +94,40 @@ def test_a_journal_that_cannot_be_written_ends_no_run(
     else:
         assert [line["step"] for line in lines if "event" not in line] == list(range(1, 9))
         assert "finished" in [line.get("event") for line in lines]
+
+
+HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+def _handlers() -> list[object]:
+    return [signal.getsignal(number) for number in HELD]
+
+
+@pytest.mark.parametrize("stop_on_usr1", [False, True])
+def test_signals_are_kept_until_they_are_handled(stop_on_usr1: bool) -> None:
+    """In a job that submits itself again, the notice stops it."""
+    before = _handlers()
+    with PendingSignals(stop_on_usr1=stop_on_usr1) as signals:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        taken = signals.pop()
+        assert (taken[SAVE], taken[TERMINATE]) == ((0, 3) if stop_on_usr1 else (2, 1))
+        assert not any(signals.pop())
+    assert _handlers() == before
+
+
+def test_a_second_interrupt_interrupts() -> None:
+    with handlers_as_before(), pytest.raises(KeyboardInterrupt), PendingSignals():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_rank_that_tells_of_an_error_is_not_ended_by_the_launcher_meanwhile() -> None:
+    before = _handlers()
+    with pytest.raises(ValueError, match="no"), handlers_as_before():
+        try:
+            with PendingSignals():
+                raise ValueError("no")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert _handlers() == before

@@ -1,8 +1,9 @@
-"""Saving in the background, in whole runs: a full disk costs checkpoints, not the run."""
+"""When held-out samples are looked at and checkpoints saved, in whole runs: a full disk ends none."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 from dataclasses import replace
@@ -18,13 +19,14 @@ from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.state import background_writer, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
-from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.loop import saving
 from hvdtrain.training.loop.saving import Saving
 from tests.support.journals import read_events, read_losses
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 TRAIN = {"steps": 12, "global_batch": 4, "micro_batch": 2, "eval_every": 100}
 
 
@@ -177,17 +179,6 @@ def test_a_save_that_a_signal_asks_for_is_shown(tmp_path: Path, capfd: pytest.Ca
     assert [step for _, step in _events(tmp_path)][1:] == [12]
 
 
-def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:
-    options = {"train": TRAIN, "checkpoint": {"every": 1, "keep": 99}, "run_dir": str(tmp_path)}
-    hvdtrain.train(options, toy)
-    store = CheckpointStore(tmp_path / "checkpoints", pytest.fail)
-    saved = store.list()
-    assert [one.step for one in saved] == list(range(1, 13))
-    assert _events(tmp_path) == [("checkpoint", one.step) for one in saved]
-    progress = [load(one.path).values["progress"] for one in saved]
-    assert [(p["step"], p["position"]) for p in progress] == [(step, 4 * step) for step in range(1, 13)]
-
-
 @pytest.mark.parametrize(("damaged", "is_told"), [(2, True), (1, False)])
 def test_a_restart_for_lack_of_a_complete_checkpoint_is_reported(damaged: int, is_told: bool, tmp_path: Path) -> None:
     options = {"train": TRAIN, "checkpoint": {"every": 6}, "run_dir": str(tmp_path)}
@@ -199,3 +190,71 @@ def test_a_restart_for_lack_of_a_complete_checkpoint_is_reported(damaged: int, i
     told = [text for text in _warnings(tmp_path) if "training starts again at step 1" in text]
     assert len(told) == is_told
     assert all("2 checkpoint(s)" in text and str(tmp_path / "checkpoints") in text for text in told)
+
+
+def _evaluations(run: str, every: int, **options: Any) -> dict[int, float]:
+    """Losses of the run's evaluations by step."""
+    train = {"steps": 10, "global_batch": 4, "micro_batch": 2, **options}
+    hvdtrain.train({"train": train, "checkpoint": {"every": every, "keep": 9}, "run_dir": run}, toy)
+    events = read_events(run, "evaluation")
+    found = {event["at_step"]: event["loss"] for event in events}
+    assert len(found) == len(events), "no step is evaluated twice"
+    return found
+
+
+def _heldout_losses(run: str) -> dict[int, float | None]:
+    """What checkpoints know of held-out loss, by step."""
+    manifests = [json.loads((path / MANIFEST).read_text()) for path in Path(run, "checkpoints").glob("step-*")]
+    return {manifest["step"]: manifest["heldout_loss"] for manifest in manifests}
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "every", "steps"),
+    [
+        (None, 4, [0, 4, 8, 10]),
+        (None, 0, [0, 10]),
+        (3, 4, [0, 3, 6, 9, 10]),
+        (4, 4, [0, 4, 8, 10]),
+        (5, 0, [0, 5, 10]),
+        (99, 4, [0, 10]),
+    ],
+)
+def test_steps_and_checkpoints(eval_every: int | None, every: int, steps: list[int]) -> None:
+    found = _evaluations("run", every, eval_every=eval_every)
+    assert sorted(found) == steps
+    saved = _heldout_losses("run")
+    assert sorted(saved) == ([4, 8, 10] if every else [10])
+    assert saved == {step: found.get(step) for step in saved}
+
+
+def test_a_resumed_run_evaluates_at_the_same_steps() -> None:
+    """And looking more often changes no training."""
+    whole = _evaluations("whole", 0, eval_every=4)
+    _evaluations("parts", 0, eval_every=4, stop_at=5)
+    parts = _evaluations("parts", 0, eval_every=4)
+    assert sorted(parts) == [0, 4, 5, 8, 10]
+    assert whole == {step: parts[step] for step in whole}
+    _evaluations("often", 0, eval_every=1)
+    assert read_losses("often") == read_losses("parts") == read_losses("whole")
+
+
+def test_an_invalid_interval() -> None:
+    with pytest.raises(hvdtrain.HvdtrainError, match=r"--train.eval_every is "):
+        _evaluations("run", 0, eval_every=0)
+
+
+@pytest.mark.parametrize("steps", [10, 5])
+def test_a_stop_by_signal_is_not_kept_waiting(steps: int) -> None:
+    """mpirun kills one second after SIGTERM: the checkpoint comes first, also of the last step."""
+
+    def schedule(step: int) -> float:
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return 1.0
+
+    train = {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_every": 1}
+    options = {"train": train, "checkpoint": {"every": 1}, "run_dir": "run"}
+    result = hvdtrain.train(options, replace(toy(), schedule=schedule))
+    assert result.reason == "SIGTERM"
+    assert [event["at_step"] for event in read_events("run", "evaluation")] == list(range(result.step))
+    assert _heldout_losses("run")[result.step] is None

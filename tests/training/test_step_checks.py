@@ -234,20 +234,16 @@ class Counting(torch.optim.SGD):
 
     def __init__(self, parameters: Any, kept: str) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.kept = kept
-        self.count, self.constant = 0, torch.ones(3)
-        self.other = {"mean": [torch.zeros(1)]}
+        self.count, self.constant, self.other = 0, torch.ones(3), {"mean": [torch.zeros(1)]}
         self.inner = torch.optim.Adam(parameters) if kept == "inner" else None
         self.param_groups[0]["mean"] = torch.zeros(1)
+        self.kept = kept
 
     def step(self, closure: Any = None) -> Any:
-        if self.kept == "count":
-            self.count += 1
-        elif self.kept == "mean of group 0":
-            self.param_groups[0]["mean"] += 1
-        elif self.kept == "other":
-            self.other["mean"][0] += 1
-        elif self.inner is not None:
+        self.count += self.kept == "count"
+        self.param_groups[0]["mean"] += self.kept == "mean of group 0"
+        self.other["mean"][0] += self.kept == "other"
+        if self.inner is not None:
             self.inner.step()
         return super().step(closure)
 

@@ -1,21 +1,40 @@
-"""The state that a process offers to the next round after a rank of this round died."""
+"""Rounds of a job: what a process offers to the next after a lost rank, and what a round leaves and frees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hvdtrain.comm.rounds import OneRound, Rounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.config.parse import parse_object
+from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.spans import Spans
+from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.state.ledger import Ledger, ledger_files
+from hvdtrain.state.train_state import Progress
+from hvdtrain.training import session
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState, make_worker_state
+from hvdtrain.training.loop.feed import begin_start
+from hvdtrain.training.round import Round
+from hvdtrain.training.start.restore import resume_state
+from hvdtrain.training.start.run_directory import claim_run_directory
+from tests.support.buffers import watch_buffers
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
 DIVIDED = "divided"
@@ -130,3 +149,106 @@ def test_records_of_repeated_steps_start_again(worker: WorkerState) -> None:
     assert worker.lost_recorded_steps()
     worker.close_recorder()
     assert worker.recorder is None
+
+
+class _LostRank(Exception):
+    pass
+
+
+class _Rounds(Rounds):
+    """Of one rank each. The driver gives up after `most`; a rank is lost after the second step of the first."""
+
+    elastic = True
+
+    def __init__(self, most: int) -> None:
+        super().__init__(SoloComm())
+        self.left, self.steps = most, 0
+
+    def enter(self, why: str, text: str = "", step: int = -1) -> SoloComm:
+        if not self.left:
+            raise JobFailed("too many rounds")
+        self.left -= 1
+        return SoloComm()
+
+    def is_over(self, error: BaseException) -> bool:
+        return isinstance(error, _LostRank)
+
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
+        self.steps += 1
+        if self.steps == 3:  # the gradients of the second step are still there
+            raise _LostRank
+        return requests
+
+
+@pytest.mark.parametrize(("last_failed", "cards"), [(True, ["second"]), (False, [])])
+def test_a_card_is_written_of_the_last_round_alone_and_only_if_it_failed(
+    monkeypatch: pytest.MonkeyPatch, last_failed: bool, cards: list[str]
+) -> None:
+    written: list[str] = []
+    names = iter(["first", "second"])
+
+    def train(current: session.Round, *given: object) -> None:
+        name = next(names)
+        current.reporter = SimpleNamespace(report_no_new_round=lambda: written.append(name))
+        if name == "first" or last_failed:
+            raise _LostRank
+
+    monkeypatch.setattr(session, "_train_round", train)
+    run = parse_object({"task": "toy"}, None)
+    with pytest.raises(JobFailed):
+        session.run_training(run, toy, _Rounds(2), None, RankInfo())  # type: ignore[arg-type]
+    assert written == cards
+
+
+@pytest.mark.parametrize("compression", ["bf16", "topk:0.5"])
+def test_a_round_frees_the_buckets_of_the_last_one_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compression: str
+) -> None:
+    alive = watch_buffers(monkeypatch)
+    options = {"run_dir": str(tmp_path / "run"), "parallel": {"compression": compression}, "train": {"steps": 4}}
+    run = parse_object({"task": "toy", **options}, None)
+    result = session.run_training(run, toy, _Rounds(2), TimelinePlan("off"), RankInfo(folder=tmp_path))
+    assert result.step == 4 and len(alive) >= 2
+    # The new bucket takes the residual over from the copy of it, which is then freed.
+    assert not any(alive)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_folder_left_on_another_host_is_reported_and_can_be_resumed(moved: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = parse_object({"task": "toy", "run_dir": str(folder)}, None)
+    claim = claim_run_directory(run)
+    if not moved:
+        claim.write_config(run)
+    worker = make_worker_state(run, toy(), torch.device("cpu"), RankInfo())
+    worker.step = worker.state.progress.step = 7
+    display = Display("samples", 5.0, live=False, quiet=True)
+    recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
+    store = CheckpointStore(folder / "checkpoints", pytest.fail)
+    current = Round(run, worker, OneRound(SoloComm()), SoloComm())
+    current.store, current.claim, current.recorder, current.spans = store, claim, recorder, Spans()
+    assert resume_state(current) == 7
+    recorder.close()
+    claim.release()
+    events = [line["event"] for line in read_journal(folder / "journal.jsonl")]
+    assert events == (["warning"] if moved else []) + ["resumed"]
+    assert claim.old_config() is not None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_hosts_that_share_no_files_do_not_write_into_those_of_an_earlier_start(ahead: int, tmp_path: Path) -> None:
+    """One of two hosts was in starts that the other was not in, as where the ranks of a whole host are lost."""
+
+    def begin(comm: ThreadComm) -> None:
+        comm.local_rank, comm.local_size = 0, 1
+        folder = tmp_path / str(comm.rank)
+        for start in range(3 if comm.rank == ahead else 1):
+            folder.mkdir(exist_ok=True)
+            (folder / f"start-{start:04d}.rank-{comm.rank:05d}.jsonl").touch()
+        ledger = Ledger(folder, pytest.fail)
+        stream = Stream([0] * 9, 7, 4, 2, comm.rank, comm.size)  # type: ignore[arg-type]
+        begin_start(ledger, comm, stream, Progress(samples=9), "started")
+        ledger.close()
+
+    on_ranks(2, begin)
+    assert [ledger_files(tmp_path / str(rank))[-1][:2] for rank in range(2)] == [(3, 0), (3, 1)]

@@ -15,7 +15,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "_fingerprint(folder / file[0]) != file[1]",
         "not (folder / file[0]).exists()",
         "a trace of an earlier start stands for the one on another host",
-        "tests/training/test_remote_spans.py",
+        "tests/training/test_run_report.py",
     ),
     mutation(
         "training/result.py",

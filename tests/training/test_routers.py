@@ -1,7 +1,8 @@
-"""The auxiliary loss of experts: DeepSeek-V3's formula, equal at any size, and what it does to routers."""
+"""Routers of experts: a bias and an auxiliary loss balance experts, equally at any number of ranks."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,124 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import imagined_ranks
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import OnStages
 from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
-from hvdtrain.training.loop.router_loads import routers_of
+from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, make_router_loads, routers_of
 from tests.laws.test_fsdp import check_equal
 from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+class Router(nn.Module):
+    """Chooses the expert that a token names."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, 2))
+        self.e_score_correction_bias = nn.Buffer(torch.zeros(experts))
+
+    def forward(self, experts_T: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(experts_T), len(self.weight)), experts_T
+
+
+def _model(experts: int = 4) -> nn.Module:
+    return nn.Sequential(OrderedDict(gate=Router(experts)))
+
+
+def _loads(model: nn.Module, comm: Any, events: list[Any], *, counts: bool = True) -> RouterLoads:
+    found = make_router_loads(model, comm, 0.1, events.append, counts=counts)
+    assert found is not None
+    return found
+
+
+def _step(loads: RouterLoads, model: nn.Module, experts: list[int], step: int = 1, *, applied: bool = True) -> None:
+    loads.begin()
+    with loads.counting():
+        model(torch.tensor(experts))
+    model(torch.tensor([3, 3, 3]))  # the recomputation in backward, or a pass that does not count
+    loads.start()
+    loads.finish(step, applied=applied)
+
+
+def test_each_layer_counts_its_own_tokens() -> None:
+    """Of equally and of unequally many tokens and experts, and of a layer that runs twice in a pass."""
+    model, events = nn.ModuleDict({"a": _model(), "b": _model(), "c": _model(), "d": _model(2)}), list[Any]()
+    loads = _loads(model, SoloComm(), events)
+    loads.begin()
+    for _ in range(2):
+        with loads.counting():
+            passes = (("a", [0, 0, 1, 3]), ("b", [2, 2, 2, 2]), ("c", [1, 3]), ("c", [3]), ("d", [0, 0, 1]))
+            for name, experts in passes:
+                model[name](torch.tensor(experts))
+    assert {name: load.tolist() for name, load in loads._loads.items()} == {
+        "a.gate": [4, 2, 0, 2],
+        "b.gate": [0, 0, 8, 0],
+        "c.gate": [0, 2, 0, 4],
+        "d.gate": [4, 2],
+    }
+    loads.start()
+    loads.finish(1, applied=True)
+    signs = {"a": [-1, 0, 1, 0], "b": [1, 1, -1, 1], "c": [1, -1, 1, -1], "d": [-1, 1]}
+    for name, expected in signs.items():
+        assert model[name].gate.e_score_correction_bias.tolist() == pytest.approx([0.1 * sign for sign in expected])
+
+
+def test_experts_with_few_tokens_become_more_likely() -> None:
+    model, events = _model(), list[Any]()
+    loads, expected = _loads(model, SoloComm(), events), pytest.approx([-0.1, 0.0, -0.1, 0.1])
+    _step(loads, model, [0, 0, 0, 1, 1, 2, 2, 2], EVERY)
+    assert model.gate.e_score_correction_bias.tolist() == expected
+    assert not events  # until the loads are on the host
+    _step(loads, model, [3, 3, 3, 3], applied=False)
+    assert model.gate.e_score_correction_bias.tolist() == expected
+    (event,) = events
+    assert event["event"] == "experts" and event["at_step"] == EVERY
+    layer = event["layers"]["gate"]
+    assert (layer["tokens"], layer["busiest"]) == (8, pytest.approx(1.5)) and 0.7 < layer["entropy"] < 0.9
+    loads.close()
+    _step(loads, model, [0, 0, 0, 0])  # nothing is counted any more
+    assert model.gate.e_score_correction_bias.tolist() == expected
+
+
+def test_tokens_are_counted_on_all_ranks_and_once() -> None:
+    """Ranks 0 and 1 have the same samples, of which one counts."""
+
+    def body(comm: ThreadComm) -> list[float]:
+        model = _model()
+        loads = _loads(model, comm, [], counts=comm.rank != 1)
+        _step(loads, model, [[1], [1], [0, 0, 0, 2, 3]][comm.rank])
+        return model.gate.e_score_correction_bias.tolist()
+
+    assert on_ranks(3, body) == [pytest.approx([-0.1, 0.1, 0.1, 0.1])] * 3
+
+
+def test_a_model_without_routers_has_no_loads() -> None:
+    assert make_router_loads(nn.Sequential(nn.Linear(2, 2)), SoloComm(), 0.1, lambda event: None, counts=True) is None
+
+
+@pytest.mark.parametrize("options", [(), ("--memory.checkpointing=full",)])
+def test_biases_do_not_depend_on_the_number_of_ranks(
+    options: tuple[str, ...], trained: Callable[..., Recorded]
+) -> None:
+    found = [_bias(trained(str(size), *DIVIDED, *options, size=size)) for size in (1, 2, 3)]
+    assert found[0].abs().max() > 0 and all(torch.equal(each, found[0]) for each in found)
+
+
+def _bias(run: Recorded) -> Tensor:
+    return run.state().tensors["model"]["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+def test_a_rate_of_zero_changes_nothing(trained: Callable[..., Recorded]) -> None:
+    assert _bias(trained("one", *DIVIDED, "--train.router_bias=0", size=1)).abs().max() == 0
+
 
 BALANCED = (*DIVIDED, "--train.balance_loss=0.05", "--train.router_bias=0")
 
 
-class Router(nn.Module):
+class ScoringRouter(nn.Module):
     """Returns the scores that it gets, and the two largest."""
 
     def __init__(self, *, sigmoid: bool) -> None:
@@ -40,7 +147,7 @@ class Router(nn.Module):
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_the_formula(sigmoid: bool) -> None:
     """Equations 17 to 20 in loops, for two sequences of three tokens."""
-    router = Router(sigmoid=sigmoid)
+    router = ScoringRouter(sigmoid=sigmoid)
     loss = BalanceLoss([router], 0.1)
     logits_STE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     with loss.collecting_from({"ids": torch.zeros(2, 3)}):
