@@ -1,8 +1,14 @@
-"""Requests to the server: only what it supports reaches the model."""
+"""Requests to the server, in this process: only what it supports reaches the model, within limits."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +80,165 @@ def test_what_is_refused(body: Any, message: str) -> None:
 def test_messages_that_are_refused(messages: Any) -> None:
     with pytest.raises(RefusedError, match="message"):
         _read({"messages": messages}, is_chat=True)
+
+
+KEY = "key-of-the-tests"
+HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}", "host": "localhost"}
+PROMPT, STREAM = b'{"prompt": "a"}', b'{"prompt": "a", "stream": true}'
+CONFIG = SimpleNamespace(max_position_embeddings=100)
+MODEL = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: CONFIG))
+
+
+class Server:
+    """A service whose model is free when `free` is set, instead of one by transformers."""
+
+    def __init__(self, seconds: float = 600.0) -> None:
+        from hvdtrain.serve import app as serve  # which takes seconds
+
+        self.begun, self.free = asyncio.Event(), asyncio.Event()
+        limits = Limits(tokens=9, input_bytes=1000, seconds=seconds, waiting=3)
+        served = serve.OneModel("mine", MODEL, lambda prompt: SimpleNamespace(input_ids=prompt))
+        self.service = service = serve.Service(served, limits, KEY)
+        service._handlers = dict.fromkeys(service._handlers, self)
+        self.app = service.app(["localhost"])
+
+    async def handle_request(self, asked: dict[str, Any], number: str) -> Any:
+        """Answer as transformers does."""
+        from starlette import responses
+
+        self.begun.set()
+        if asked.get("stream"):
+            return responses.StreamingResponse(self._pieces())
+        await self.free.wait()
+        return responses.JSONResponse({"usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        yield "data: first\n\n"
+        await self.free.wait()
+        yield "data: last\n\n"
+
+    async def ask(
+        self, body: bytes = PROMPT, path: str = "/v1/completions", *, cut: bool = False, **headers: str
+    ) -> tuple[int, str]:
+        """Return status and text; with `cut`, the connection is cut after the first piece, or within the request."""
+        sent: list[dict[str, Any]] = []
+        answered, received = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": cut and not body}]
+
+        async def receive() -> dict[str, Any]:
+            if received:
+                return received.pop()
+            if body or not cut:
+                await (answered if cut else asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            if message.get("body"):
+                answered.set()
+
+        given = [(name.encode(), value.encode()) for name, value in {**HEADERS, **headers}.items()]
+        scope = {"type": "http", "method": "POST" if body or cut else "GET", "path": path, "headers": given}
+        await self.app({**scope, "query_string": b"", "asgi": {"spec_version": "2.3"}}, receive, send)
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode()
+
+    async def metric(self, name: str) -> float:
+        """Return 0 for one that is not there."""
+        lines = (await self.ask(b"", "/metrics"))[1].splitlines()
+        return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
+
+
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run it with asyncio, up to the end of all that it began."""
+
+    async def whole(**given: Any) -> None:
+        await test(**given)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(whole(**given))
+
+    return pytest.mark.skipif(find_spec("openai") is None, reason="hvdtrain[serve] is not installed")(run)
+
+
+@in_a_loop
+async def test_too_many_requests_are_refused_and_the_others_answered() -> None:
+    """One is answered and three wait."""
+    server = Server()
+    asked = [asyncio.create_task(server.ask())]
+    await server.begun.wait()
+    asked += [asyncio.create_task(server.ask()) for _ in range(5)]
+    assert [(await each)[0] for each in asked[4:]] == [429, 429]
+    assert await server.metric("hvdtrain_requests_waiting") == 3
+    server.free.set()
+    assert [(await each)[0] for each in asked[:4]] == [200] * 4
+    assert await server.metric("hvdtrain_requests_waiting") == 0
+    assert await server.metric('hvdtrain_tokens_total{kind="completion"}') == 4 * 2
+
+
+@in_a_loop
+async def test_nobody_waits_longer_than_the_limit() -> None:
+    """A stream ends with the error; who comes later than others never begins."""
+    server = Server(seconds=0.05)
+    first = asyncio.create_task(server.ask())
+    await server.begun.wait()
+    assert (await server.ask())[0] == 503
+    server.free.set()
+    assert (await first)[0] == 504
+    server.free.clear()
+    code, text = await server.ask(STREAM)
+    assert code == 200 and '"code": 504' in text and "[DONE]" not in text
+
+
+@in_a_loop
+async def test_cut_connections_free_the_model() -> None:
+    """One is cut within its request, one within its answer."""
+    server, cut = Server(), 'hvdtrain_requests_total{code="499",path="/v1/completions"}'
+    for number, body in enumerate((b"", STREAM), 1):
+        await server.ask(body, cut=True)
+        assert await server.metric(cut) == number
+    server.free.set()
+    code, text = await server.ask(STREAM)
+    assert code == 200 and text.endswith("data: last\n\ndata: [DONE]\n\n")
+
+
+@in_a_loop
+async def test_the_end_waits_for_what_is_generated() -> None:
+    """A thread that returns from torch while the interpreter ends would abort the process."""
+    server, busy, ended = Server(), threading.Event(), list[bool]()
+    server.free.set()
+
+    async def serve_one() -> None:
+        async with server.app.router.lifespan_context(server.app):
+            server.service._state.get_manager("mine").submit(busy.wait)
+            await server.ask()
+        ended.append(busy.is_set())
+
+    whole = asyncio.create_task(serve_one())
+    await server.begun.wait()
+    await asyncio.wait([whole], timeout=0.05)
+    busy.set()
+    await whole
+    assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (PROMPT, {"authorization": "Bearer another"}, 401),
+        (PROMPT, {"content-type": "text/plain"}, 415),
+        (PROMPT, {"host": "elsewhere.example"}, 400),
+        (b'{"prompt": "' + b"a" * 1000 + b'"}', {}, 413),
+        (b'{"prompt": "' + b"a" * 100 + b'"}', {}, 400),
+        (b"{", {}, 400),
+        (PROMPT, {"path": "/load_model"}, 404),
+        (b"", {"path": "/openapi.json"}, 404),
+    ],
+    ids=["key", "type", "host", "size", "tokens", "json", "path", "page"],
+)
+@in_a_loop
+async def test_wrong_requests_are_refused(body: bytes, headers: dict[str, str], code: int) -> None:
+    server = Server()
+    server.free.set()
+    assert (await server.ask(body, **headers))[0] == code
+    assert (await server.ask())[0] == 200

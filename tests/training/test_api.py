@@ -40,56 +40,41 @@ def test_configs_of_every_kind_mean_the_same() -> None:
         hvdtrain.train(3, toy)  # type: ignore[arg-type]
 
 
+def _wanders(elsewhere: Path, **changes: Any) -> Callable[[], hvdtrain.Task]:
+    def build() -> hvdtrain.Task:
+        elsewhere.mkdir(exist_ok=True)
+        os.chdir(elsewhere)
+        return replace(toy(), **changes)
+
+    return build
+
+
 @pytest.mark.parametrize("given", [{"run_dir": "run"}, {"run_dir": "../start/run"}, {}], ids=["named", "above", "new"])
 def test_a_task_that_changes_to_another_folder_moves_nothing(
-    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    given: dict[str, str], own_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "start").mkdir()
-    for index in range(9):
-        (tmp_path / f"elsewhere-{index}").mkdir()
-    monkeypatch.chdir(tmp_path / "start")
+    start, elsewhere = own_folder / "start", own_folder / "elsewhere"
+    start.mkdir()
+    monkeypatch.chdir(start)
     Path("tracker.py").write_text("seen = []\n\n\ndef track(record):\n    seen.append(record)\n")
-    folders = iter(range(9))
-
-    def wanders() -> hvdtrain.Task:
-        os.chdir(tmp_path / f"elsewhere-{next(folders)}")
-        task = toy()
-
-        def loss(model: torch.nn.Module, batch: Any) -> Any:
-            if not model.training or torch.is_grad_enabled():
-                os.chdir(tmp_path / f"elsewhere-{next(folders, 8)}")
-            return task.loss(model, batch)
-
-        return replace(task, loss=loss)
-
     options = {**OPTIONS, **given, "checkpoint": {"every": 2}, "observe": {"sinks": ["tracker.py:track"]}}
-    result = hvdtrain.train(options, wanders)
-    assert result.run_dir.is_absolute() and result.run_dir.parent.resolve().is_relative_to(tmp_path / "start")
+    result = hvdtrain.train(options, _wanders(elsewhere))
+    assert result.run_dir.is_absolute() and result.run_dir.parent.resolve().is_relative_to(start)
     assert len(read_losses(result.run_dir)) == 5
-    os.chdir(tmp_path / "start")
-    run = str(Path(os.path.relpath(result.run_dir)))
-    folders = iter(range(9))
-    other = hvdtrain.train({**options, "run_dir": "other", "resume": run, "train": {"steps": 7}}, wanders)
-    assert (other.resumed_at, other.run_dir) == (5, tmp_path / "start" / "other")
-    assert not any(list((tmp_path / f"elsewhere-{index}").iterdir()) for index in range(9))
+    os.chdir(start)
+    more = {"run_dir": "other", "resume": os.path.relpath(result.run_dir), "train": {"steps": 7}}
+    other = hvdtrain.train({**options, **more}, _wanders(elsewhere))
+    assert (other.resumed_at, other.run_dir) == (5, start / "other")
+    assert not list(elsewhere.iterdir())
     assert "failed" not in capfd.readouterr().out
 
 
-def test_the_card_of_a_task_that_changes_to_another_folder_names_the_run_as_it_is_typed(tmp_path: Path) -> None:
-    def wanders() -> hvdtrain.Task:
-        (tmp_path / "elsewhere").mkdir()
-        os.chdir(tmp_path / "elsewhere")
-
-        def loss(model: torch.nn.Module, batch: Any) -> Any:
-            raise ValueError("no")
-
-        return replace(toy(), loss=loss)
-
-    with pytest.raises(ValueError, match="no"):
-        hvdtrain.train({**OPTIONS, "run_dir": "run"}, wanders)
-    card = json.loads((tmp_path / "run" / "failure.json").read_text())
-    assert card["run_dir"] == "run" and card["resume"].endswith("with run_dir set to run")
-    assert not list((tmp_path / "elsewhere").iterdir())
+def test_the_card_of_such_a_task_names_the_run_as_it_is_typed(own_folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        hvdtrain.train({**OPTIONS, "run_dir": "run"}, _wanders(own_folder / "elsewhere", loss=lambda *given: 1 // 0))
+    card = json.loads((own_folder / "run" / "failure.json").read_text())
+    assert card["run_dir"] == "run" and card["resume"].endswith("run_dir set to run")
+    assert not list((own_folder / "elsewhere").iterdir())
 
 
 def test_the_result_tells_how_it_went() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -202,13 +202,11 @@ def test_a_smaller_batch_of_an_evaluation_does_not_make_code_for_any_size(
     assert shapes
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_gradients_one_after_the_other() -> None:
-    torch.manual_seed(0)
-    plain = Model()
-    compiled = Model()
-    compiled.load_state_dict(plain.state_dict())
+def test_compiled_blocks_give_the_same_gradients_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass of all blocks as one graph would give them at its end. No C++ compiler is needed."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    compiled = copy.deepcopy(plain := Model())
     assert compile_blocks(compiled) == 4
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     order: list[str] = []
@@ -219,8 +217,8 @@ def test_compiled_blocks_give_the_same_gradients_one_after_the_other() -> None:
     for model in (plain, compiled):
         model(x).pow(2).sum().backward()
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad, b.grad)
+    torch._dynamo.reset()
     reached = order.index("backward of layers.1")
     assert {"layers.2.0.weight", "body.1.weight"} <= set(order[:reached]), "gradients of later blocks were there before"
     assert {"layers.0.0.weight", "embed.weight"} <= set(order[reached:])

@@ -24,13 +24,16 @@ CPU = torch.device("cpu")
 
 
 class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Notes which samples were taken."""
+
     def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
+        self.x, self.taken = x, list[int]()
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.taken.append(index)
         return self.x[index], self.x[index].sum()
 
 
@@ -112,25 +115,13 @@ def test_metric_objects_that_get_nothing_or_cannot_be_gathered_are_refused() -> 
             _evaluate(dataclasses.replace(task, **changes))
 
 
-class Counting(Plain):
-    """Notes which samples were taken."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        super().__init__(x)
-        self.taken: list[int] = []
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.taken.append(index)
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("samples", [1, 7, 11, 12])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_each_sample_is_used_once_and_any_size_gives_the_same(size: int, samples: int) -> None:
     """`most` 0 is all of them; micro-batches are of 3 samples."""
     alone = _evaluate(_task(samples))
     task = _task(samples)
-    data = [Counting(task.heldout_data.x) for _ in range(size)]  # type: ignore[union-attr]
+    data = [Plain(task.heldout_data.x) for _ in range(size)]  # type: ignore[union-attr]
     tasks = [dataclasses.replace(task, model=copy.deepcopy(task.model), heldout_data=heldout) for heldout in data]
     found = on_ranks(size, lambda comm: _evaluate(tasks[comm.rank], comm))
     assert sorted(index for heldout in data for index in heldout.taken) == list(range(samples))
