@@ -121,13 +121,3 @@ def faulty(function: Callable[[Tensor], Tensor], marks: list[int], samples: int 
         return (model(x) ** 2).sum(), len(x)
 
     return Task(Net(function), loss, Marked(samples, marks, value))
-
-
-def by_name(culprit: str = "divides", mark: int = 0) -> Task:
-    """The same from a command line.
-
-    Args:
-        culprit: name of a function above
-        mark: index of the sample that it fails for
-    """
-    return faulty(globals()[culprit], [mark])

@@ -23,6 +23,9 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
 
 
+Graphs = list[torch.fx.GraphModule]
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +53,9 @@ class Times(nn.Module):
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     """What was compiled; it is run as it is, so no C++ compiler is needed. Limits are those of torch."""
-    found: list[torch.fx.GraphModule] = []
+    found: Graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         found.append(graph)
@@ -77,7 +80,7 @@ def test_a_model_without_blocks_is_named() -> None:
     assert caught.value.found == "Linear"
 
 
-def test_each_of_many_unlike_blocks_is_compiled(graphs: list[torch.fx.GraphModule]) -> None:
+def test_each_of_many_unlike_blocks_is_compiled(graphs: Graphs) -> None:
     model = nn.Sequential(*(Times(factor) for factor in range(1, 13)))
     compile_blocks(model)
     with torch.no_grad():  # an evaluation first, as in a run
@@ -87,7 +90,7 @@ def test_each_of_many_unlike_blocks_is_compiled(graphs: list[torch.fx.GraphModul
 
 
 @pytest.mark.parametrize("without", [False, True])
-def test_hooks_of_blocks_may_run_outside_of_compiled_code(graphs: list[torch.fx.GraphModule], without: bool) -> None:
+def test_hooks_of_blocks_may_run_outside_of_compiled_code(graphs: Graphs, without: bool) -> None:
     block = Times(3)
     compile_blocks(nn.Sequential(block), without_hooks=without)
     compiling: list[bool] = []
@@ -101,7 +104,7 @@ def test_hooks_of_blocks_may_run_outside_of_compiled_code(graphs: list[torch.fx.
     [nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), nn.Linear(8, 8)],
     ids=lambda block: type(block).__name__,
 )
-def test_blocks_of_a_class_of_torch_are_compiled(graphs: list[torch.fx.GraphModule], block: nn.Module) -> None:
+def test_blocks_of_a_class_of_torch_are_compiled(graphs: Graphs, block: nn.Module) -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([block])})
     x = torch.randn(3, 2, 8)
     expected = block(x)
@@ -112,7 +115,7 @@ def test_blocks_of_a_class_of_torch_are_compiled(graphs: list[torch.fx.GraphModu
     assert model.state_dict().keys() == names
 
 
-def test_blocks_are_not_compiled_again_for_new_bf16_copies_of_weights(graphs: list[torch.fx.GraphModule]) -> None:
+def test_blocks_are_not_compiled_again_for_new_bf16_copies_of_weights(graphs: Graphs) -> None:
     model = Stack(checkpoints=False, statistics=False, dropout=0.0, again=False)
     weights = Bf16Weights(model)
     compile_blocks(model)
@@ -139,67 +142,54 @@ class Breaking(nn.Module):
         return h * 2 if self.late else h * 3
 
 
+def _task(block: nn.Module, width: int, held_out: int = 0, **more: Any) -> Task:
+    """A task of one block and eight samples."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    data, held = (torch.utils.data.TensorDataset(torch.ones(count, width)) for count in (8, held_out))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Task(model, lambda _, batch: (block(batch[0]).sum(), 1), data, held, optimizer=optimizer, **more)
+
+
 @pytest.mark.parametrize("breaks", [True, False])
 def test_graph_breaks_and_late_compilations_are_counted(
-    breaks: bool,
-    graphs: list[torch.fx.GraphModule],
-    trained: Callable[..., Recorded],
-    capsys: pytest.CaptureFixture[str],
+    breaks: bool, graphs: Graphs, trained: Callable[..., Recorded], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def build(rank: int) -> Task:
-        model = nn.ModuleDict({"layers": nn.ModuleList([Breaking() if breaks else nn.Linear(2, 2)])})
-        block: Any = model["layers"][0]  # type: ignore[index]
+        block: Any = Breaking() if breaks else nn.Linear(2, 2)
 
         def schedule(step: int) -> float:  # called before each step
             block.late = step >= 2
             return 1.0
 
-        data = torch.utils.data.TensorDataset(torch.ones(8, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Task(model, lambda _, batch: (block(batch[0]).sum(), 1), data, optimizer=optimizer, schedule=schedule)
+        return _task(block, 2, schedule=schedule)
 
     options = ("--train.compile=true", "--train.steps=4", "--train.global_batch=2", "--train.micro_batch=2")
     (found,) = trained("one", *options, size=1, build=build).events("compiled")
     shown = capsys.readouterr().out
     assert found["frames"] >= len(graphs) > 0  # some functions have no operation of torch
-    if not breaks:
-        assert (found["graph_breaks"], found["late"], found["break_reasons"], found["late_reasons"]) == (0, 0, [], [])
-        assert "0 graph break(s), 0 compilation(s)" in shown
-        return
-    assert (found["graph_breaks"], found["late"]) == (1, 1)
-    assert re.search(r"forward_at_\d+ \(.*test_compiled\.py:\d+\)", found["break_places"][0])
-    assert "late" in found["late_reasons"][0] and "test_compiled.py" in found["late_reasons"][0]
-    assert "1 graph break(s), 1 compilation(s)" in shown and found["break_reasons"][0] in shown
+    assert (found["graph_breaks"], found["late"]) == (int(breaks), int(breaks))
+    assert f"{int(breaks)} graph break(s), {int(breaks)} compilation(s)" in shown
+    assert len(found["break_reasons"]) == len(found["late_reasons"]) == int(breaks)
+    if breaks:
+        assert re.search(r"forward_at_\d+ \(.*test_compiled\.py:\d+\)", found["break_places"][0])
+        assert "late" in found["late_reasons"][0] and "test_compiled.py" in found["late_reasons"][0]
+        assert found["break_reasons"][0] in shown
 
 
 @pytest.mark.parametrize(("held_out", "remainder"), [(6, 0), (8, 0), (2, 0), (6, 2)])
 def test_a_smaller_batch_of_an_evaluation_does_not_make_code_for_any_size(
-    held_out: int, remainder: int, graphs: list[torch.fx.GraphModule], trained: Callable[..., Recorded]
+    held_out: int, remainder: int, graphs: Graphs, trained: Callable[..., Recorded]
 ) -> None:
-    seen: set[tuple[bool, int]] = set()
-
-    def build(rank: int) -> Task:
-        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})
-        block: Any = model["layers"][0]  # type: ignore[index]
-
-        def loss(_: nn.Module, batch: Any) -> tuple[Tensor, int]:
-            seen.add((block.training, len(batch[0])))
-            return block(batch[0]).sum(), len(batch[0])
-
-        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        held = torch.utils.data.TensorDataset(torch.ones(held_out, 4))
-        return Task(model, loss, data, held, optimizer=optimizer)
-
-    batch = f"--train.global_batch={3 + remainder}"
-    options = ("--train.compile=true", "--train.steps=2", batch, "--train.micro_batch=3")
-    trained("one", *options, size=1, build=build)
-    assert {size for training, size in seen if not training} == {min(3, held_out), held_out % 3 or 3}
+    sizes: set[int] = set()
+    block = nn.Linear(4, 4)
+    block.register_forward_pre_hook(lambda _, given: None if block.training else sizes.add(len(given[0])))
+    options = ("--train.compile=true", "--train.steps=2", f"--train.global_batch={3 + remainder}")
+    trained("one", *options, "--train.micro_batch=3", size=1, build=lambda rank: _task(block, 4, held_out))
+    assert sizes == {min(3, held_out), held_out % 3 or 3}
     inputs = [node.meta["example_value"] for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]
     shapes = [tuple(each.shape) for each in inputs if isinstance(each, Tensor)]
     # A smaller micro-batch of training still does.
-    assert all(type(length) is int for shape in shapes for length in shape) is not bool(remainder)
-    assert shapes
+    assert shapes and all(type(length) is int for shape in shapes for length in shape) is not bool(remainder)
 
 
 def test_compiled_blocks_give_the_same_gradients_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def test_answers_are_those_of_the_model_on_any_number_of_ranks(folder: Path, mod
         def evaluate(comm: ThreadComm, models: list[Any] = copies) -> TaskResults:
             return evaluate_tasks(models[comm.rank], tokenizer, options, comm)
 
-        for found in (alone, *on_ranks(size, evaluate)):
-            plain.add(json.dumps([found.metrics, found.samples], default=str))
+        for each in (alone, *on_ranks(size, evaluate)):
+            plain.add(json.dumps([each.metrics, each.samples], default=str))
     assert len(plain) == 1
 
 

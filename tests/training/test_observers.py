@@ -144,7 +144,8 @@ def test_later_errors_do_not_replace_a_device_fault(tmp_path: Path, monkeypatch:
 def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[frozenset[int]] = []
     monkeypatch.setattr(observers, "find_spinning_thread", looked.append)
-    comm, watchers = SoloComm(), list[Any]()
+    watchers: list[Any] = []
+    comm: Any = SoloComm()
     comm.started_threads, comm.start_timeline, comm.stop_timeline = frozenset({1, 2}), pytest.fail, pytest.fail
     recorder: Any = SimpleNamespace(add_watcher=watchers.append, warn=pytest.fail, say=pytest.fail)
     plan = TimelinePlan("window", Window(2, 3), quiet=quiet)

@@ -116,7 +116,7 @@ def test_a_model_without_routers_has_no_loads() -> None:
 def test_biases_do_not_depend_on_the_number_of_ranks(
     options: tuple[str, ...], trained: Callable[..., Recorded]
 ) -> None:
-    found = [_bias(trained(str(size), *DIVIDED, *options, size=size)) for size in (1, 2, 3)]
+    found = [_bias(trained(str(size), *DIVIDED, *options, size=size)) for size in (1, 3)]
     assert found[0].abs().max() > 0 and all(torch.equal(each, found[0]) for each in found)
 
 
@@ -174,7 +174,7 @@ def test_parameters_do_not_depend_on_ranks_and_micro_batches(
     options: tuple[str, ...], trained: Callable[..., Recorded]
 ) -> None:
     one = trained("1", *BALANCED, *(each for each in options if "shard" not in each), size=1)
-    for size, micro_batch in ((2, 1), (3, 2)):
+    for size, micro_batch in ((3, 2),) if options else ((2, 1), (3, 2)):
         check_equal(one, trained(str(size), *BALANCED, *options, f"--train.micro_batch={micro_batch}", size=size))
 
 

@@ -240,10 +240,13 @@ class Counting(torch.optim.SGD):
         self.kept = kept
 
     def step(self, closure: Any = None) -> Any:
-        self.count += self.kept == "count"
-        self.param_groups[0]["mean"] += self.kept == "mean of group 0"
-        self.other["mean"][0] += self.kept == "other"
-        if self.inner is not None:
+        if self.kept == "count":
+            self.count += 1
+        elif self.kept == "mean of group 0":
+            self.param_groups[0]["mean"] += 1
+        elif self.kept == "other":
+            self.other["mean"][0] += 1
+        elif self.inner is not None:
             self.inner.step()
         return super().step(closure)
 
