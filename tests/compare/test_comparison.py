@@ -13,11 +13,9 @@ from hvdtrain.compare.curves import Curve, difference_by_noise, difference_by_se
 from hvdtrain.compare.read import read_run
 from hvdtrain.compare.view import is_significant
 from hvdtrain.errors import ConfigError, TraceError
-from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.analysis.analysis import Estimate
 from tests.support.gallery import Gallery
 from tests.support.journals import FakeRun
-from tests.support.thread_job import train_on_threads
-from tests.support.toy import toy
 
 
 def _falling(steps: int, *, seed: int, offset: float = 0.0) -> list[float]:
@@ -33,30 +31,33 @@ def _row(comparison: Comparison, figure: str = "loss", axis: str = "samples") ->
     return next(row for row in comparison.rows if (row.figure, row.axis) == (figure, axis))
 
 
+def _difference(row: Row, column: int = 1) -> Estimate:
+    found = row.differences[column]
+    assert found is not None
+    return found
+
+
 def test_a_run_equals_itself(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start(_falling(100, seed=1), evaluations={100: {"loss": 0.5, "accuracy": 0.9}})
     comparison = _compared(run, run)
-    assert {(row.figure, row.axis) for row in comparison.rows} == {
-        (figure, axis) for figure in ("loss", "heldout_loss", "accuracy") for axis in ("samples", "seconds")
-    }
-    for row in comparison.rows:
-        found = row.differences[1]
-        assert found is not None and found.value == 0 and found.low <= 0 <= found.high
-        assert not is_significant(found)
+    assert sorted((row.figure, row.axis) for row in comparison.rows) == [
+        (figure, axis) for figure in ("accuracy", "heldout_loss", "loss") for axis in ("samples", "seconds")
+    ]
+    for found in map(_difference, comparison.rows):
+        assert found.value == 0 and found.low <= 0 <= found.high and not is_significant(found)
     assert not comparison.options and not comparison.versions and not comparison.machines
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_other_order_has_the_other_sign(tmp_path: Path, seeds: int) -> None:
-    first = [FakeRun(tmp_path / f"a{n}", seed=n).start(_falling(100, seed=n)) for n in range(seeds)]
-    second = [
-        FakeRun(tmp_path / f"b{n}", seed=n, lr=2).start(_falling(100, seed=n + 9, offset=0.3)) for n in range(seeds)
-    ]
-    there, back = _compared(*first, *second), _compared(*second, *first)
-    for row, other in zip(there.rows, back.rows, strict=True):
-        one, two = row.differences[1], other.differences[1]
-        assert one is not None and two is not None and is_significant(one)
-        assert (one.value, one.low, one.high) == (-two.value, -two.high, -two.low)
+    def made(name: str, lr: int, offset: float) -> list[FakeRun]:
+        losses = [_falling(100, seed=9 * lr + n, offset=offset) for n in range(seeds)]
+        return [FakeRun(tmp_path / f"{name}{n}", seed=n, lr=lr).start(each) for n, each in enumerate(losses)]
+
+    first, second = made("a", 1, 0.0), made("b", 2, 0.3)
+    for row, other in zip(_compared(*first, *second).rows, _compared(*second, *first).rows, strict=True):
+        one, two = _difference(row), _difference(other)
+        assert is_significant(one) and (one.value, one.low, one.high) == (-two.value, -two.high, -two.low)
         assert row.sources[1] == (NOISE if seeds == 1 else SEEDS)
         assert 0.2 < one.value < 0.4
 
@@ -65,11 +66,10 @@ def test_runs_are_compared_where_all_have_samples_and_seconds(tmp_path: Path) ->
     short = FakeRun(tmp_path / "short").start(_falling(60, seed=1), step_s=1.0)
     long = FakeRun(tmp_path / "long", lr=2).start(_falling(100, seed=1), step_s=0.25)
     comparison = _compared(short, long)
-    assert (_row(comparison).place, _row(comparison, axis="seconds").place) == (60 * 8, 25.0)
-    at_equal_samples = _row(comparison).differences[1]
-    assert at_equal_samples is not None and at_equal_samples.value == 0  # the same curve, by samples
-    at_equal_times = _row(comparison, axis="seconds").values
-    assert at_equal_times[0] != at_equal_times[1]
+    by_samples, by_seconds = _row(comparison), _row(comparison, axis="seconds")
+    assert (by_samples.place, by_seconds.place) == (60 * 8, 25.0)
+    assert _difference(by_samples).value == 0, "the same curve"
+    assert by_seconds.values[0] != by_seconds.values[1]
 
 
 def test_how_samples_are_cut_into_steps_changes_nothing(tmp_path: Path) -> None:
@@ -78,24 +78,7 @@ def test_how_samples_are_cut_into_steps_changes_nothing(tmp_path: Path) -> None:
     coarse = FakeRun(tmp_path / "coarse", batch=16).start(losses, step_s=1.0)
     for row in _compared(fine, coarse).rows:
         assert row.values[1] == pytest.approx(row.values[0])
-        assert row.differences[1] is not None and row.differences[1].value == pytest.approx(0, abs=1e-12)
-
-
-def test_micro_batches_and_ranks_change_no_place(tmp_path: Path) -> None:
-    """Real trainings: what differs is named; the losses of ranks do not differ (random numbers are a micro-batch's)."""
-    folders = {(2, 1): tmp_path / "a", (2, 2): tmp_path / "b", (4, 1): tmp_path / "c"}
-    for (micro_batch, size), folder in folders.items():
-        options = ("--train.steps=30", "--train.global_batch=4", f"--train.micro_batch={micro_batch}")
-        task = f"--task={Path(toy.__code__.co_filename)}:toy"
-        train_on_threads(task, *options, "--observe.tensorboard=false", f"--run_dir={folder}", size=size)
-    comparison = compare([read_run(folder) for folder in folders.values()])
-    assert list(comparison.options) == ["train.micro_batch"]
-    assert comparison.machines["ranks"] == [1, 2, 1] and not comparison.versions
-    by_samples = [row for row in comparison.rows if row.axis == "samples"]
-    assert {row.place for row in by_samples} == {120}
-    for row in by_samples:
-        assert row.differences[1] is not None and abs(row.differences[1].value) < 1e-4
-        assert row.values[2] is not None
+        assert _difference(row).value == pytest.approx(0, abs=1e-12)
 
 
 def test_overwritten_steps_and_evaluations_do_not_count(tmp_path: Path) -> None:
@@ -128,12 +111,8 @@ def test_evaluations_at_unequal_steps_are_interpolated(tmp_path: Path) -> None:
     b = FakeRun(tmp_path / "b").start([1.0] * 40, evaluations={20: {"loss": 1.5}})
     row = _row(_compared(a, b), "heldout_loss")
     assert (row.place, *row.values) == (160, 2.0, 1.5)
-
-
-def test_runs_without_an_evaluation_are_compared_by_their_training(tmp_path: Path) -> None:
-    a = FakeRun(tmp_path / "a").start([1.0] * 40, evaluations={40: {"loss": 3.0}})
-    b = FakeRun(tmp_path / "b").start([1.0] * 40)
-    assert {row.figure for row in _compared(a, b).rows} == {"loss"}
+    without = FakeRun(tmp_path / "c").start([1.0] * 40)
+    assert {row.figure for row in _compared(a, without).rows} == {"loss"}
 
 
 def test_losses_of_different_tasks_are_not_compared(tmp_path: Path) -> None:
@@ -178,13 +157,10 @@ def test_intervals_of_seeds_contain_the_true_difference_as_often_as_they_say() -
 def test_intervals_of_noise_contain_the_true_difference_as_often_as_they_say() -> None:
     chance, hits, trials = np.random.default_rng(0), 0, 400
     ends = np.arange(1.0, 201.0)
-
-    def curve(offset: float) -> Curve:
-        values: Floats = 5 / np.sqrt(ends) + offset + chance.normal(0, 0.2, 200)
-        return Curve(ends - 1, ends, values)
-
     for _ in range(trials):
-        found = difference_by_noise(curve(0.0), curve(0.1), 100.0, 200.0)
+        noise = chance.normal(0, 0.2, (2, 200))
+        a, b = (Curve(ends - 1, ends, 5 / np.sqrt(ends) + 0.1 * n + noise[n]) for n in range(2))
+        found = difference_by_noise(a, b, 100.0, 200.0)
         assert found is not None
         hits += found.low <= 0.1 <= found.high
     assert 0.91 < hits / trials < 0.98
@@ -204,23 +180,23 @@ def test_a_loss_that_is_not_finite_is_shown_and_has_no_interval(tmp_path: Path) 
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="is not a run"):
-        read_run(tmp_path / "missing")
-    with pytest.raises(TraceError, match="is not a run"):
-        read_run(tmp_path)
-    with pytest.raises(TraceError, match="no steps yet"):
-        read_run(FakeRun(tmp_path / "new").start([]).folder)
-    damaged = FakeRun(tmp_path / "damaged").start([1.0])
+    new, damaged = FakeRun(tmp_path / "new").start([]), FakeRun(tmp_path / "damaged").start([1.0])
     damaged.write({"step": 2, "loss": 1.0})
-    with pytest.raises(TraceError, match="cannot be read"):
-        read_run(damaged.folder)
+    for folder, said in (
+        (tmp_path / "missing", "is not a run"),
+        (tmp_path, "is not a run"),
+        (new.folder, "no steps yet"),
+        (damaged.folder, "cannot be read"),
+    ):
+        with pytest.raises(TraceError, match=said):
+            read_run(folder)
 
 
 def test_recorded_runs_of_one_and_two_ranks_have_one_curve(gallery: Gallery) -> None:
     comparison = compare([read_run(gallery[name].run) for name in ("one", "two", "resumed")])
     for row in comparison.rows:
         if row.axis == "samples":
-            assert all(found is not None and abs(found.value) < 1e-4 for found in row.differences[1:])
+            assert all(abs(_difference(row, column).value) < 1e-4 for column in (1, 2))
     assert comparison.machines["ranks"] == [1, 2, 2]
     assert all(value is not None and value > 0 for value in comparison.costs["device_hours"])
     assert "2 starts" in comparison.states[2]

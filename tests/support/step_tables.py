@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +68,13 @@ def table_of(
         facts=[dict(facts or {}) for _ in range(int(blocks.max()) + 1)],
         clock_error_us=np.where(np.arange(ranks) > 0, error_us, 0.0),
     )
+
+
+def columns_of(table: StepTable, steps: NDArray[Any]) -> StepTable:
+    """Return what is left of a table of which only some steps are stamped: their columns, or a mask of them."""
+    moments = {name: getattr(table, name)[:, steps] for name in ("start_us", "ready_us", "released_us", "end_us")}
+    parts = {name: values[:, steps] for name, values in table.parts_us.items()}
+    return replace(table, step=table.step[steps], block=table.block[steps], parts_us=parts, **moments)
 
 
 def read_steps(path: Path) -> list[StepTable]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.timeline.columns import HorovodTrace
+from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,23 @@ def trace_of(turns: Sequence[Turn], epoch_us: float | None = None) -> HorovodTra
         np.array([tick[1] for tick in ticks], np.int32),
         np.array([tick[2] for tick in ticks], np.int32),
         np.array([tick[0] for tick in ticks], float),
+    )
+
+
+Row = tuple[str, int, int, float, float]
+"""A span of a rank: name, track, step, start and end in ms."""
+
+
+def spans_of(rows: Sequence[Row], rank: int = 0, facts: Mapping[int, BucketFacts] | None = None) -> RankSpans:
+    names = list(dict.fromkeys(row[0] for row in rows))
+    return RankSpans(
+        rank,
+        "host0",
+        names,
+        np.array([names.index(row[0]) for row in rows], np.int16),
+        np.array([row[1] for row in rows], np.int32),
+        np.array([row[2] for row in rows], np.int32),
+        np.array([row[3] for row in rows], float) * 1e3,
+        np.array([row[4] for row in rows], float) * 1e3,
+        dict(facts or {}),
     )

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 MIB = 1 << 20
+GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]
+"""What a probe of a link of about 1 Gbit/s took."""
 SHAPES = {"a": (1024, 512), "b": (1024, 512), "c": (512,), "d": (1024, 1024)}
 """2, 2, 0 and 4 MiB; backward has them in the reverse order, 20, 40, 60 and 80 ms after it began."""
 PARTS = {"data": 5.0, "copy": 1.0, "forward": 50.0, "backward": 100.0}

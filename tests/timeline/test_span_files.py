@@ -39,30 +39,23 @@ def test_spans_have_names_tracks_buckets_and_times(tmp_path: Path, monkeypatch: 
     trace(tmp_path, monkeypatch, 0, 1e6, "x")
     (found,) = read_spans(tmp_path)
     assert (found.rank, found.host, found.clock_error_us) == (0, "host (1)", 0)
-    assert [found.names[n] for n in found.name] == ["forward", "exchange"]
-    assert found.track.tolist() == [MAIN, EXCHANGE] and found.step.tolist() == [1, 1]
+    rows = zip([found.names[n] for n in found.name], found.track.tolist(), found.step.tolist(), strict=True)
+    assert list(rows) == [("forward", MAIN, 1), ("exchange", EXCHANGE, 1)]
     assert found.start_us.tolist() == pytest.approx([1e6 + 100, 1e6 + 150])
     assert found.end_us.tolist() == pytest.approx([1e6 + 150, 1e6 + 170])
     assert found.buckets == {EXCHANGE: FACTS}
     assert wall_clock_us(read_span_files(tmp_path)) == 5e15
 
 
-def test_the_last_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, ranks in ((0, 3), (1, 2)):
+def test_files_of_other_starts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, ranks in ((0, 3), (1, 1), (2, 1)):
         for rank in range(ranks):
             trace(tmp_path, monkeypatch, rank, 1e6 * (1 + number), "x", number)
-    found = read_spans(tmp_path)
-    assert [spans.rank for spans in found] == [0, 1]
-    assert all(spans.start_us[0] == pytest.approx(2e6 + 100) for spans in found)
-
-
-def test_files_of_other_starts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(3):
-        trace(tmp_path, monkeypatch, 0, 1e6 * (1 + number), "x", number)
     size = (tmp_path / "spans-rank-0.json").stat().st_size + 100
     for asked, number in ((None, 2), (1, 1)):
         (found,) = read_span_files(tmp_path, size, asked)  # three would be more
         assert found.start == number and found.spans.start_us[0] == pytest.approx(1e6 * (1 + number) + 100)
+    assert [(spans.rank, spans.start_us[0]) for spans in read_spans(tmp_path)] == [(0, pytest.approx(3e6 + 100))]
 
 
 def test_a_large_file_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +63,12 @@ def test_a_large_file_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "spans-rank-0.json"
     lines = path.read_bytes().splitlines()
     (span,) = (line for line in lines if b'"forward"' in line)
-    path.write_bytes(b"\n".join([*lines[:5], *[span] * 50_000, *lines[5:]]) + b"\n")
+    path.write_bytes(b"\n".join([*lines[:5], *[span] * 10_000, *lines[5:]]) + b"\n")
     tracemalloc.start()
     (found,) = read_span_files(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(found.spans.step) == 50_002
+    assert len(found.spans.step) == 10_002
     assert peak < path.stat().st_size
 
 

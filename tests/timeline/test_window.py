@@ -42,25 +42,23 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
     return sleep
 
 
-def test_no_answer(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="no job answers"):
-        request_window(run_folder(tmp_path), patience_s=60.0, sleep=job(tmp_path, []))
-
-
-def test_a_job_that_has_seen_it_and_does_no_step(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="finished no step within 1 s"):
-        request_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen")]))
+@pytest.mark.parametrize(
+    ("ask", "states", "said"),
+    [
+        (request_window, [], "no job answers"),
+        (request_window, [Answer("", "seen")], "no step within 1 s"),
+        (stop_window, [Answer("", "none")], "not recording"),
+    ],
+)
+def test_no_window_is_an_error(ask: Callable[..., Answer], states: list[Answer], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=said):
+        ask(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [*states]))
 
 
 def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> None:
     write_answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
     found = request_window(tmp_path, patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)]))
     assert found.first == 9
-
-
-def test_stopping_where_nothing_is_open(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="is not recording"):
-        stop_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "none")]))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +83,7 @@ class Told:
 
     def __init__(self) -> None:
         self.windows: list[Window] = []
-
-    def record(self, window: Window) -> None:
-        self.windows.append(window)
+        self.record = self.windows.append
 
 
 def test_what_was_asked_of_an_earlier_start_is_not_done_again(tmp_path: Path) -> None:
@@ -103,34 +99,33 @@ def test_what_was_asked_of_an_earlier_start_is_not_done_again(tmp_path: Path) ->
     requests.close()
 
 
-def live(folder: Path, recordings: list[Told], profile: Told) -> LiveWindow:
-    return LiveWindow(folder, None, recordings, profile, "", lambda text: None)
+OPEN, STEPS_5_MORE, OVER = [1 << 40, 1, 0], [5, 0, 0], [0, 0, 1]
 
 
-def test_steps_are_added_to_a_window_that_is_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sums", "windows", "profiled"),
+    [
+        ({10: STEPS_5_MORE, 12: [7, 0, 0], 30: OVER}, [Window(11, 15), Window(11, 19)], 0),  # over by then
+        ({40: OPEN, 44: OVER}, [Window(41, None), Window(41, 44)], 2),
+        (
+            {10: OPEN, 12: [7, 0, 0], 14: OVER, 20: STEPS_5_MORE},
+            [Window(11, None), Window(11, 19), Window(11, 14), Window(21, 25)],
+            3,
+        ),
+    ],
+)
+def test_steps_are_added_to_a_window_that_is_open_and_a_profile_ends_with_it(
+    sums: dict[int, list[int]], windows: list[Window], profiled: int, tmp_path: Path
+) -> None:
     told, profile = Told(), Told()
-    window = live(tmp_path, [told], profile)
-    window.on_sums(10, [5, 0, 0])
-    window.on_sums(12, [7, 0, 0])
-    window.on_sums(30, [0, 0, 1])  # over by then
-    window.on_sums(40, [1 << 40, 1, 0])
-    window.on_sums(44, [0, 0, 1])
-    assert told.windows == [Window(11, 15), Window(11, 19), Window(41, None), Window(41, 44)]
-    assert profile.windows == told.windows[2:]
+    window = LiveWindow(tmp_path, None, [told], profile, "", lambda text: None)
+    for step, asked in sums.items():
+        window.on_sums(step, asked)
+    assert (told.windows, profile.windows) == (windows, windows[:profiled])
 
 
-def test_a_profile_ends_with_the_window_that_it_began_in(tmp_path: Path) -> None:
-    profile = Told()
-    window = live(tmp_path, [Told()], profile)
-    window.on_sums(10, [1 << 40, 1, 0])
-    window.on_sums(12, [7, 0, 0])
-    window.on_sums(14, [0, 0, 1])
-    window.on_sums(20, [3, 0, 0])
-    assert profile.windows == [Window(11, None), Window(11, 19), Window(11, 14)]
-
-
-def job_of(folder: Path) -> LiveWindow:
-    return LiveWindow(folder, Requests(folder, every_s=0.001), [Told()], Told(), "", lambda text: None)
+def job_of(folder: Path, lacks: str = "") -> LiveWindow:
+    return LiveWindow(folder, Requests(folder, every_s=0.001), [Told()], Told(), lacks, lambda text: None)
 
 
 def taken(window: LiveWindow, folder: Path, request: Request) -> list[int]:
@@ -167,27 +162,14 @@ def test_a_run_that_ends_answers_a_late_request(tmp_path: Path) -> None:
     assert read_answer(tmp_path) == Answer("later", "none", files=[], lacks="the run has ended")
 
 
-def test_a_trace_that_disappears_meanwhile_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "gone.json").symlink_to(tmp_path / "renamed")
-    (tmp_path / "spans.json").write_text("[{}]")
-    window = job_of(tmp_path)
-    window.on_sums(3, taken(window, tmp_path, Request("now", "start", 2)))
-    (tmp_path / "spans.json").write_text("[{}, {}]")
-    window.begin_step(8)
-    assert read_answer(tmp_path) == Answer("now", "over", 4, 5, [str(tmp_path / "spans.json")])
-    window.close()
-
-
 def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
+    """A trace that disappears meanwhile is no failure, and another request is not answered."""
     (tmp_path / "old.json").write_text("[]")
     (tmp_path / "spans.json").write_text("[]")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "renamed")
     write_request(tmp_path, Request("before", "stop"))
-    requests = Requests(tmp_path, every_s=0.001)
-    window = LiveWindow(tmp_path, requests, [Told()], Told(), "nothing", lambda text: None)
-    write_request(tmp_path, Request("now", "start", 2))
-    while not any(asked := window.values()):
-        pass
-    window.on_sums(3, asked)
+    window = job_of(tmp_path, "nothing")
+    window.on_sums(3, taken(window, tmp_path, Request("now", "start", 2)))
     (tmp_path / "spans.json").write_text("[{}]")
     (tmp_path / "horovod.json").write_text("[{}]")
     for step in (5, 6, 7):

@@ -14,9 +14,8 @@ from hvdtrain.timeline.run import load
 from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from tests.support.whatif_run import run_folder
+from tests.support.whatif_run import GBIT, run_folder
 
-SLOW = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
 FAST = [(1024, 1e-5), (1 << 20, 1e-4), (1 << 23, 8e-4)]
 
 
@@ -31,7 +30,7 @@ def _predicted_ms(advice: str) -> float:
 
 
 def test_compression_is_advised_with_its_gain(tmp_path: Path) -> None:
-    found = _exposed(tmp_path / "run", wait_ms=200.0, link=SLOW)
+    found = _exposed(tmp_path / "run", wait_ms=200.0, link=GBIT)
     assert found.advice.startswith("send less: --parallel.compression auto")
     evidence = read_evidence(tmp_path / "run")
     best = min(predict(evidence, Change(compression=name)).then.step_s for name in ("fp16", "int8", "powersgd:4"))
@@ -41,7 +40,7 @@ def test_compression_is_advised_with_its_gain(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2}])
 def test_what_a_mesh_does_not_support_is_not_advised(tmp_path: Path, options: dict[str, int]) -> None:
     parallel = {"compression": "none", **options}
-    found = _exposed(tmp_path / "run", wait_ms=200.0, link=SLOW, options={"parallel": parallel})
+    found = _exposed(tmp_path / "run", wait_ms=200.0, link=GBIT, options={"parallel": parallel})
     assert found.advice.startswith("send less: --parallel.compression bf16 (predicted")
     (tmp_path / "run" / "timeline" / "gradients.json").unlink()
     (again,) = [f for f in analyse(load(tmp_path / "run")).findings if f.kind == "exposed"]
@@ -59,14 +58,14 @@ def test_compression_is_not_advised_where_little_time_goes_into_sending(tmp_path
 
 def test_no_gain_is_larger_than_the_cost(tmp_path: Path) -> None:
     """A late rank hides most of what the exchange would take; the model says more."""
-    found = _exposed(tmp_path / "run", wait_ms=200.0, late_ms=190.0, link=SLOW)
+    found = _exposed(tmp_path / "run", wait_ms=200.0, late_ms=190.0, link=GBIT)
     assert found.cost_ms == pytest.approx(10.0, rel=0.01)
     assert _predicted_ms(found.advice) == pytest.approx(10.0, rel=0.01)
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_steps_before_another_compression_was_chosen_say_nothing(tmp_path: Path, changed: bool) -> None:
-    path = run_folder(tmp_path / "run", size=2, steps=40, wait_ms=200.0, link=SLOW)
+    path = run_folder(tmp_path / "run", size=2, steps=40, wait_ms=200.0, link=GBIT)
     journal = path / "journal.jsonl"
     chosen = '{"event": "compression_chosen", "at_step": 30, "compression": "none"}\n'
     journal.write_text(
@@ -78,7 +77,7 @@ def test_steps_before_another_compression_was_chosen_say_nothing(tmp_path: Path,
 
 def test_an_earlier_start_has_no_prediction(tmp_path: Path) -> None:
     """Its options and gradients are those of a later one."""
-    path = run_folder(tmp_path / "run", size=2, steps=40, wait_ms=200.0, link=SLOW)
+    path = run_folder(tmp_path / "run", size=2, steps=40, wait_ms=200.0, link=GBIT)
     assert load(path).evidence() is not None
     with (path / "journal.jsonl").open("a") as journal:
         journal.write('{"event": "started", "size": 2}\n')

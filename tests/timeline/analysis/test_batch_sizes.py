@@ -48,59 +48,41 @@ def test_unequal_batches_are_told_with_their_cost(ranks: int, steps: int, kind: 
     assert not found.blame.late and not _of(found, "jitter") and "pack samples" in finding.advice
 
 
-def test_a_slow_rank_is_told_beside_unequal_batches() -> None:
-    sizes = _sizes(4, 300, 5)
-    work = _work(sizes)
-    work[2] += 15.0
-    found = _analysed(work, sizes)
-    assert found.blame.late == [2] and _of(found, "batch_sizes")
-    assert found.blame.ranks[0].cost_ms.value == pytest.approx(15.0, rel=0.2)
-
-
-def test_a_rank_that_always_has_the_longest_texts_is_no_straggler() -> None:
+@pytest.mark.parametrize(
+    ("longer", "slower_ms", "cost"),
+    [(1.0, 15.0, MS_PER_1000), (1.5, 0.0, MS_PER_1000), (2.0, 15.0, 0.0)],
+    ids=["a slow rank", "a rank with longer texts", "both, but texts cost nothing"],
+)
+def test_a_slow_rank_is_told_from_one_with_longer_texts(longer: float, slower_ms: float, cost: float) -> None:
     sizes = _sizes(4, 300, 6)
-    sizes[1] *= 1.5
-    found = _analysed(_work(sizes), sizes)
-    assert not found.blame.late and _of(found, "batch_sizes")
+    sizes[1] *= longer
+    work = _work(sizes)
+    work[1] += slower_ms
+    found = _analysed(work, sizes, cost=cost)
+    assert found.blame.late == ([1] if slower_ms else [])
+    assert bool(_of(found, "batch_sizes")) == (cost > 0)
+    assert not slower_ms or found.blame.ranks[0].cost_ms.value == pytest.approx(slower_ms, rel=0.2)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
-def test_sizes_that_cost_nothing_are_no_finding(kind: str) -> None:
-    for seed in range(8):
-        for ranks, steps in ((2, 75), (8, 200), (64, 100)):
-            sizes = _sizes(ranks, steps, seed)
-            work = 100 + noise(np.random.default_rng(seed), (ranks, steps), kind, 3.0)
-            assert not _of(_analysed(work, sizes, cost=0.0), "batch_sizes")
-    work[:, :] += 50.0
-    assert not _of(_analysed(work, np.full_like(work, 4096.0)), "batch_sizes")
-
-
-def test_a_slow_rank_with_longer_texts_is_slow_if_texts_cost_nothing() -> None:
-    sizes = _sizes(4, 300, 6)
-    sizes[1] *= 2.0
-    work = _work(sizes)
-    work[1] += 15.0
-    found = _analysed(work, sizes, cost=0.0)
-    assert found.blame.late == [1] and not _of(found, "batch_sizes")
-
-
-def test_of_few_noisy_steps_sizes_are_no_finding() -> None:
-    for seed in range(60):
-        sizes = _sizes(2, 20, seed)
-        work = 100 + noise(np.random.default_rng(seed), (2, 20), "gaussian", 20.0)
+@pytest.mark.parametrize(("ranks", "steps", "noise_ms"), [(2, 20, 20.0), (2, 75, 3.0), (8, 200, 3.0), (32, 100, 3.0)])
+def test_sizes_that_cost_nothing_are_no_finding(ranks: int, steps: int, noise_ms: float, kind: str) -> None:
+    for seed in range(5):
+        sizes = _sizes(ranks, steps, seed)
+        work = 100 + noise(np.random.default_rng(seed), (ranks, steps), kind, noise_ms)
         assert not _of(_analysed(work, sizes, cost=0.0), "batch_sizes")
+    assert not _of(_analysed(work, np.full_like(work, 4096.0)), "batch_sizes"), "of equal sizes"
 
 
-def test_padding_is_told_where_the_weight_counts_tokens() -> None:
+@pytest.mark.parametrize(
+    ("unit", "tokens", "padded"), [("tokens", 2800.0, True), ("samples", 2800.0, False), ("tokens", 3900.0, False)]
+)
+def test_padding_is_told_where_the_weight_counts_tokens(unit: str, tokens: float, padded: bool) -> None:
     sizes = np.full((4, 60), 1000.0)
-    tokens = np.full(60, 2800.0)
-    journal = JournalSteps(np.arange(1, 61), np.full(60, 100.0), {}, tokens)
-    for unit, expected in (("tokens", 1), ("samples", 0)):
-        start = JournalStart({**FACTS, "size": 4, "time": 0.0, "unit": unit})
-        found = _analysed(_work(sizes), sizes, journal=journal, starts=[start], start=0)
-        assert len(_of(found, "padding")) == expected
-    full = replace(journal, tokens=np.full(60, 3900.0))
-    assert not _of(_analysed(_work(sizes), sizes, journal=full, starts=[start], start=0), "padding")
+    journal = JournalSteps(np.arange(1, 61), np.full(60, 100.0), {}, np.full(60, tokens))
+    start = JournalStart({**FACTS, "size": 4, "time": 0.0, "unit": unit})
+    found = _analysed(_work(sizes), sizes, journal=journal, starts=[start], start=0)
+    assert bool(_of(found, "padding")) == padded
 
 
 def test_micro_batches_that_follow_speed_are_no_unequal_batches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ def _hours(seconds: float, devices: int = 2) -> float:
     return seconds * devices / 3600
 
 
+def _start(run: FakeRun, devices: int = 2, **facts: Any) -> None:
+    run.write({"event": "started", "size": devices, "devices": devices, "time": run.now_s, **facts})
+
+
+def _steps(run: FakeRun, first: int, last: int, step_s: float = STEP_S, **facts: Any) -> None:
+    for step in range(first, last + 1):
+        run.now_s += step_s
+        run.write({"step": step, "time": run.now_s, "position": step, "step_s": step_s, **facts})
+
+
 def test_a_run_without_interruption_trains_all_the_time(tmp_path: Path) -> None:
     found = _found(FakeRun(tmp_path / "a").start([1.0] * 100, step_s=STEP_S))
     assert found.hours == {uses.USEFUL: pytest.approx(_hours(3600))} and found.share == 1.0
@@ -38,31 +49,24 @@ def test_a_run_without_interruption_trains_all_the_time(tmp_path: Path) -> None:
 
 def test_each_use_is_found(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a")
-    run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s})
+    _start(run)
     run.now_s += 90.0  # start-up
     run.write({"event": "evaluation", "at_step": 0, "loss": 1.0, "seconds": 30.0, "time": run.now_s})
-
-    def steps(first: int, last: int, step_s: float, **facts: object) -> None:
-        for step in range(first, last + 1):
-            run.now_s += step_s
-            run.write({"step": step, "time": run.now_s, "position": step, "step_s": step_s, **facts})
-
-    steps(1, 2, 3 * STEP_S)  # slow steps at the start
-    steps(3, 60, STEP_S)
-    steps(61, 61, 20 * STEP_S)  # a stall
+    _steps(run, 1, 2, 3 * STEP_S)  # slow steps at the start
+    _steps(run, 3, 60)
+    _steps(run, 61, 61, 20 * STEP_S)  # a stall
     run.now_s += 50.0  # an evaluation of 40 s, and a checkpoint
     run.write({"event": "evaluation", "at_step": 61, "loss": 1.0, "seconds": 40.0, "time": run.now_s})
-    steps(62, 70, STEP_S)
+    _steps(run, 62, 70)
     run.now_s += 300.0  # it hangs
     run.write({"event": "failed", "error": "X", "message": "", "time": run.now_s})
     run.now_s += 1e5  # no devices are held
-    run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s})
+    _start(run)
     run.now_s += 80.0
-    steps(66, 70, STEP_S)
-    steps(71, 72, STEP_S, skipped=True)
-    steps(73, 100, STEP_S)
+    _steps(run, 66, 70)
+    _steps(run, 71, 72, skipped=True)
+    _steps(run, 73, 100)
     run.write({"event": "finished", "at_step": 100, "time": run.now_s})
-    found = _found(run).hours
     seconds = {
         uses.USEFUL: (100 - 2) * STEP_S,
         uses.STALLS: 19 * STEP_S,
@@ -72,7 +76,7 @@ def test_each_use_is_found(tmp_path: Path) -> None:
         uses.EVALUATIONS: 70.0,
         uses.PAUSES: 10.0,
     }
-    assert found == pytest.approx({use: _hours(value) for use, value in seconds.items()})
+    assert _found(run).hours == pytest.approx({use: _hours(value) for use, value in seconds.items()})
 
 
 def test_waiting_for_late_ranks_is_not_training(tmp_path: Path) -> None:
@@ -102,11 +106,11 @@ def test_the_devices_that_both_rounds_have_are_held_between_them(tmp_path: Path)
 
 def test_the_lines_of_several_steps_may_come_together(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a")
-    run.write({"event": "started", "size": 1, "devices": 1, "time": run.now_s})
+    _start(run, 1)
     for window in range(4):
         run.now_s += 8 * STEP_S
-        for step in range(8 * window + 1, 8 * window + 9):
-            run.write({"step": step, "time": run.now_s, "position": step, "step_s": STEP_S})
+        steps = range(8 * window + 1, 8 * window + 9)
+        run.write(*({"step": step, "time": run.now_s, "position": step, "step_s": STEP_S} for step in steps))
     run.write({"event": "finished", "at_step": 32, "time": run.now_s})
     assert _found(run).hours == {uses.USEFUL: pytest.approx(_hours(32 * STEP_S, 1))}
 
@@ -134,17 +138,13 @@ def test_a_line_names_what_was_lost_largest_first() -> None:
 
 def test_energy_of_steps_that_were_repeated_is_lost(tmp_path: Path) -> None:
     """In each start, 10 steps use 100 J, recorded after 5 and 10 of them; 4 of the first start's are repeated."""
-    run, measured = FakeRun(tmp_path / "a"), {"energy": {"GPUs": "", "CPUs": "no counters"}}
+    run = FakeRun(tmp_path / "a")
     for first in (1, 7):
-        run.write({"event": "started", "size": 2, "devices": 2, "time": run.now_s, **measured})
-        for step in range(first, first + 10):
-            run.now_s += STEP_S
-            run.write({"step": step, "time": run.now_s, "position": step, "step_s": STEP_S})
-            if step in (first + 4, first + 9):
-                joules = 40.0 if step == first + 4 else 100.0
-                facts = {"joules": {"GPUs": joules}, "time": run.now_s}
-                run.write({"event": "energy", "at_step": step, **facts})
+        _start(run, energy={"GPUs": "", "CPUs": "no counters"})
+        for begin, joules in ((first, 40.0), (first + 5, 100.0)):
+            _steps(run, begin, begin + 4)
+            run.write({"event": "energy", "at_step": begin + 4, "joules": {"GPUs": joules}, "time": run.now_s})
     found = _found(run)
     assert found.energy == pytest.approx((40 + 60 / 5 + 100) / 200)
-    assert wording.goodput(found).startswith("80% of the device-hours, 76% of the energy of steps; ")
+    assert "80% of the device-hours, 76% of the energy of steps; " in wording.goodput(found)
     assert _found(FakeRun(tmp_path / "b").start([1.0] * 10, step_s=STEP_S)).energy is None

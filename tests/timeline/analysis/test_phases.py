@@ -21,17 +21,9 @@ def _trace(steps: int = STEPS, once_at: float = 8.5) -> HorovodTrace:
     return trace_of([*turns, Turn(ONCE, once_at * STEP_US + 700.0, phases)])
 
 
-def test_steps_are_the_turns_of_most_tensors() -> None:
-    assert count_steps(_trace()) == STEPS
-
-
-def test_what_comes_once_is_no_step() -> None:
-    assert count_steps(_trace(1)) == 0
-    assert count_steps(trace_of([])) == 0
-
-
-def test_what_comes_once_does_not_recur() -> None:
+def test_steps_are_the_turns_of_most_tensors_and_what_comes_once_is_none() -> None:
     trace = _trace()
+    assert count_steps(trace) == STEPS and count_steps(_trace(1)) == 0 and count_steps(trace_of([])) == 0
     assert [name for name, again in zip(trace.tensors, recurring(trace), strict=True) if again] == ["a", "b"]
 
 

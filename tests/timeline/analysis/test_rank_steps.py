@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from hvdtrain.timeline.analysis.lateness import latest
 from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks
 from hvdtrain.timeline.columns import StepTable
-from tests.support.step_tables import table_of
+from tests.support.step_tables import columns_of, table_of
 from tests.support.timelines import Turn, trace_of
 
 RANKS, STEPS, WORK_MS = 3, 40, 10.0
@@ -19,17 +20,10 @@ def _table(**more: object) -> StepTable:
     return table_of(np.full((RANKS, STEPS), WORK_MS), **more)  # type: ignore[arg-type]
 
 
-def _without(table: StepTable, columns: list[int]) -> StepTable:
-    """The table as it is where some steps were not stamped."""
-    keep = np.setdiff1d(np.arange(STEPS), columns)
-    times = {name: getattr(table, name)[:, keep] for name in ("start_us", "ready_us", "released_us", "end_us")}
-    parts = {name: values[:, keep] for name, values in table.parts_us.items()}
-    return replace(table, step=table.step[keep], block=table.block[keep], parts_us=parts, **times)
-
-
 def test_a_step_after_one_without_stamps_begins_at_its_own_start() -> None:
     """It would seem as long as the steps between otherwise."""
-    whole, thinned = from_stamps(_table()), from_stamps(_without(_table(), list(range(10, 20))))
+    keep = np.r_[0:10, 20:STEPS]
+    whole, thinned = from_stamps(_table()), from_stamps(columns_of(_table(), keep))
     assert whole is not None and thinned is not None
     assert thinned.work_ms.max() <= whole.work_ms.max() + 1e-6
     assert thinned.work_ms.shape[1] == whole.work_ms.shape[1] - 10
@@ -48,15 +42,12 @@ def test_steps_after_an_evaluation_are_left_out_while_enough_others_remain() -> 
 
 def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
     steps = 300_000
-    column = np.arange(steps, dtype=np.float64) * 1e4
-    times = {name: np.tile(column + late, (2, 1)) for name, late in (("start_us", 0.0), ("ready_us", 5e3))}
-    times |= dict.fromkeys(("released_us", "end_us"), times["ready_us"] + 1000.0)
+    start = np.arange(steps, dtype=np.float64) * 1e4
+    late_us = {"start_us": 0.0, "ready_us": 5e3, "released_us": 6e3, "end_us": 6e3}
+    times = {name: np.tile(start + late, (RANKS, 1)) for name, late in late_us.items()}
     number = np.arange(1, steps + 1, dtype=np.int32)
-    parts = {"aside": np.zeros((2, steps))}
-    table = replace(_table(), hosts=["a", "a"], step=number, block=number, parts_us=parts, **times)
-    found = from_stamps(replace(table, clock_error_us=np.zeros(2)))
-    assert found is not None
-    assert found.work_ms.size <= 1 << 18
+    found = from_stamps(replace(_table(), step=number, block=number, parts_us={"aside": 0 * times["end_us"]}, **times))
+    assert found is not None and found.work_ms.size <= 1 << 18
     quarters = np.histogram(found.step, bins=4, range=(0, steps))[0]
     assert quarters.min() > 0.9 * quarters.max()
     assert found.step[-1] == steps
@@ -70,12 +61,15 @@ def _turn(step: int, late_us: float, ranks: int = 2, first_us: float = 0.0) -> T
 
 
 def test_the_first_turn_of_ticks_is_no_round() -> None:
-    """Rank 1 came a second late to it, by what the program did before."""
-    turns = [_turn(0, 1e6), *(_turn(step, 10.0, first_us=1e6) for step in range(1, 12))]
+    """Ranks came late to it, by what the program did before."""
+    turns = [_turn(0, 3e5, ranks=4), *(_turn(step, 10.0, ranks=4, first_us=1e6) for step in range(1, 21))]
     found = from_ticks([trace_of(turns)])
-    assert found is not None
-    np.testing.assert_allclose(found.work_ms[1] - found.work_ms[0], 0.01, atol=1e-9)
+    assert found is not None and (found.source, found.step_ms) == ("ticks", pytest.approx(100.0))
+    lag = found.work_ms - found.work_ms[0]
+    np.testing.assert_allclose(lag.T, np.broadcast_to([0, 0.01, 0.02, 0.03], lag.T.shape), atol=1e-6)
     np.testing.assert_allclose(found.work_ms[0], found.work_ms[0, -1], atol=1e-9)
+    assert from_ticks([trace_of(turns[:3])]) is None, "too few"
+    assert from_ticks([trace_of([Turn("x", 10.0 * i, {"ALLREDUCE": 1.0}) for i in range(9)])]) is None, "no ticks"
 
 
 def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:

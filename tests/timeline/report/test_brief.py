@@ -9,8 +9,10 @@ from hvdtrain.timeline.analysis.analysis import Analysis, Budget, Finding, Outer
 from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES, summary_lines
 from tests.support.analyses import about, analysis, budget, empty, hostile, parts
 
+LONG = replace(analysis(8), findings=[Finding("x", "word " * 200, 1.0, "advice " * 200)])
 
-@pytest.mark.parametrize("of", [analysis(1), analysis(2), analysis(64, late=False), hostile(), empty()])
+
+@pytest.mark.parametrize("of", [analysis(1), analysis(2), analysis(64, late=False), hostile(), empty(), LONG])
 def test_it_is_short(of: Analysis) -> None:
     lines = summary_lines(of)
     assert 0 < len(lines) <= MOST_SUMMARY_LINES
@@ -27,39 +29,25 @@ def test_its_parts_sum_to_the_step() -> None:
         assert step == pytest.approx(each.step_ms.value) == pytest.approx(sum(shown), abs=0.5)
 
 
+def _text(of: Analysis) -> str:
+    return " ".join(line.strip() for line in summary_lines(of))
+
+
 def test_it_names_the_late_rank_the_reason_and_the_fix() -> None:
-    text = " ".join(line.strip() for line in summary_lines(analysis(8)))
-    assert (
-        "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data 11.2 ms a step more" in text
-    )
-    assert "finding: 25.9 ms of each step are spent sending gradients." in text
-    assert "try: Send less: --parallel.compression powersgd:4" in text
-    assert "exposed: waiting for late ranks" in text
-
-
-def test_no_rank_is_named_without_evidence() -> None:
-    text = " ".join(line.strip() for line in summary_lines(analysis(8, late=False)))
-    assert "straggler: none: no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms" in text
-    assert "straggler: unknown: the file holds no ticks" in summary_lines(empty())
-    assert summary_lines(empty())[-1] == "finding: none"
-
-
-def test_ranks_of_ticks_have_no_host() -> None:
-    late = analysis(8)
-    blame = replace(late.blame, ranks=[replace(row, host="") for row in late.blame.ranks])
-    text = "\n".join(summary_lines(replace(late, blame=blame)))
-    assert "straggler: rank 3 costs" in text
-
-
-def test_long_words_are_cut() -> None:
-    found = Finding("x", "word " * 200, 1.0, "advice " * 200)
-    assert len(summary_lines(replace(analysis(8), findings=[found]))) <= MOST_SUMMARY_LINES
+    of = analysis(8)
+    text, (first, *_) = _text(of), of.findings
+    assert "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data" in text
+    assert first.text in text and first.advice in text and "exposed: waiting for late ranks" in text
+    ticks = replace(of.blame, ranks=[replace(row, host="") for row in of.blame.ranks])
+    assert "straggler: rank 3 costs" in _text(replace(of, blame=ticks))
+    quiet = analysis(8, late=False)
+    assert f"straggler: none: {quiet.blame.reason}" in _text(quiet)
+    assert _text(empty()) == f"straggler: unknown: {empty().blame.reason} finding: none"
 
 
 def test_workers_that_train_apart_have_a_line() -> None:
     outer = OuterSteps("diloco:8", 2, 11, 4.2e6, 1.5, 0.5, 0.9)
     for of in (analysis(8), empty()):
-        lines = summary_lines(replace(of, outer=outer))
-        text = " ".join(line.strip() for line in lines)
-        assert len(lines) <= MOST_SUMMARY_LINES
-        assert "2 workers, diloco:8: 11 outer steps; in each 4.20 MB sent, 1.50 ms waited" in text
+        found = replace(of, outer=outer)
+        assert len(summary_lines(found)) <= MOST_SUMMARY_LINES
+        assert "2 workers, diloco:8: 11 outer steps; in each 4.20 MB sent, 1.50 ms waited" in _text(found)

@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import orjson
 import pytest
 
 from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.report.compare import Comparison, compare, to_plain, to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
 
 
-def _compared(forward_a: float, forward_b: float, late_b: float = 0.0, seed: int = 0, size_b: int = 4) -> Comparison:
-    def found(ranks: int, forward: float, late: float, seed: int):  # type: ignore[no-untyped-def]
-        generator = np.random.default_rng(seed)
-        more: Floats = np.full((ranks, 100), forward)
-        more[1] += late
-        work = 20 + noise(generator, (ranks, 100), "gaussian", 0.3)
-        return analyse(run_of(table_of(work, more_ms={"forward": more})))
+def _analysed(forward: float = 0.0, late: float = 0.0, seed: int = 0, ranks: int = 4) -> Analysis:
+    more: Floats = np.full((ranks, 100), forward)
+    more[1] += late
+    work = 20 + noise(np.random.default_rng(seed), (ranks, 100), "gaussian", 0.3)
+    return analyse(run_of(table_of(work, more_ms={"forward": more})))
 
-    config_a = {"optimizer": {"lr": 0.1}, "run_dir": "a", "parallel": {"compression": "none"}}
-    config_b = {"optimizer": {"lr": 0.1}, "run_dir": "b", "parallel": {"compression": "fp16"}}
-    a, b = found(4, forward_a, 0.0, seed), found(size_b, forward_b, late_b, seed + 1000)
-    return compare(a, b, config_a, config_b)
+
+def _compared(seed: int = 0, **b: Any) -> Comparison:
+    common = {"optimizer": {"lr": 0.1}}
+    options = [{**common, "run_dir": n, "parallel": {"compression": c}} for n, c in (("a", "none"), ("b", "fp16"))]
+    return compare(_analysed(seed=seed), _analysed(seed=seed + 1000, **b), *options)
 
 
 def test_a_changed_part_is_distinguished_from_noise() -> None:
-    found = _compared(0.0, 3.0)
+    found = _compared(forward=3.0)
     rows = {row.name: row for row in found.rows}
-    assert not rows["step"].is_noise and not rows["forward"].is_noise
-    assert rows["forward"].difference.value == pytest.approx(3.0, abs=0.1)
-    assert rows["step"].difference.value == pytest.approx(3.0, abs=0.2)
+    for name, within in (("step", 0.2), ("forward", 0.1)):
+        assert not rows[name].is_noise and rows[name].difference.value == pytest.approx(3.0, abs=within)
     assert "late ranks" not in rows
     text = to_text(found)
     assert "* forward" in text and "--parallel.compression  none -> fp16" in text and "run_dir" not in text
 
 
 def test_the_same_twice_is_noise_nearly_always() -> None:
-    rows = [row for seed in range(30) for row in _compared(0.0, 0.0, seed=seed).rows]
+    rows = [row for seed in range(20) for row in _compared(seed).rows]
     assert np.mean([not row.is_noise for row in rows]) < 0.12
 
 
 def test_a_late_rank_of_one_of_two_runs_is_reported() -> None:
-    rows = {row.name: row for row in _compared(0.0, 0.0, late_b=4.0).rows}
-    assert not rows["late ranks"].is_noise
-    assert rows["late ranks"].difference.value == pytest.approx(rows["late ranks"].b.value)
+    (row,) = [row for row in _compared(late=4.0).rows if row.name == "late ranks"]
+    assert not row.is_noise and row.difference.value == pytest.approx(row.b.value)
 
 
 def test_unlike_sizes_are_said_and_json_holds_all() -> None:
-    found = _compared(0.0, 1.0, size_b=2)
+    found = _compared(forward=1.0, ranks=2)
     assert any("a has 4 ranks, b has 2" in note for note in found.notes)
     plain = orjson.loads(orjson.dumps(to_plain(found)))
     assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
@@ -69,6 +69,5 @@ def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> No
 
 
 def test_options_of_what_has_no_config_are_not_known() -> None:
-    found = analyse(run_of(table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3))))
-    compared = compare(found, found, {}, {"seed": 1})
+    compared = compare(_analysed(), _analysed(), {}, {"seed": 1})
     assert "options: unknown" in to_text(compared) and to_plain(compared)["options"] is None

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
@@ -63,15 +63,15 @@ def test_headings_and_ids_are_in_order() -> None:
 
 
 @given(st.text())
+@settings(max_examples=40, deadline=None)
 def test_any_text_is_shown_and_nothing_else(text: str) -> None:
-    blame = Blame("none", 0, [], [], {}, text)
-    page = to_html(Analysis("run", 2, None, None, [], blame, [], [Lane(text, [Slice(text, 0.0, 1.0, 1)])], [text]))
-    plain = to_html(Analysis("run", 2, None, None, [], Blame("none", 0, [], [], {}, "x"), [], [Lane("x", [])], ["x"]))
-    kinds = [
-        [tag for tag, _ in _Page(found).elements if tag in ("script", "style", "p", "svg")] for found in (page, plain)
-    ]
-    assert kinds[0] == kinds[1]
-    page.encode()
+    def tags(text: str) -> list[str]:
+        blame = Blame("none", 0, [], [], {}, text)
+        page = to_html(Analysis("run", 2, None, None, [], blame, [], [Lane(text, [Slice(text, 0.0, 1.0, 1)])], [text]))
+        page.encode()
+        return [tag for tag, _ in _Page(page).elements]
+
+    assert tags(text) == tags("x")
 
 
 def test_the_bar_is_full_and_its_parts_lie_on_end() -> None:
@@ -129,11 +129,14 @@ def test_the_table_next_to_the_lanes_has_ms_per_step() -> None:
     assert summary([lane, Lane("none", [])]) == (["a", "b"], [("rank 0", [2.0, 0.5]), ("none", [None, None])])
 
 
-def test_of_many_ranks_late_ones_stay() -> None:
+def test_of_many_ranks_late_ones_stay_and_the_page_is_no_larger_than_a_megabyte() -> None:
     rows = rank_rows(500, {})
     found = blame_view(Blame("stamps", 9, rows, [rows[450].rank], {}), 350.0)
     assert [row["rank"] for row in found["rows"]] == [row.rank for row in [*rows[:MOST_RANKS], rows[450]]]
     assert found["left"] == 500 - MOST_RANKS - 1
+    page = to_html(analysis(4096, lane_ranks=1000, slices=200))
+    assert len(page.encode()) < 1_000_000
+    assert f"{4096 - MOST_RANKS:,} ranks that cost less" in _text(page) and "more lanes are not shown" in _text(page)
 
 
 def test_heat_is_against_the_median() -> None:
@@ -148,14 +151,9 @@ def test_heat_is_against_the_median() -> None:
     ("advice", "code"),
     [
         ("try --parallel.compression powersgd:4.", ["--parallel.compression powersgd:4"]),
-        (
-            "raise --loader.workers 4, or lower --train.micro_batch or wait",
-            ["--loader.workers 4", "--train.micro_batch"],
-        ),
-        (
-            "--train.compile true and `hvdtrain timeline merge RUN`",
-            ["--train.compile true", "hvdtrain timeline merge RUN"],
-        ),
+        ("--loader.workers 4, or --train.micro_batch or wait", ["--loader.workers 4", "--train.micro_batch"]),
+        ("`hvdtrain timeline merge RUN` and --train.compile true",
+         ["hvdtrain timeline merge RUN", "--train.compile true"]),
         ("see hvdtrain doctor there; or hvdtrain timeline diff.", ["hvdtrain doctor", "hvdtrain timeline diff"]),
         ("set HOROVOD_CYCLE_TIME=0.5.", ["HOROVOD_CYCLE_TIME=0.5"]),
         ("--parallel.bucket_mib=25 does", ["--parallel.bucket_mib=25"]),
@@ -164,11 +162,10 @@ def test_heat_is_against_the_median() -> None:
         ("nvidia-smi -q -d PERFORMANCE: heat, or its power limit", ["nvidia-smi -q -d PERFORMANCE"]),
         ("under mpirun, or nvidia-smi", []),
         ("--train.eval_every 200 --checkpoint.every 9, or", ["--train.eval_every 200", "--checkpoint.every 9"]),
-        ("fewer micro-batches: --parallel.balance speed", ["--parallel.balance speed"]),
         ("nothing to do -- really", []),
         ("", []),
     ],
-)
+)  # fmt: skip
 def test_flags_are_found_in_advice(advice: str, code: list[str]) -> None:
     pieces = finding_pieces(advice)
     assert [text for text, is_code in pieces if is_code] == code
@@ -176,26 +173,12 @@ def test_flags_are_found_in_advice(advice: str, code: list[str]) -> None:
 
 
 def test_numbers_as_a_person_reads_them() -> None:
-    assert [wording.ms(value) for value in (1234.5, 352.41, 41.26, 1.234, 0.0123, 0.0)] == [
-        "1,234",
-        "352",
-        "41.3",
-        "1.23",
-        "0.012",
-        "0",
-    ]
+    ms = {1234.5: "1,234", 352.41: "352", 41.26: "41.3", 1.234: "1.23", 0.0123: "0.012", 0.0: "0"}
+    assert {value: wording.ms(value) for value in ms} == ms
     assert wording.interval(Estimate(12.34, 11.21, 13.4)) == "[11.2 .. 13.4]"
     assert wording.interval(Estimate(12.34, float("nan"), float("nan"))) == ""
     assert [wording.percent(share) for share in (0.0, 0.004, 0.12, 1.0)] == ["0%", "< 1%", "12%", "100%"]
     assert [wording.nbytes(count) for count in (12, 26_214_400, 3.1e9)] == ["12 B", "26.2 MB", "3.10 GB"]
-
-
-def test_one_step_has_no_intervals_and_still_a_page() -> None:
-    unknown = Estimate(5.0, float("nan"), float("nan"))
-    row = RankRow(0, "here", 1.0, Estimate(1.0, float("-inf"), float("inf")), {"data": 1.0}, 0.0)
-    blame = Blame("stamps", 1, [row], [0], {})
-    found = Analysis("run", 1, Budget("rank 0", unknown, 1, [Part("data", unknown, 1.0)], []), None, [], blame, [])
-    assert "nan" not in to_html(found) and "inf " not in to_html(found)
 
 
 def _of_ranks(*rows: RankRow, late: Sequence[int] = (), source: Literal["stamps", "ticks"] = "stamps") -> Analysis:
@@ -216,22 +199,32 @@ def test_a_rank_of_an_unknown_host_is_a_rank() -> None:
     assert "Rank 0 costs" in to_html(found) and "Rank 0 on here costs" in to_html(_of_ranks(_row(0, ABOUT_2), late=[0]))
 
 
-def test_clocks_are_reported_with_their_error() -> None:
-    one, near, never = (_of_ranks(_row(0, ABOUT_2), _row(1, ABOUT_2, "b", us)) for us in (0.0, 0.25, float("inf")))
-    assert "the ranks share a clock" in to_html(one) and "its clock" not in to_html(one)
-    assert "agree to within 0.250 ms" in to_html(near) and "rank 0's to within 0.250 ms" in _text(to_html(near))
-    text = _text(to_html(never))
-    assert "clocks of some ranks were never compared with rank 0's" in text and "inf" not in text.lower().split()
-    assert "its clock was never compared with rank 0's" in text and "share a clock" not in text
-    assert "No straggler can be identified." in text and "There is no straggler." in _text(to_html(near))
-    assert headline(near) == ["there is no straggler"]
-    assert headline(never) == ["clocks were not compared, so stragglers are unknown"]
+@pytest.mark.parametrize(
+    ("error_ms", "said", "not_said"),
+    [
+        (0.0, ["share a clock", "There is no straggler"], ["its clock"]),
+        (
+            0.25,
+            ["agree to within 0.250 ms", "rank 0's to within 0.250 ms"],
+            ["never compared"],
+        ),
+        (float("inf"), ["never compared", "No straggler can be identified"], ["share a clock", " inf "]),
+    ],
+)
+def test_clocks_are_reported_with_their_error(error_ms: float, said: list[str], not_said: list[str]) -> None:
+    found = _of_ranks(_row(0, ABOUT_2), _row(1, ABOUT_2, "b", error_ms))
+    text = _text(to_html(found))
+    assert all(each in text for each in said) and not any(each in text for each in not_said)
+    assert ("unknown" in headline(found)[0]) == (error_ms == float("inf"))
 
 
-def test_small_costs_are_not_called_noise() -> None:
-    text = _text(to_html(_of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))))
-    assert "No straggler: it costs 2.00 ms [1.00 .. 3.00] per step, which is small or uncertain." in text
-    assert "No straggler: it costs no time." in text
+def test_small_costs_are_not_called_noise_and_unknown_ones_are_no_numbers() -> None:
+    found = _of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))
+    assert "costs 2.00 ms [1.00 .. 3.00] per step, which is small or uncertain." in _text(to_html(found))
+    unknown = Estimate(5.0, float("nan"), float("nan"))
+    of_one_step = Budget("rank 0", unknown, 1, [Part("data", unknown, 1.0)], [])
+    page = to_html(replace(_of_ranks(_row(0, UNSURE), late=[0]), budget=of_one_step))
+    assert "nan" not in page and "inf " not in page
 
 
 def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
@@ -248,18 +241,11 @@ def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
     assert "\u25be1.00, -9.00 ms from the median" in text and "\u25b419.0, +9.00 ms from the median" in text
 
 
-def test_no_page_refers_to_a_file_that_may_be_missing() -> None:
-    many = replace(analysis(4096, lane_ranks=2), warnings=["a warning"] * 90)
-    assert "report.json" not in to_html(many)
-    assert to_html(many).count("<code>hvdtrain timeline report RUN --json</code>") == 3
-
-
 def test_a_trace_without_steps_has_no_step_time() -> None:
     found = analysis(2)
-    assert found.budget is not None
+    assert found.budget is not None and "ms per step" in _text(to_html(found))
     alone = Blame("none", 0, [], [], {}, "nothing says")
     whole = replace(found, budget=replace(found.budget, steps=0), findings=[], lanes=[], blame=alone)
-    assert headline(whole)[0].startswith("The Timeline has no recognisable steps; it spans 352 ms")
+    assert "it spans 352 ms" in headline(whole)[0]
     text = _text(to_html(whole))
     assert "Time by part" in text and "ms per step" not in text and "rank and step" not in text
-    assert "ms per step" in _text(to_html(found))

@@ -16,29 +16,32 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.held_bytes import held_bytes
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.sharded import ShardedEngine
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
 from hvdtrain.timeline.whatif.engine_passes import update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
 from hvdtrain.timeline.whatif.links import Link, Ranks
-from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.predict import Outcome, predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.thread_comm import ThreadComm, on_ranks
-from tests.support.whatif_run import MIB, PARTS, run_folder
+from tests.support.whatif_run import GBIT, MIB, PARTS, run_folder
 
-GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]
-"""Of a link of about 1 Gbit/s."""
 SHAPES = {"embed.weight": (1024, 512), "layers.0.w": (1024, 512), "layers.1.w": (1024, 512), "head.weight": (512, 1024)}
 """2 MiB each; backward finishes the last one first, after 20, 40, 60 and 80 of 100 ms."""
 DIVIDED = [{"shard": "optimizer"}, {"shard": "gradients"}, {"engine": "fsdp"}]
 UPDATE_S = (PARTS["clip"] + PARTS["optimizer"]) / 1e3
 FAST: dict[str, Any] = {"bandwidth_gbit": 1e9, "latency_us": 0}
+SLOW: dict[str, Any] = {"bandwidth_gbit": 0.1, "latency_us": 0}
 
 
 def _run(path: Path, **changes: Any) -> Evidence:
     given: dict[str, Any] = {"size": 2, "wait_ms": 9.0, "link": GBIT, "shapes": SHAPES, "state_bytes": (8, 4)}
     return read_evidence(run_folder(path, **{**given, **changes}))
+
+
+def _then(evidence: Evidence, **change: Any) -> Outcome:
+    return predict(evidence, Change(**change)).then
 
 
 @pytest.fixture
@@ -57,10 +60,10 @@ def test_unchanged_it_is_what_was_measured(tmp_path: Path, parallel: dict[str, s
 @pytest.mark.parametrize("change", DIVIDED)
 def test_ranks_share_the_update(pair: Evidence, change: dict[str, str]) -> None:
     """Beside it there are only copies, of 8 MiB each: to buckets as before, and to and from those that are gathered."""
-    now, then = (predict(pair, Change(**FAST, **more)).then for more in ({}, change))  # type: ignore[arg-type]
+    now, then = _then(pair, **FAST), _then(pair, **FAST, **change)
     copies_s = then.compute_s - (now.compute_s - UPDATE_S / 2)
     assert 0 <= copies_s < 0.02
-    more_ranks = predict(pair, Change(size=4, global_batch=16, **FAST, **change)).then  # type: ignore[arg-type]
+    more_ranks = _then(pair, size=4, global_batch=16, **FAST, **change)
     assert more_ranks.compute_s < then.compute_s + 0.01 - UPDATE_S / 4
 
 
@@ -80,83 +83,63 @@ def test_the_update_is_that_of_all_parameters_over_the_ranks_that_share_it(pair:
 
 
 def test_the_halves_of_an_allreduce_carry_as_many_bytes(pair: Evidence) -> None:
-    """FSDP gathers each block once more. Latency is left out."""
-    slow: dict[str, Any] = {"bandwidth_gbit": 0.1, "latency_us": 0, "algorithm": "ring"}
-    whole_s = predict(pair, Change(**slow)).then.wire_s
-    for change, factor in zip(DIVIDED, (1.0, 1.0, 1.25), strict=True):
-        found = predict(pair, Change(**slow, **change)).then
-        assert found.wire_s == pytest.approx(whole_s * factor, rel=0.01)
+    """FSDP gathers each block once more."""
+    whole_s = _then(pair, algorithm="ring", **SLOW).wire_s
+    found = [_then(pair, algorithm="ring", **SLOW, **change).wire_s / whole_s for change in DIVIDED]
+    assert found == pytest.approx([1.0, 1.0, 1.25], rel=0.01)
 
 
 @pytest.mark.parametrize("change", DIVIDED)
-def test_a_slower_link_costs_no_less(pair: Evidence, change: dict[str, str]) -> None:
-    found = [predict(pair, Change(bandwidth_gbit=gbit, **change)).then for gbit in (100, 10, 1, 0.1, 0.01)]  # type: ignore[arg-type]
+def test_a_slower_link_costs_no_less_and_computing_hides_gathers(pair: Evidence, change: dict[str, str]) -> None:
+    """At 1 Gbit/s, 4 MiB of another rank take 36 ms to gather; forward takes 50, and backward 100."""
+    found = [_then(pair, bandwidth_gbit=gbit, **change) for gbit in (100, 10, 1, 0.1, 0.01)]
     assert all(a.step_s <= b.step_s for a, b in pairwise(found))
     assert found[0].gather_s < 0.02 < found[-1].gather_s, "gathers are exposed"
-
-
-@pytest.mark.parametrize("change", DIVIDED)
-def test_gathers_hide_behind_computing(pair: Evidence, change: dict[str, str]) -> None:
-    """At 1 Gbit/s, 4 MiB of another rank take 36 ms to gather; forward takes 50, and backward 100."""
-    found = predict(pair, Change(bandwidth_gbit=1, **change)).then  # type: ignore[arg-type]
     gathered_s = (1.75 if "engine" in change else 1) * 4 * MIB * 8 / 0.94e9
-    assert found.gather_s < 0.75 * gathered_s
+    assert found[2].gather_s < 0.75 * gathered_s
 
 
 def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", passes=3)
-    once, each = (predict(evidence, Change(shard=shard)).then for shard in ("optimizer", "gradients"))
-    slow: dict[str, Any] = {"bandwidth_gbit": 0.1, "latency_us": 0}
-    fsdp = [predict(run, Change(engine="fsdp", **slow)).then.wire_s for run in (_run(tmp_path / "one"), evidence)]
+    fsdp = [_then(run, engine="fsdp", **SLOW).wire_s for run in (_run(tmp_path / "one"), evidence)]
     assert fsdp[1] == pytest.approx(3 * fsdp[0], rel=0.01)
-    halves, more = (predict(evidence, Change(shard=shard, **slow)).then.wire_s for shard in ("optimizer", "gradients"))
-    assert more == pytest.approx(2 * halves, rel=0.01), "three reduce-scatters instead of one, and a gather"
+    once, each = (_then(evidence, shard=shard, **SLOW) for shard in ("optimizer", "gradients"))
+    assert each.wire_s == pytest.approx(2 * once.wire_s, rel=0.01), "three reduce-scatters instead of one, and a gather"
     gathered = 8 * MIB / 2
     assert each.handed_bytes - gathered == pytest.approx(3 * (once.handed_bytes - gathered), rel=0.01)
 
 
 def test_a_slow_link_makes_packing_wait_for_older_buckets(pair: Evidence) -> None:
     """Two buckets of 2 MiB are exchanged at a time, so backward itself takes longer."""
-    change = Change(shard="gradients", bandwidth_gbit=0.01, bucket_mib=2)
-    found = predict(pair, change).then
-    whole = predict(pair, replace(change, bucket_mib=32)).then
+    found, whole = (_then(pair, shard="gradients", bandwidth_gbit=0.01, bucket_mib=mib) for mib in (2, 32))
     assert found.buckets == 4
     assert found.step_s == pytest.approx(whole.step_s, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "by_element", "name", "message"),
     [
-        (Change(engine="ddp", shard="optimizer"), "--engine ddp --shard optimizer cannot be predicted"),
-        (Change(shard="parameters"), "--engine horovod --shard parameters cannot be predicted"),
-        (Change(shard="gradients", size=1), "but there is one rank"),
-        (Change(shard="gradients", compression="int8"), "with compression int8"),
-        (Change(engine="fsdp", compression="fp16"), "with compression fp16"),
+        (Change(engine="ddp", shard="optimizer"), True, None, "--engine ddp --shard optimizer cannot"),
+        (Change(shard="parameters"), True, None, "--engine horovod --shard parameters cannot"),
+        (Change(shard="gradients", size=1), True, None, "one rank"),
+        (Change(shard="gradients", compression="int8"), True, None, "with compression int8"),
+        (Change(engine="fsdp", compression="fp16"), True, None, "with compression fp16"),
+        (Change(engine="fsdp"), False, None, "whole tensors"),
+        (Change(engine="fsdp"), True, "layer{}.w", "a block of the model"),
     ],
 )
-def test_what_the_model_does_not_know_is_refused(pair: Evidence, change: Change, message: str) -> None:
+def test_what_the_model_does_not_know_is_refused(
+    pair: Evidence, change: Change, by_element: bool, name: str | None, message: str
+) -> None:
+    gradients = [replace(each, name=name.format(n) if name else each.name) for n, each in enumerate(pair.gradients)]
     with pytest.raises(ConfigError, match=message):
-        predict(pair, change)
-
-
-def test_fsdp_needs_blocks_and_an_optimizer_by_element(pair: Evidence) -> None:
-    with pytest.raises(ConfigError, match="may need whole tensors"):
-        predict(replace(pair, by_element=False), Change(engine="fsdp"))
-    renamed = [replace(gradient, name=f"layer{n}.w") for n, gradient in enumerate(pair.gradients)]
-    with pytest.raises(ConfigError, match="shows a block of the model"):
-        predict(replace(pair, gradients=renamed), Change(engine="fsdp"))
+        predict(replace(pair, gradients=gradients, by_element=by_element), change)
 
 
 def test_another_engine_divides_nothing_unless_asked(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", options={"parallel": {"shard": "gradients"}})
     assert changed_job(evidence, Change(size=4)).shard == "gradients"
     assert changed_job(evidence, Change(engine="ddp")).shard == "none"
-
-
-def test_a_run_with_fsdp_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not record when backward finishes each gradient") as caught:
-        _run(tmp_path / "run", options={"parallel": {"engine": "fsdp"}})
-    assert "--engine fsdp" in str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 120, 1000, 10_000])
@@ -198,19 +181,18 @@ def test_units_are_the_blocks_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("bucket_mib", [None, 0.5, 1.0])
+@pytest.mark.parametrize("bucket_mib", [None, 0.5])
 def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_mib: float | None) -> None:
     """And so are its buckets."""
     job = Job(Ranks(size, size), "none", bucket_mib, size, 1, shard="gradients")
     evidence = _evidence(Net(), job)
     expected = held_bytes(evidence, job)
-    limit = int(bucket_mib * MIB) if bucket_mib else size * MIB
 
     def body(comm: ThreadComm) -> tuple[int, int, list[list[str]]]:
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
-        engine = make_engine(optimizer, model, comm, "none", bucket_mib=limit / MIB, shard="gradients")
+        engine = make_engine(optimizer, model, comm, "none", bucket_mib=bucket_mib or size, shard="gradients")
         assert isinstance(engine, ShardedEngine)
         engine.begin(1)
         engine.backward(model(torch.tensor([1])).sum())
@@ -222,11 +204,10 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         names = [[part.name for part in bucket.layout.shape.parts] for bucket in engine._buckets]
         return summed, state, names
 
-    found = on_ranks(size, body)
-    assert {summed for summed, _, _ in found} == {expected.gradients}
-    assert max(state for _, state, _ in found) == expected.state
+    summed, state, names = zip(*on_ranks(size, body), strict=True)
+    assert (set(summed), max(state)) == ({expected.gradients}, expected.state)
     assert expected.parameters == sum(p.numel() * 4 for p in Net().parameters())
-    assert found[0][2] == [list(bucket.names) for bucket in job_buckets(evidence, job)]
+    assert names[0] == [list(bucket.names) for bucket in job_buckets(evidence, job)]
 
 
 def test_memory_of_fsdp_is_that_of_rows() -> None:
@@ -240,12 +221,10 @@ def test_memory_of_fsdp_is_that_of_rows() -> None:
 
 def test_whole_gradients_are_held_where_only_the_last_pass_sums_them() -> None:
     job = Job(Ranks(2, 2), "none", None, 4, 1, shard="optimizer")
-    found = [
-        held_bytes(_evidence(Net(), job), one).gradients
-        for one in (job, replace(job, shard="gradients"), replace(job, global_batch=2))
-    ]
-    assert found[0] == sum(4 * p.numel() for p in Net().parameters())
-    assert found[1] == found[2] == pytest.approx(found[0] / 2, rel=0.1)
+    jobs = (job, replace(job, shard="gradients"), replace(job, global_batch=2))
+    whole, *halves = (held_bytes(_evidence(Net(), one), one).gradients for one in jobs)
+    assert whole == sum(4 * p.numel() for p in Net().parameters())
+    assert halves == pytest.approx([whole / 2] * 2, rel=0.1)
 
 
 def test_unknown_state_is_unknown(tmp_path: Path) -> None:

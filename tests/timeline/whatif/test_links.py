@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -31,23 +32,24 @@ def test_one_rank_exchanges_nothing(kind: str, size: int) -> None:
 
 def test_by_hand() -> None:
     """4 hosts: 2 x 2 messages to negotiate; a ring of 6 messages and 1.5 of the bytes, a tree of 2 and twice them."""
-    four = Ranks(4, 1)
-    assert collective_s(LINK, four, "allreduce", 1000, "ring")[0] == pytest.approx(4e-5 + 6e-5 + 1.5e-6)
-    assert collective_s(LINK, four, "allreduce", 1000, "tree")[0] == pytest.approx(4e-5 + 2e-5 + 2e-6)
-    assert collective_s(LINK, four, "allreduce", 1000)[0] == collective_s(LINK, four, "allreduce", 1000, "tree")[0]
-    large = collective_s(LINK, four, "allreduce", 1 << 30)[0]
-    assert large == collective_s(LINK, four, "allreduce", 1 << 30, "ring")[0], "auto takes the faster one"
-    assert collective_s(LINK, four, "allgather", 1000)[0] == pytest.approx(4e-5 + 3e-5 + 3e-6)
-    assert collective_s(LINK, four, "alltoall", 1000)[0] == pytest.approx(4e-5 + 3e-5 + 0.75e-6)
+
+    def seconds(kind: str, nbytes: int, algorithm: Algorithm = "auto") -> float:
+        return collective_s(LINK, Ranks(4, 1), kind, nbytes, algorithm)[0]
+
+    assert seconds("allreduce", 1000, "ring") == pytest.approx(4e-5 + 6e-5 + 1.5e-6)
+    assert seconds("allreduce", 1000, "tree") == seconds("allreduce", 1000) == pytest.approx(4e-5 + 2e-5 + 2e-6)
+    assert seconds("allreduce", 1 << 30) == seconds("allreduce", 1 << 30, "ring"), "auto takes the faster one"
+    assert seconds("allgather", 1000) == pytest.approx(4e-5 + 3e-5 + 3e-6)
+    assert seconds("alltoall", 1000) == pytest.approx(4e-5 + 3e-5 + 0.75e-6)
 
 
-def test_ranks_of_a_host_share_its_link() -> None:
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "expected"),
+    [("allreduce", "ring", 1.5e-6), ("allreduce", "tree", 2e-6), ("alltoall", "auto", 1e-6)],
+)
+def test_ranks_of_a_host_share_its_link(kind: str, algorithm: Algorithm, expected: float) -> None:
     """A ring crosses it once; in an alltoall each of 2 ranks sends half of its bytes to the other host."""
-    pairs = Ranks(4, 2)
-    free = Link(0.0, 1e-9)
-    assert collective_s(free, pairs, "allreduce", 1000, "ring")[0] == pytest.approx(1.5e-6)
-    assert collective_s(free, pairs, "allreduce", 1000, "tree")[0] == pytest.approx(2e-6)
-    assert collective_s(free, pairs, "alltoall", 1000)[0] == pytest.approx(1e-6)
+    assert collective_s(Link(0.0, 1e-9), Ranks(4, 2), kind, 1000, algorithm)[0] == pytest.approx(expected)
 
 
 @given(KINDS, st.integers(2, 4096), st.integers(1, 1 << 30), st.floats(0.01, 400), st.floats(1, 10))
@@ -59,13 +61,9 @@ def test_a_faster_link_takes_no_longer(kind: str, size: int, nbytes: int, gbit: 
     assert collective_s(without, ranks, kind, nbytes)[0] == pytest.approx(collective_s(without, ranks, kind, 0)[0])
 
 
-@given(
-    st.integers(2, 4095),
-    st.integers(1, 1 << 30),
-    st.sampled_from(["ring", "tree", "auto", "double_tree", "hierarchical"]),
-)
-def test_more_ranks_take_no_less_for_an_allreduce(size: int, nbytes: int, algorithm: str) -> None:
-    few, more = (collective_s(LINK, Ranks(n, 1), "allreduce", nbytes, algorithm)[0] for n in (size, size + 1))  # type: ignore[arg-type]
+@given(st.integers(2, 4095), st.integers(1, 1 << 30), st.sampled_from(get_args(Algorithm)))
+def test_more_ranks_take_no_less_for_an_allreduce(size: int, nbytes: int, algorithm: Algorithm) -> None:
+    few, more = (collective_s(LINK, Ranks(n, 1), "allreduce", nbytes, algorithm)[0] for n in (size, size + 1))
     assert more >= few * (1 - 1e-9)
 
 
@@ -88,10 +86,8 @@ def test_a_link_is_found_again_in_what_it_took(hop_s: float, s_per_byte: float, 
 
 
 def test_nothing_is_fitted_to_nothing() -> None:
-    assert fit_allreduces([], Ranks(2, 1)) is None
-    assert fit_allreduces([(1, 1.0)], Ranks(2, 1)) is None
-    assert fit_allreduces([(1, 1.0), (1, 1.0)], Ranks(2, 1)) is None
-    assert fit_allreduces([(1, 1.0), (2, 2.0)], Ranks(1, 1)) is None
+    for pairs, size in (([], 2), ([(1, 1.0)], 2), ([(1, 1.0), (1, 1.0)], 2), ([(1, 1.0), (2, 2.0)], 1)):
+        assert fit_allreduces(pairs, Ranks(size, 1)) is None
 
 
 def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:

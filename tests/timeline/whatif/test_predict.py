@@ -12,10 +12,8 @@ from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from tests.support.whatif_run import MIB, PARTS, run_folder
+from tests.support.whatif_run import GBIT, MIB, PARTS, run_folder
 
-GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]
-"""Of a link of about 1 Gbit/s."""
 COMPUTE_S = sum(PARTS.values()) / 1e3
 
 
@@ -49,8 +47,7 @@ def test_unchanged_it_is_what_was_measured(
 
 
 def test_an_infinitely_fast_link_leaves_computing(pair: Path) -> None:
-    evidence = read_evidence(pair)
-    found = predict(evidence, Change(bandwidth_gbit=1e9, latency_us=0))
+    found = predict(read_evidence(pair), Change(bandwidth_gbit=1e9, latency_us=0))
     assert found.then.exposed_s <= found.now.exposed_s
     assert found.then.wire_s == pytest.approx(0, abs=1e-4)
     assert found.then.compute_s == pytest.approx(found.now.compute_s, rel=1e-3)
@@ -64,17 +61,14 @@ def test_a_slower_link_costs_what_no_longer_hides(pair: Path) -> None:
     assert found[-1] == pytest.approx(way_ms - hidden_ms + COMPUTE_S * 1e3, rel=0.005)
 
 
-def test_one_rank_exchanges_nothing(pair: Path) -> None:
-    found = predict(read_evidence(pair), Change(size=1, global_batch=4))
-    assert (found.then.wire_s, found.then.handed_bytes, found.then.buckets) == (0, 0, 0)
-    assert found.then.step_s == pytest.approx(COMPUTE_S, rel=0.01)
-
-
-def test_one_rank_waits_for_no_other(tmp_path: Path) -> None:
+def test_one_rank_exchanges_nothing_and_waits_for_no_other(pair: Path, tmp_path: Path) -> None:
     """Of two, one waited for what no exchange explains."""
-    path = run_folder(tmp_path / "run", size=2, wait_ms=300.0, late_ms=295.0, link=GBIT)
-    assert _ms(path, size=1, global_batch=4) == pytest.approx(COMPUTE_S * 1e3, rel=0.01)
-    assert _ms(path, compression="topk") > 1e3 * COMPUTE_S + 200, "two still do"
+    late = run_folder(tmp_path / "run", size=2, wait_ms=300.0, late_ms=295.0, link=GBIT)
+    for path in (pair, late):
+        found = predict(read_evidence(path), Change(size=1, global_batch=4)).then
+        assert (found.wire_s, found.handed_bytes, found.buckets) == (0, 0, 0)
+        assert found.step_s == pytest.approx(COMPUTE_S, rel=0.01)
+    assert _ms(late, compression="topk") > 1e3 * COMPUTE_S + 200, "two still do"
 
 
 def test_more_ranks_of_as_much_work_each_take_no_less(pair: Path) -> None:
@@ -111,17 +105,15 @@ def test_compression_sends_what_its_formula_says_and_pays_on_a_slow_link(pair: P
     assert small.handed_bytes == pytest.approx(plain.handed_bytes)
 
 
-def test_unknown_parts_are_reported_and_widen_the_interval(pair: Path, tmp_path: Path) -> None:
+def test_unknown_parts_are_reported_and_widen_the_interval(pair: Path) -> None:
     evidence = read_evidence(pair)
     near, far = (predict(evidence, Change(size=n, global_batch=4 * n)) for n in (2, 4096))
-    assert not any("extrapolated" in note for note in near.notes)
-    assert any("extrapolated" in note for note in far.notes)
+    assert [any("extrapolated" in note for note in each.notes) for each in (near, far)] == [False, True]
     assert far.high_s - far.low_s > near.high_s - near.low_s
+    many = Change(size=64, global_batch=256)
+    unknown = predict(evidence, many)
     for algorithm in ("ring", "tree"):  # of 64 ranks nobody knows which one MPI takes
-        many = Change(size=64, global_batch=256)
-        unknown, known = (predict(evidence, each) for each in (many, replace(many, algorithm=algorithm)))
-        assert unknown.low_s <= known.then.step_s <= unknown.high_s
-        assert unknown.high_s > known.then.step_s
+        assert unknown.low_s <= predict(evidence, replace(many, algorithm=algorithm)).then.step_s < unknown.high_s
     assert evidence.fitted.link is not None
     ring, hop_us = replace(many, algorithm="ring"), 1e6 * evidence.fitted.link.hop_s
     fitted, given = predict(evidence, ring), predict(evidence, replace(ring, latency_us=hop_us))
@@ -148,16 +140,13 @@ def test_what_cannot_be_predicted_says_why(alone: Path, change: Change, said: st
 
 
 def test_a_rank_that_is_bound_to_its_core_shares_it_with_the_exchange(tmp_path: Path) -> None:
-    free, bound = (
-        read_evidence(run_folder(tmp_path / str(own), size=2, wait_ms=9.0, link=GBIT, own_cores=own)) for own in (8, 1)
-    )
-    assert not free.cores_are_full(Ranks(2, 1))
-    assert bound.cores_are_full(Ranks(2, 1))
+    folders = (run_folder(tmp_path / str(own), size=2, wait_ms=9.0, link=GBIT, own_cores=own) for own in (8, 1))
+    free, bound = map(read_evidence, folders)
+    assert not free.cores_are_full(Ranks(2, 1)) and bound.cores_are_full(Ranks(2, 1))
     assert free.cores_are_full(Ranks(8, 8))
 
 
 def test_how_many_ranks_a_host_takes_follows_from_its_cores(alone: Path, pair: Path) -> None:
-    here = predict(read_evidence(alone), Change(size=8)).job
-    assert here.ranks == Ranks(8, 8)
+    assert predict(read_evidence(alone), Change(size=8)).job.ranks == Ranks(8, 8)
     assert predict(read_evidence(pair), Change(size=8)).job.ranks == Ranks(8, 1)
     assert predict(read_evidence(alone), Change(size=8, ranks_per_host=2, bandwidth_gbit=1)).job.ranks == Ranks(8, 2)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.timeline import main
 from hvdtrain.timeline.whatif import time_to_loss
 from hvdtrain.timeline.whatif.evidence import Change, Evidence
 from hvdtrain.timeline.whatif.outer_exchange import predict_rarely
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.time_to_loss import MEASURED, Measured, compare_ways
 from tests.support.whatif_run import run_folder
+from tests.timeline.whatif.test_command import shown
 
 COSTLY = Measured("diloco:8", "int8", "", 3.0, 2.0, 4.0)
 CHEAP = Measured("diloco:8", "int4", "--outer.start_steps 9", 1.2, 1.1, 1.3)
@@ -42,7 +41,7 @@ def test_time_is_predicted_steps_times_measured_samples(evidence: Evidence) -> N
 def test_an_exchange_in_each_step_stays_unless_another_is_faster_beyond_doubt(evidence: Evidence) -> None:
     assert compare_ways(evidence, Change(bandwidth_gbit=10.0)).best.options == "--parallel.compression none"
     seen = set()
-    for gbit in (0.05 * 1.1**power for power in range(40)):
+    for gbit in (0.05 * 1.4**power for power in range(12)):
         found = compare_ways(evidence, Change(bandwidth_gbit=gbit))
         (way,) = [way for way in found.ways if way.name == "diloco:8, int4"]
         seen.add((way.time_s < found.usual.time_s, way.high_s < found.usual.time_s))
@@ -64,13 +63,9 @@ def test_each_measured_way_is_valid_and_can_be_predicted(evidence: Evidence, mon
 
 
 def test_text_and_json(evidence: Evidence, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["whatif", str(evidence.path), "--sync", "auto", "--bandwidth_gbit", "0.01"]
-    assert main(asked) == 0
-    text = capsys.readouterr().out
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    asked = ["whatif", str(evidence.path), "--sync", "auto", "--bandwidth_gbit"]
+    text, found = shown([*asked, "0.01"], capsys)
     assert found["best"]["options"] in text and found["change"]["sync"] == "auto"
     share = found["best"]["time_s"] / found["usual"]["time_s"]
     assert f"{share:.2f} [" in text and "in each step, int8" in text
-    assert main([*asked[:-1], "10"]) == 0
-    assert "use an exchange in each step" in capsys.readouterr().out
+    assert "use an exchange in each step" in shown([*asked, "10"], capsys)[0]

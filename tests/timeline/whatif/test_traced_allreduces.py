@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
-from tests.support.whatif_run import run_folder
+from tests.support.whatif_run import GBIT, run_folder
 
 
 def _window(path: Path, file: str, factor: float) -> None:
@@ -41,6 +41,6 @@ def test_the_newest_window_tells_without_what_was_waited_for_ranks(tmp_path: Pat
 
 
 def test_a_probe_is_believed_before_it(tmp_path: Path) -> None:
-    path = run_folder(tmp_path / "run", size=2, link=[(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)])
+    path = run_folder(tmp_path / "run", size=2, link=GBIT)
     _window(path, "horovod-steps-10-20.json", 1.0)
     assert "probed" in read_evidence(path).fitted.source
