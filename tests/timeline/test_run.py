@@ -24,9 +24,10 @@ TRACES = Path(__file__).parent / "traces"
 ALL = sorted(TRACES.glob("*.json.gz"))
 
 
-def _lines(path: Path, *lines: object) -> None:
+def _lines(path: Path, *lines: object, mode: str = "wb") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    with path.open(mode) as file:
+        file.writelines(orjson.dumps(line) + b"\n" for line in lines)
 
 
 def _started(size: int = 2, **observe: object) -> dict[str, object]:
@@ -100,16 +101,14 @@ def test_steps_and_events_of_the_journal_are_read(tmp_path: Path) -> None:
 
 def _again(folder: Path, number: int, size: int, *, stamped: bool) -> None:
     """A later start, which died before its stamps."""
-    with (folder / "journal.jsonl").open("ab") as journal:
-        config = {"observe": {}, "parallel": {"compression": "fp16"}}
-        journal.write(orjson.dumps({"event": "started", "size": size, "config": config}) + b"\n")
-        journal.write(orjson.dumps({"event": "warning", "text": "of the later start"}) + b"\n")
+    config = {"observe": {}, "parallel": {"compression": "fp16"}}
+    started = {"event": "started", "size": size, "config": config}
+    _lines(folder / "journal.jsonl", started, {"event": "warning", "text": "of the later start"}, mode="ab")
     if stamped:
-        file = folder / "timeline" / "steps.jsonl"
-        head = orjson.loads(file.read_bytes().splitlines()[0])
-        head |= {"start": number, "size": size, "hosts": ["c"] * size, "at_step": 10, "clock_ids": ["x"] * size}
-        clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
-        file.write_bytes(file.read_bytes() + orjson.dumps({**head, "clock": clock}) + b"\n")
+        zeros = [0.0] * size
+        head = {**start(number), "size": size, "hosts": ["c"] * size, "clock_ids": ["x"] * size}
+        clock = {"offset_us": zeros, "error_us": zeros}
+        _lines(folder / "timeline" / "steps.jsonl", {**head, "at_step": 10, "clock": clock}, mode="ab")
     events = orjson.loads((folder / "timeline" / "spans-rank-0.json").read_bytes())
     events[1]["args"] |= {"start": number, "start_time_since_epoch_in_micros": 1e15 + 100e6}
     (folder / "timeline" / "spans-rank-0-1.json").write_bytes(orjson.dumps(events))
@@ -119,8 +118,7 @@ def _again(folder: Path, number: int, size: int, *, stamped: bool) -> None:
 @pytest.mark.parametrize("stamped", [False, True])
 def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: Path, size: int, stamped: bool) -> None:
     folder = _run(tmp_path / "r")
-    with (folder / "journal.jsonl").open("ab") as journal:
-        journal.write(b"".join(orjson.dumps({"step": step}) + b"\n" for step in range(1, 11)))
+    _lines(folder / "journal.jsonl", *({"step": step} for step in range(1, 11)), mode="ab")
     _timeline(folder / "timeline" / "horovod-steps-1-5.json", 1e15 + 50_000)
     before = load(folder)
     _again(folder, 2, size, stamped=stamped)
@@ -128,8 +126,8 @@ def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: 
     assert run.steps is not None and run.size == 2 and run.config == before.config and run.warnings == ["something"]
     assert [spans.start_us[0] for spans in run.spans] == [spans.start_us[0] for spans in before.spans]
     assert [trace.start_us[0] for trace in run.horovod] == [trace.start_us[0] for trace in before.horovod]
-    assert "the last start has no step stamps: an earlier start is analysed, steps 1 to 10" in run.notes
-    assert not any("last start" in note for note in before.notes)
+    for notes, earlier in ((run.notes, True), (before.notes, False)):
+        assert any("an earlier start" in note and "steps 1 to 10" in note for note in notes) == earlier
 
 
 @pytest.mark.parametrize("other", [None, "a round before", "a resume"])
@@ -222,7 +220,7 @@ def test_the_last_operations_of_a_long_timeline_are_analysed(monkeypatch: pytest
     (last,) = run.horovod
     assert last.start_us.tolist() == whole.start_us[-100:].tolist()
     assert last.tick_us.tolist() == [us for us in whole.tick_us.tolist() if us >= last.start_us.min()]
-    assert run.notes[-1].endswith(f"the last 100 of {len(whole.start_us):,} operations are analysed")
+    assert f"the last 100 of {len(whole.start_us):,} " in run.notes[-1]
 
 
 def test_a_start_of_another_format_is_ignored_with_a_note(tmp_path: Path) -> None:

@@ -42,11 +42,6 @@ def _steps(run: FakeRun, first: int, last: int, step_s: float = STEP_S, **facts:
         run.write({"step": step, "time": run.now_s, "position": step, "step_s": step_s, **facts})
 
 
-def test_a_run_without_interruption_trains_all_the_time(tmp_path: Path) -> None:
-    found = _found(FakeRun(tmp_path / "a").start([1.0] * 100, step_s=STEP_S))
-    assert found.hours == {uses.USEFUL: pytest.approx(_hours(3600))} and found.share == 1.0
-
-
 def test_each_use_is_found(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a")
     _start(run)

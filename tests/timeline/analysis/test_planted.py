@@ -107,7 +107,7 @@ def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
     work = _work(16, 320)
     work[3:] += 8.0
     (text,) = _stragglers(_analysed(work))
-    assert text.startswith("13 of 16 ranks are slower than ranks 0, 1, 2 on host0, and costs")
+    assert "13 of 16 ranks" in text and "than ranks 0, 1, 2 on host0" in text
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 75), (2, 400), (4, 150), (32, 320)])

@@ -220,7 +220,7 @@ def test_clocks_are_reported_with_their_error(error_ms: float, said: list[str], 
 
 def test_small_costs_are_not_called_noise_and_unknown_ones_are_no_numbers() -> None:
     found = _of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))
-    assert "costs 2.00 ms [1.00 .. 3.00] per step, which is small or uncertain." in _text(to_html(found))
+    assert "2.00 ms [1.00 .. 3.00] per step, which is small" in _text(to_html(found))
     unknown = Estimate(5.0, float("nan"), float("nan"))
     of_one_step = Budget("rank 0", unknown, 1, [Part("data", unknown, 1.0)], [])
     page = to_html(replace(_of_ranks(_row(0, UNSURE), late=[0]), budget=of_one_step))

@@ -109,13 +109,6 @@ def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
     assert each.handed_bytes - gathered == pytest.approx(3 * (once.handed_bytes - gathered), rel=0.01)
 
 
-def test_a_slow_link_makes_packing_wait_for_older_buckets(pair: Evidence) -> None:
-    """Two buckets of 2 MiB are exchanged at a time, so backward itself takes longer."""
-    found, whole = (_then(pair, shard="gradients", bandwidth_gbit=0.01, bucket_mib=mib) for mib in (2, 32))
-    assert found.buckets == 4
-    assert found.step_s == pytest.approx(whole.step_s, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("change", "by_element", "name", "message"),
     [
