@@ -13,7 +13,6 @@ from hvdtrain.compare.curves import Curve, difference_by_noise, difference_by_se
 from hvdtrain.compare.read import read_run
 from hvdtrain.compare.view import is_significant
 from hvdtrain.errors import ConfigError, TraceError
-from hvdtrain.timeline.analysis.analysis import Estimate
 from tests.support.gallery import Gallery
 from tests.support.journals import FakeRun
 
@@ -31,19 +30,13 @@ def _row(comparison: Comparison, figure: str = "loss", axis: str = "samples") ->
     return next(row for row in comparison.rows if (row.figure, row.axis) == (figure, axis))
 
 
-def _difference(row: Row, column: int = 1) -> Estimate:
-    found = row.differences[column]
-    assert found is not None
-    return found
-
-
 def test_a_run_equals_itself(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start(_falling(100, seed=1), evaluations={100: {"loss": 0.5, "accuracy": 0.9}})
     comparison = _compared(run, run)
     assert sorted((row.figure, row.axis) for row in comparison.rows) == [
         (figure, axis) for figure in ("accuracy", "heldout_loss", "loss") for axis in ("samples", "seconds")
     ]
-    for found in map(_difference, comparison.rows):
+    for found in (row.differences[1] for row in comparison.rows):
         assert found.value == 0 and found.low <= 0 <= found.high and not is_significant(found)
     assert not comparison.options and not comparison.versions and not comparison.machines
 
@@ -56,7 +49,7 @@ def test_the_other_order_has_the_other_sign(tmp_path: Path, seeds: int) -> None:
 
     first, second = made("a", 1, 0.0), made("b", 2, 0.3)
     for row, other in zip(_compared(*first, *second).rows, _compared(*second, *first).rows, strict=True):
-        one, two = _difference(row), _difference(other)
+        one, two = row.differences[1], other.differences[1]
         assert is_significant(one) and (one.value, one.low, one.high) == (-two.value, -two.high, -two.low)
         assert row.sources[1] == (NOISE if seeds == 1 else SEEDS)
         assert 0.2 < one.value < 0.4
@@ -68,7 +61,7 @@ def test_runs_are_compared_where_all_have_samples_and_seconds(tmp_path: Path) ->
     comparison = _compared(short, long)
     by_samples, by_seconds = _row(comparison), _row(comparison, axis="seconds")
     assert (by_samples.place, by_seconds.place) == (60 * 8, 25.0)
-    assert _difference(by_samples).value == 0, "the same curve"
+    assert by_samples.differences[1].value == 0, "the same curve"
     assert by_seconds.values[0] != by_seconds.values[1]
 
 
@@ -78,7 +71,7 @@ def test_how_samples_are_cut_into_steps_changes_nothing(tmp_path: Path) -> None:
     coarse = FakeRun(tmp_path / "coarse", batch=16).start(losses, step_s=1.0)
     for row in _compared(fine, coarse).rows:
         assert row.values[1] == pytest.approx(row.values[0])
-        assert _difference(row).value == pytest.approx(0, abs=1e-12)
+        assert row.differences[1].value == pytest.approx(0, abs=1e-12)
 
 
 def test_overwritten_steps_and_evaluations_do_not_count(tmp_path: Path) -> None:
@@ -161,7 +154,6 @@ def test_intervals_of_noise_contain_the_true_difference_as_often_as_they_say() -
         noise = chance.normal(0, 0.2, (2, 200))
         a, b = (Curve(ends - 1, ends, 5 / np.sqrt(ends) + 0.1 * n + noise[n]) for n in range(2))
         found = difference_by_noise(a, b, 100.0, 200.0)
-        assert found is not None
         hits += found.low <= 0.1 <= found.high
     assert 0.91 < hits / trials < 0.98
 
@@ -196,7 +188,7 @@ def test_recorded_runs_of_one_and_two_ranks_have_one_curve(gallery: Gallery) -> 
     comparison = compare([read_run(gallery[name].run) for name in ("one", "two", "resumed")])
     for row in comparison.rows:
         if row.axis == "samples":
-            assert all(abs(_difference(row, column).value) < 1e-4 for column in (1, 2))
+            assert all(abs(row.differences[column].value) < 1e-4 for column in (1, 2))
     assert comparison.machines["ranks"] == [1, 2, 2]
     assert all(value is not None and value > 0 for value in comparison.costs["device_hours"])
     assert "2 starts" in comparison.states[2]

@@ -32,9 +32,9 @@ def _run(folder: Path, late_ms: float, *, end: str = "finished") -> Path:
     lines: list[Any] = [StartLine(VERSION, 0, 4, 0, HOSTS, ["x"] * 4, 0.0, clock=clock, devices=gpus)]
     for first in range(0, 240, 16):
         some = columns_of(table, np.arange(first, first + 16))
-        moments = (some.start_us, some.ready_us, some.released_us, some.end_us)
+        moments = {name: getattr(some, name).tolist() for name in ("start_us", "ready_us", "released_us", "end_us")}
         parts = {name: values.tolist() for name, values in some.parts_us.items()}
-        lines.append(BlockLine(first + 1, *(each.tolist() for each in moments), parts, {}, clock))
+        lines.append(BlockLine(first + 1, **moments, parts_us=parts, facts={}, clock=clock))
     FakeRun(folder).start([1.0] * 240, step_s=0.1, size=4, end=end)
     (folder / "timeline").mkdir()
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
@@ -98,7 +98,7 @@ def test_a_look_finds_what_is_slow_and_one_that_fails_says_nothing(tmp_path: Pat
         found = watch._look()
         watch.close()
         if run.exists():
-            assert found is not None and list(found) == ["rank 2"] and found["rank 2"].startswith("rank 2 on n03 is")
+            assert list(found) == ["rank 2"] and found["rank 2"].startswith("rank 2 on n03 is")
         else:
             assert found is None
 

@@ -50,7 +50,7 @@ def test_a_real_trace_is_read_as_the_plain_reader_reads_it(name: str, chunk_byte
     assert_same(trace, CONTENT[name])
     assert spans_of(packed) == spans_of(trace) and packed.dropped == trace.dropped
     assert len(trace.phase) > 15 and (name not in WHOLE or trace.dropped == [])
-    assert trace.epoch_us is not None and trace.epoch_us > 1.7e15
+    assert trace.epoch_us > 1.7e15
 
 
 def test_what_the_traces_hold(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_consecutive_timelines_are_put_on_one_clock(tmp_path: Path) -> None:
     first, second = CONTENT["training"], CONTENT["collectives"]
     both = read(first + b"\n" + second, tmp_path)
     one, other = read(first, tmp_path), read(second, tmp_path)
-    assert one.epoch_us is not None and other.epoch_us is not None and both.epoch_us == one.epoch_us
+    assert both.epoch_us == one.epoch_us
     shift = other.epoch_us - one.epoch_us
     moved = [(tensor, phase, start + shift, *rest) for tensor, phase, start, *rest in spans_of(other)]
     assert sorted(spans_of(both)) == sorted(spans_of(one) + moved)

@@ -70,7 +70,7 @@ def _timeline(path: Path, epoch_us: float) -> None:
 def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
     run = load(_run(tmp_path / "r"))
     assert run.size == 2 and run.warnings == ["something"]
-    assert run.steps is not None and list(run.steps.step) == list(range(1, 11))
+    assert list(run.steps.step) == list(range(1, 11))
     assert run.link == [(1024, 1e-4)] and [spans.rank for spans in run.spans] == [0]
     assert any("no spans of rank 1:" in note for note in run.notes)
     analysis = analyse(run)
@@ -90,7 +90,6 @@ def test_steps_and_events_of_the_journal_are_read(tmp_path: Path) -> None:
         run / "journal.jsonl", {**_started(), "size": 1}, {"step": 9, "step_s": 9.0}, _started(), *steps, *more, *broken
     )
     found = load(run)
-    assert found.journal is not None
     assert found.journal.step.tolist() == [1, 2, 3] and found.journal.step_ms.tolist() == [100, 200, 500]
     assert found.journal.parts_ms["forward"].tolist() == [10, 10, 0]
     assert found.journal.tokens[:2].tolist() == [64, 64] and np.isnan(found.journal.tokens[2])
@@ -123,7 +122,7 @@ def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: 
     before = load(folder)
     _again(folder, 2, size, stamped=stamped)
     run = load(folder)
-    assert run.steps is not None and run.size == 2 and run.config == before.config and run.warnings == ["something"]
+    assert run.size == 2 and run.config == before.config and run.warnings == ["something"]
     assert [spans.start_us[0] for spans in run.spans] == [spans.start_us[0] for spans in before.spans]
     assert [trace.start_us[0] for trace in run.horovod] == [trace.start_us[0] for trace in before.horovod]
     for notes, earlier in ((run.notes, True), (before.notes, False)):
@@ -138,7 +137,6 @@ def test_figures_of_the_last_round_say_so(other: str | None, tmp_path: Path) -> 
     later = [{**head, "start": 2, "at_step": 10}, {**block, "first_step": 11}]
     _lines(file, *{None: [head, block], "a round before": [head, block, *later], "a resume": later}[other])
     analysis = analyse(load(folder))
-    assert analysis.budget is not None
     text, brief = to_text(analysis), "\n".join(summary_lines(analysis))
     for shown in (text, brief, *analysis.notes[:1]):
         assert ("steps 11 to 20" in shown) == (other is not None)
@@ -163,7 +161,7 @@ def test_segments_are_put_on_one_clock(tmp_path: Path) -> None:
     run = load(first, second)
     assert [trace.start_us[0] for trace in run.horovod] == [3000, 10_003_000]
     budget = analyse(run).budget
-    assert budget is not None and budget.step_ms.value == pytest.approx(2.0)
+    assert budget.step_ms.value == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("lost", ["journal.jsonl", "timeline/steps.jsonl", "timeline/spans-rank-0.json", "timeline"])

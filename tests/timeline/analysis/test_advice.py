@@ -72,7 +72,7 @@ def test_steps_before_another_compression_was_chosen_say_nothing(tmp_path: Path,
         journal.read_text().replace('"exposed_comm_s": 0.2', '"exposed_comm_s": 9.0', 30 if changed else 0) + chosen
     )
     evidence = load(path).evidence()
-    assert evidence is not None and evidence.parts_s["wait"] == pytest.approx(0.2)
+    assert evidence.parts_s["wait"] == pytest.approx(0.2)
 
 
 def test_an_earlier_start_has_no_prediction(tmp_path: Path) -> None:

@@ -19,13 +19,11 @@ MS_PER_1000 = 20.0
 
 
 def _sizes(ranks: int, steps: int, seed: int) -> Floats:
-    found: Floats = np.random.default_rng(seed).integers(2000, 6000, (ranks, steps)).astype(float)
-    return found
+    return np.random.default_rng(seed).integers(2000, 6000, (ranks, steps)).astype(float)
 
 
 def _work(sizes: Floats, kind: str = "gaussian", seed: int = 0) -> Floats:
-    found: Floats = 100 + noise(np.random.default_rng(seed + 50), sizes.shape, kind, 1.0)
-    return found
+    return 100 + noise(np.random.default_rng(seed + 50), sizes.shape, kind, 1.0)
 
 
 def _analysed(work: Floats, sizes: Floats, *, cost: float = MS_PER_1000, **more: Any) -> Analysis:

@@ -36,7 +36,6 @@ def _any_table(seed: int, ranks: int, steps: int) -> StepTable:
 
 def _parts(budget: Budget | None) -> dict[str, float]:
     """The parts of a budget, ms, which sum to its step."""
-    assert budget is not None
     parts = {part.name: part.ms.value for part in budget.parts}
     assert sum(parts.values()) == pytest.approx(budget.step_ms.value)
     return parts
@@ -61,7 +60,7 @@ def test_the_budget_is_that_of_the_job() -> None:
     table = table_of(work, exchange_ms=3.0, more_ms={"aside": aside})
     budget = step_budget(table)
     parts = _parts(budget)
-    assert budget is not None and budget.what == "mean of 4 ranks" and budget.steps == 98
+    assert budget.what == "mean of 4 ranks" and budget.steps == 98
     assert budget.step_ms.value * 98 == pytest.approx((table.end_us[:, -1] - table.end_us[:, 1]).mean() / 1e3)
     assert parts["exchange"] == pytest.approx(3.0)
     assert parts["evaluations and checkpoints"] == pytest.approx(aside[:, 2:].mean())
@@ -80,7 +79,7 @@ def test_what_is_exposed_is_cut_by_horovods_phases() -> None:
     # The window ends with the last transfer, 0.5 ms before the sums are there.
     assert parts["transfer"] / parts["negotiation"] == pytest.approx(2.0)
     assert parts["queue"] / parts["negotiation"] == pytest.approx(0.5)
-    assert budget is not None and sum(parts[name] for name in budget.exposed if name in parts) == pytest.approx(4.0)
+    assert sum(parts[name] for name in budget.exposed if name in parts) == pytest.approx(4.0)
 
 
 def test_a_timeline_of_another_clock_cuts_nothing() -> None:
@@ -90,7 +89,7 @@ def test_a_timeline_of_another_clock_cuts_nothing() -> None:
     beside = [Turn("x", float(t) + 500.0, phases) for t in table.start_us[0]]
     for turns in (elsewhere, beside):
         budget = step_budget(table, [trace_of(turns)])
-        assert budget is not None and "exchange" in budget.exposed and "transfer" not in budget.exposed
+        assert "exchange" in budget.exposed and "transfer" not in budget.exposed
 
 
 @pytest.mark.parametrize("every", [50, 64])
@@ -103,7 +102,6 @@ def test_the_steps_of_a_long_run_that_are_not_stamped_count_too(every: int) -> N
     table = columns_of(whole, np.flatnonzero([is_gathered(i // BLOCK, 8) for i in range(8000)]))
     budget, truth = step_budget(table), step_budget(whole)
     found, exact = _parts(budget), _parts(truth)
-    assert budget is not None and truth is not None
     assert budget.step_ms.value == pytest.approx(truth.step_ms.value, rel=0.01)
     assert {name: found[name] for name in exact} == pytest.approx(exact, rel=0.03, abs=0.01)
     assert budget.step_ms.low <= truth.step_ms.value <= budget.step_ms.high

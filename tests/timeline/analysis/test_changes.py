@@ -11,8 +11,7 @@ from tests.support.step_tables import noise
 
 
 def _series(seed: int, rows: int, count: int, kind: str = "gaussian") -> Floats:
-    found: Floats = noise(np.random.default_rng(seed), (rows, count), kind, 1.0)
-    return found
+    return noise(np.random.default_rng(seed), (rows, count), kind, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])

@@ -12,10 +12,10 @@ import pytest
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.spans import EXCHANGE, MAIN
-from hvdtrain.timeline.analysis import carriers, communication
+from hvdtrain.timeline.analysis import carriers
 from hvdtrain.timeline.analysis.analysis import Communication
 from hvdtrain.timeline.analysis.carriers import modules_of, tensor_module
-from hvdtrain.timeline.analysis.communication import bus_bytes
+from hvdtrain.timeline.analysis.communication import bus_bytes, measure_communication
 from hvdtrain.timeline.analysis.phases import PHASES, kind_of
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RunTrace, StepTable
 from tests.support.step_tables import columns_of, table_of
@@ -37,17 +37,11 @@ def _trace(steps: int = 10, tensors: int = 2, size: int = 4) -> HorovodTrace:
 
 def _alone(trace: HorovodTrace, size: int = 4) -> Communication:
     run = RunTrace(Path("timeline.json"), size, horovod=[trace], link=[(1000, 1e-4), (80_000_000, 0.03)])
-    return _measured(run)
-
-
-def _measured(run: RunTrace) -> Communication:
-    found = communication.measure_communication(run)
-    assert found is not None
-    return found
+    return measure_communication(run)
 
 
 def _stamped(turns: list[Turn], steps: StepTable) -> Communication:
-    return _measured(RunTrace(Path("run"), 2, steps=steps, horovod=[trace_of(turns)]))
+    return measure_communication(RunTrace(Path("run"), 2, steps=steps, horovod=[trace_of(turns)]))
 
 
 def _spans(compression: str = "none", horovod: Sequence[HorovodTrace] = ()) -> RunTrace:
@@ -103,7 +97,7 @@ def test_no_bandwidth_without_the_number_of_bytes() -> None:
     opening = Turn("broadcast.timeline/open", 0.0, {"MPI_BCAST": 10.0}, operation="BROADCAST")
     for tensor, expected in (("alltoall.gradients/0/shares", 2 * sent), ("alltoall.tokens", None)):
         trace = trace_of([opening, *(replace(turn, tensor=tensor) for turn in unknown)])
-        assert _measured(_spans("int8", [trace])).bytes_per_step == expected
+        assert measure_communication(_spans("int8", [trace])).bytes_per_step == expected
 
 
 @pytest.mark.parametrize("times_a_step", [1, 3])  # of experts' tokens, say: then it is the stamps that tell steps
@@ -144,7 +138,7 @@ def test_every_phase_of_horovod_has_a_kind(kind: str, names: list[str]) -> None:
 
 def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
     run = _spans()
-    found = _measured(run)
+    found = measure_communication(run)
     assert found.busy_ms == pytest.approx(14.0) and found.hidden_share == pytest.approx(10 / 14)
     first, second = carriers.top_carriers(run)
     assert (first.name, first.ms, first.exposed_ms) == ("gradients/1", pytest.approx(6.0), pytest.approx(4.0))
@@ -155,7 +149,7 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
 @pytest.mark.parametrize(("name", "sent"), [("none", 200), ("int8", None), ("powersgd:4", 16), ("auto", None)])
 def test_bytes_of_spans_are_those_of_the_compression(name: str, sent: int | None) -> None:
     run = _spans(name)
-    found, carried = _measured(run).bytes_per_step, carriers.top_carriers(run)[0].nbytes
+    found, carried = measure_communication(run).bytes_per_step, carriers.top_carriers(run)[0].nbytes
     if name == "int8":
         assert found == 2 * sum(parse(name).payload(Bucket([[4]], "float32", 50), 2).values()) != 400
     else:

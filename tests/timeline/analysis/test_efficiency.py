@@ -33,7 +33,7 @@ def _found(*, checkpointing: str = "none", peak: float | None = None, **flops: A
 
 def test_shares_of_the_peak_sum_to_1() -> None:
     found = _found()
-    assert found is not None and found.mfu == pytest.approx(0.4)
+    assert found.mfu == pytest.approx(0.4)
     assert sum(rows(found).values()) == pytest.approx(1.0)
     assert found.lost["kernels below the peak"] == pytest.approx(0.85 / 1.01 - 0.4)
     assert found.lost["exposed communication"] == pytest.approx(0.01 / 1.01)
@@ -43,7 +43,7 @@ def test_shares_of_the_peak_sum_to_1() -> None:
 
 def test_a_second_forward_pass_is_a_quarter_of_computing() -> None:
     found = _found(checkpointing="full")
-    assert found is not None and found.lost["recomputation"] == pytest.approx(0.85 / 1.01 / 4)
+    assert found.lost["recomputation"] == pytest.approx(0.85 / 1.01 / 4)
     assert sum(rows(found).values()) == pytest.approx(1.0)
 
 
@@ -58,7 +58,7 @@ def _start(size: int, step_s: float, steps: int = 40) -> JournalStart:
 
 def test_a_device_is_compared_with_one_of_fewer() -> None:
     found = scaling([_start(2, 1.0), _start(8, 0.3)])
-    assert found is not None and (found.fewer, found.ranks) == (2, 8)
+    assert (found.fewer, found.ranks) == (2, 8)
     assert found.efficiency == pytest.approx(2 * 1.0 / (8 * 0.3))
     assert "83%" in wording.scaling(found)
     assert scaling([_start(2, 1.0), _start(2, 0.9)]) is None

@@ -26,8 +26,7 @@ SHAPE = (4, 200)
 
 
 def _work(scale: float = 0.1) -> Floats:
-    found: Floats = 20 + noise(np.random.default_rng(0), SHAPE, "gaussian", scale)
-    return found
+    return 20 + noise(np.random.default_rng(0), SHAPE, "gaussian", scale)
 
 
 def _each(value: float, rank: int | None = None) -> Floats:
@@ -146,7 +145,7 @@ def test_cores_are_waited_for_in_the_steps_whose_facts_are_known_and_no_longer_t
     found = analyse(run_of(replace(table, facts=[known, known, {"cpu_wait_us": [None] * 4}, {}])))
     assert _one(found, "cpu").cost_ms == pytest.approx(3.0)
     most = _analysed(facts={"cpu_wait_us": [1e9] * 4})
-    assert most.budget is not None and _one(most, "cpu").cost_ms == most.budget.step_ms.value
+    assert _one(most, "cpu").cost_ms == most.budget.step_ms.value
 
 
 def test_a_rank_whose_sums_come_late_has_a_slow_link() -> None:

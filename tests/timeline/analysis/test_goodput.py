@@ -23,7 +23,6 @@ STEP_S = 36.0
 def _found(run: FakeRun, late: dict[int, float] | None = None) -> Goodput:
     starts = read_journal_starts(run.folder / "journal.jsonl")
     found, cost = goodput_of(starts, late), cost_of(starts)
-    assert found is not None and cost is not None
     assert sum(found.hours.values()) == pytest.approx(cost.device_hours)
     return found
 
@@ -88,7 +87,6 @@ def test_late_ranks_of_each_start_count(tmp_path: Path) -> None:
     stamped = [(0, table_of(late, exchange_ms=0.0)), (0, table_of(work)), (1, last := table_of(work))]
     starts = read_journal_starts(run.folder / "journal.jsonl")
     found = analyse(run_of(last, starts=starts, start=1, stamped=stamped)).goodput
-    assert found is not None
     assert found.hours[uses.LATE] == pytest.approx(_hours(0.5 * 0.2 * 0.5 * 3600), rel=0.05), "40 of 100 ms, one of two"
 
 

@@ -26,13 +26,11 @@ def _journal(forward: Floats, tokens: Floats | None = None) -> JournalSteps:
 
 
 def _forward(count: int = STEPS, seed: int = 0, scale: float = 1.0) -> Floats:
-    found: Floats = 30.0 + noise(np.random.default_rng(seed), (1, count), "heavy", scale)[0]
-    return found
+    return 30.0 + noise(np.random.default_rng(seed), (1, count), "heavy", scale)[0]
 
 
 def _work(count: int = STEPS) -> Floats:
-    found: Floats = 100 + noise(np.random.default_rng(1), (4, count), "gaussian", 0.5)
-    return found
+    return 100 + noise(np.random.default_rng(1), (4, count), "gaussian", 0.5)
 
 
 def _analysed(
@@ -107,7 +105,7 @@ def test_a_start_up_is_a_cost_of_its_own() -> None:
     (finding,) = _found(found, "start_up")
     assert "first 6 steps took 25.0 s longer" in finding.text
     assert finding.cost_ms == pytest.approx(25_000 / 60, rel=0.02)
-    assert found.budget is not None and found.budget.step_ms.value == pytest.approx(101.3, rel=0.01)
+    assert found.budget.step_ms.value == pytest.approx(101.3, rel=0.01)
     assert not found.changes
     for few in (_forward(60), np.append(130.0, _forward(59))):
         assert not _found(_analysed(few), "start_up")

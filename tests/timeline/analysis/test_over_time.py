@@ -30,7 +30,6 @@ def test_moments_sum_to_the_step_and_cover_the_run() -> None:
     start = JournalStart({"size": 4, "time": 0.0}, first_step=1)
     resumed = JournalStart({"size": 3, "time": 0.0}, first_step=301)
     found = analyse(run_of(table_of(work), history=_history(1000), starts=[start, resumed]))
-    assert found.over_time is not None
     moments = found.over_time.moments
     assert len(moments) == 200 and (moments[0].first_step, moments[-1].last_step) == (1, 1000)
     for moment in moments:
@@ -51,11 +50,10 @@ def test_moments_tell_the_time_since_the_run_began(tmp_path: Path) -> None:
     """Between two starts the job waited for two hours."""
     history = _history(8)
     unknown = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=history)).over_time
-    assert unknown is not None and {moment.after_s for moment in unknown.moments} == {None}
+    assert {moment.after_s for moment in unknown.moments} == {None}
     assert over_time_view(unknown)["ticks"][0] == "step 1"
     time_s = 1.8e9 + np.cumsum(history.step_ms / 1e3) + np.where(history.step > 4, 7200.0, 0.0)
     found = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=replace(history, time_s=time_s))).over_time
-    assert found is not None
     after = [moment.after_s for moment in found.moments]
     assert after[:2] == pytest.approx([0.0, 0.085], abs=1e-4) and after[4] == pytest.approx(7200.35, abs=0.02)
     view = over_time_view(found)
@@ -66,6 +64,6 @@ def test_moments_tell_the_time_since_the_run_began(tmp_path: Path) -> None:
 def test_steps_that_a_later_start_repeated_are_those_of_the_later_one(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start([1.0] * 40, step_s=5.0, end="").start([1.0] * 40, after=20, step_s=1.0)
     history = load(run.folder).history
-    assert history is not None and history.step.tolist() == list(range(1, 61))
+    assert history.step.tolist() == list(range(1, 61))
     assert history.step_ms.tolist() == [5000.0] * 20 + [1000.0] * 40
-    assert history.time_s is not None and np.isfinite(history.time_s).all()
+    assert np.isfinite(history.time_s).all()

@@ -19,8 +19,7 @@ SIZES = [(2, 75), (4, 400), (32, 320)]
 
 
 def _work(ranks: int, steps: int, kind: str = "gaussian", seed: int = 0) -> Floats:
-    found: Floats = 100 + noise(np.random.default_rng(seed), (ranks, steps), kind, 1.0)
-    return found
+    return 100 + noise(np.random.default_rng(seed), (ranks, steps), kind, 1.0)
 
 
 Fault = tuple[int, float, float]

@@ -24,7 +24,6 @@ def test_a_step_after_one_without_stamps_begins_at_its_own_start() -> None:
     """It would seem as long as the steps between otherwise."""
     keep = np.r_[0:10, 20:STEPS]
     whole, thinned = from_stamps(_table()), from_stamps(columns_of(_table(), keep))
-    assert whole is not None and thinned is not None
     assert thinned.work_ms.max() <= whole.work_ms.max() + 1e-6
     assert thinned.work_ms.shape[1] == whole.work_ms.shape[1] - 10
 
@@ -33,11 +32,10 @@ def test_steps_after_an_evaluation_are_left_out_while_enough_others_remain() -> 
     aside = np.zeros((RANKS, STEPS))
     aside[:, 20::5] = 50.0
     found = from_stamps(_table(more_ms={"aside": aside}))
-    assert found is not None
     assert not set(found.column.tolist()) & set(range(20, STEPS, 5))
     assert len(found.column) == STEPS - 2 - 4, "the first two warm up"
     everywhere = from_stamps(_table(more_ms={"aside": np.full((RANKS, STEPS), 50.0)}))
-    assert everywhere is not None and len(everywhere.column) == STEPS - 2
+    assert len(everywhere.column) == STEPS - 2
 
 
 def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
@@ -47,7 +45,7 @@ def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
     times = {name: np.tile(start + late, (RANKS, 1)) for name, late in late_us.items()}
     number = np.arange(1, steps + 1, dtype=np.int32)
     found = from_stamps(replace(_table(), step=number, block=number, parts_us={"aside": 0 * times["end_us"]}, **times))
-    assert found is not None and found.work_ms.size <= 1 << 18
+    assert found.work_ms.size <= 1 << 18
     quarters = np.histogram(found.step, bins=4, range=(0, steps))[0]
     assert quarters.min() > 0.9 * quarters.max()
     assert found.step[-1] == steps
@@ -64,7 +62,7 @@ def test_the_first_turn_of_ticks_is_no_round() -> None:
     """Ranks came late to it, by what the program did before."""
     turns = [_turn(0, 3e5, ranks=4), *(_turn(step, 10.0, ranks=4, first_us=1e6) for step in range(1, 21))]
     found = from_ticks([trace_of(turns)])
-    assert found is not None and (found.source, found.step_ms) == ("ticks", pytest.approx(100.0))
+    assert (found.source, found.step_ms) == ("ticks", pytest.approx(100.0))
     lag = found.work_ms - found.work_ms[0]
     np.testing.assert_allclose(lag.T, np.broadcast_to([0, 0.01, 0.02, 0.03], lag.T.shape), atol=1e-6)
     np.testing.assert_allclose(found.work_ms[0], found.work_ms[0, -1], atol=1e-9)
@@ -77,7 +75,6 @@ def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:
     turns = [_turn(step, 10.0) for step in range(20)]
     turns[12] = replace(turns[12], ticks={0: turns[12].ticks[0]})
     found = from_ticks([trace_of(turns)])
-    assert found is not None
     assert found.work_ms.shape == (2, 10), "12 turns, less the first one and the one that begins there"
 
 

@@ -30,8 +30,7 @@ def _quiet(seed: int, ranks: int, steps: int, kind: str, scale: float) -> Floats
     """What varies for all ranks alike, and each rank's own noise."""
     generator = np.random.default_rng(seed)
     alike = STEP_MS + generator.normal(0, 1, steps)
-    found: Floats = alike + noise(generator, (ranks, steps), kind, scale)
-    return found
+    return alike + noise(generator, (ranks, steps), kind, scale)
 
 
 def _planted(quiet: Floats, rank: int, ms: float) -> tuple[Floats, float]:
@@ -201,7 +200,6 @@ def test_the_names_of_ranks_do_not_matter(ranks: int, steps: int, seed: int) -> 
 
 def _found(table: StepTable) -> Stragglers:
     rounds = from_stamps(table)
-    assert rounds is not None
     return find_stragglers(rounds)
 
 

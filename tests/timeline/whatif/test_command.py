@@ -110,7 +110,7 @@ def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.Monkey
     assert asked == ["none", "int8"]
     for job in (coded, evidence.job):
         cost = probing.CodingProbe(pair)(parse(job.compression), job_buckets(evidence, job)[0], 2)
-        assert cost is not None and cost.after_s == 0.01
+        assert cost.after_s == 0.01
     (pair / "timeline" / "probe.json").write_text('{"version": 0}')
     probing.CodingProbe(pair).measure(evidence, [evidence.job])
     assert asked == ["none", "int8", "none"], "made anew"

@@ -80,7 +80,6 @@ def test_a_link_is_found_again_in_what_it_took(hop_s: float, s_per_byte: float, 
     sizes = [4 << exponent for exponent in (0, 10, 15, 18, 21)]
     pairs = [(n, 3 * math.ceil(math.log2(size)) * hop_s + 2 * (size - 1) / size * n * s_per_byte) for n in sizes]
     found = fit_allreduces(pairs, ranks)
-    assert found is not None
     assert found.s_per_byte == pytest.approx(link.s_per_byte, rel=1e-3)
     assert found.hop_s >= hop_s
 
@@ -95,7 +94,6 @@ def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:
     burst, s_per_byte = 200_000, 8e-9
     seconds = [(n, 1e-4 + max(0, n - burst) * s_per_byte) for n in (1 << 10, 1 << 18, 1 << 20)]
     between = fit_allreduces(seconds, Ranks(2, 1))
-    assert between is not None
     assert between.s_per_byte == pytest.approx(s_per_byte)
 
 
@@ -120,4 +118,4 @@ def test_the_latency_of_a_link_is_that_across_hosts() -> None:
     ranks, link = Ranks(64, 8), Link(1e-4, 1e-9)
     pairs = [(n, collective_s(link, ranks, "allreduce", n, "tree")[0]) for n in (4,)]
     found = fit_allreduces([*pairs, (1 << 20, 1.0), (1 << 23, 2.0)], ranks)
-    assert found is not None and found.hop_s == pytest.approx(1e-4, rel=1e-3)
+    assert found.hop_s == pytest.approx(1e-4, rel=1e-3)

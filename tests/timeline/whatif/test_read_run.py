@@ -64,7 +64,6 @@ def test_what_was_chosen_is_that_of_the_run(tmp_path: Path, options: Any, event:
 
 def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, link=GBIT)).fitted
-    assert fitted.link is not None
     assert 8e-9 / fitted.link.s_per_byte == pytest.approx(0.94, rel=0.02)
     assert "probed" in fitted.source
 
@@ -99,7 +98,7 @@ def test_it_is_so_from_a_twentieth_of_a_step_on(wait_ms: float, was_slower: bool
 def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
     """80 ms into backward all but 4 of 8 MiB are being sent; the rest at its end is the measured wait."""
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=200.0)).fitted
-    assert fitted.link is not None and "waited" in fitted.source
+    assert "waited" in fitted.source
     assert fitted.link.s_per_byte * (8 << 20) == pytest.approx(0.24, rel=0.02)
 
 
