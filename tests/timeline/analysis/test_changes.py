@@ -32,6 +32,13 @@ def test_a_change_within_a_block_is_one_and_a_short_spell_is_two(begin: int, end
         assert change_points(values, 1.0) == [at for at in (begin, end) if at is not None], seed
 
 
+def test_several_rows_may_change_and_change_back() -> None:
+    values = _series(1, 4, 600)
+    for row, steps in ((0, np.s_[:150]), (2, np.s_[150:300]), (3, np.s_[450:])):
+        values[row, steps] += 9.0
+    assert change_points(values, 1.0) == pytest.approx([150, 300, 450], abs=3)
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "heavy"])
 @pytest.mark.parametrize(("rows", "count"), [(1, 40), (2, 60), (8, 400), (64, 480)])
 def test_noise_has_no_changes(rows: int, count: int, kind: str) -> None:

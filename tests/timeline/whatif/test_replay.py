@@ -50,6 +50,13 @@ def test_a_gather_hides_behind_the_work_before_its_need_if_it_starts_in_advance(
     assert (ahead.step_s, ahead.gather_s) == (5, 2)
 
 
+@pytest.mark.parametrize(("limit", "kept", "backward_s"), [(3, 0, 3), (2, 0, 6), (1, 0, 11), (2, 1, 11)])
+def test_packing_waits_for_older_buckets_and_sums_beyond_the_limit(limit: int, kept: int, backward_s: int) -> None:
+    arrivals = [Arrival(1, 0, bucket) for bucket in range(3)]
+    found = replay(Step(0, arrivals, 0, [replace(_plain(5), nbytes=1, kept_bytes=kept)] * 3, limit_bytes=limit))
+    assert (found.backward_s, found.step_s) == (backward_s, 16)
+
+
 def test_sums_of_a_pass_hide_behind_the_next_forward_pass() -> None:
     first = Step(0, [Arrival(1, 0, 0)], 0, [_plain(5)])
     assert replay(replace(first, before_s=3, earlier=[first])).step_s == 1 + 5 + 1 + 5, "3 of the first 5 are hidden"
