@@ -15,9 +15,12 @@ import pytest
 
 from hvdtrain.cli.timeline import main
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLine
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.verdicts import changed, verdicts
 from hvdtrain.training.records.verdict_watch import VerdictWatch
 from tests.support.journals import FakeRun
-from tests.support.step_tables import columns_of, noise, table_of
+from tests.support.step_tables import columns_of, noise, run_of, table_of
 
 HOSTS = ["n01", "n02", "n03", "n04"]
 
@@ -97,10 +100,7 @@ def test_a_look_finds_what_is_slow_and_one_that_fails_says_nothing(tmp_path: Pat
         watch = VerdictWatch(run, 1e9, pytest.fail, pytest.fail)
         found = watch._look()
         watch.close()
-        if run.exists():
-            assert list(found) == ["rank 2"] and found["rank 2"].startswith("rank 2 on n03 is")
-        else:
-            assert found is None
+        assert (found and list(found)) == (["rank 2"] if run.exists() else None)
 
 
 def test_a_verdict_that_stays_is_said_and_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,3 +123,31 @@ def test_a_verdict_that_stays_is_said_and_recorded_once(tmp_path: Path, monkeypa
     watch.close()
     assert lines == ["slow", "no longer: slow"]
     assert events == [{"event": "verdict", "at_step": 240, "text": line} for line in lines]
+
+
+def _said(work: Floats) -> dict[str, str]:
+    return verdicts(analyse(run_of(table_of(work))))
+
+
+def test_a_verdict_comes_stays_and_goes() -> None:
+    work = 100 + noise(np.random.default_rng(0), (4, 600), "gaussian", 1.0)
+    work[1, 200:400] += 21.0
+    before, during, later, after = (_said(work[:, :steps]) for steps in (150, 300, 390, 600))
+    assert before == {} and after == {}
+    assert list(during) == list(later) == ["rank 1"]
+    assert during["rank 1"].startswith("rank 1 on host0 is slow since step 2") and "ms per step" in during["rank 1"]
+    assert changed(before, during) == [during["rank 1"]] and changed(during, later) == []
+    assert changed(later, after) == [f"no longer: {later['rank 1']}"]
+
+
+def test_a_slow_host_is_one_verdict() -> None:
+    work = 100 + noise(np.random.default_rng(0), (16, 320), "gaussian", 1.0)
+    work[8:] += 8.0
+    (text,) = _said(work).values()
+    assert text.startswith("host host1 is slow")
+
+
+def test_expensive_findings_are_verdicts() -> None:
+    table = table_of(np.full((2, 60), 100.0), exchange_ms=60.0)
+    found = verdicts(analyse(run_of(table)))
+    assert list(found) == ["exposed"] and "exposed communication takes" in found["exposed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ import orjson
 import pytest
 
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Finding, RankRow, figures
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Finding, OuterSteps, RankRow, figures
 from hvdtrain.timeline.report.form import Report, dumped, schema, to_bytes
-from hvdtrain.timeline.report.terminal import to_text
+from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES, summary_lines, to_text
 from tests.support import analyses
 from tests.support.step_tables import noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
@@ -114,3 +115,47 @@ def test_the_text_names_the_late_rank_its_cost_and_the_reason() -> None:
     text = to_text(LATE)
     assert "stragglers (step stamps of 98 steps): rank 2" in text
     assert "costs 1.9" in text and "waits 3.00 ms per step for data" in text and "--loader.workers" in text
+
+
+LONG = replace(analyses.analysis(8), findings=[Finding("x", "word " * 200, 1.0, "advice " * 200)])
+
+
+@pytest.mark.parametrize("of", [*ALL, analyses.analysis(1), LONG])
+def test_a_summary_is_short(of: Analysis) -> None:
+    lines = summary_lines(of)
+    assert 0 < len(lines) <= MOST_SUMMARY_LINES
+    assert all("\n" not in line for line in lines)
+
+
+def test_parts_of_a_summary_sum_to_the_step() -> None:
+    many = {f"part {n}": float(n) for n in range(1, 15)}
+    found = Budget("rank 0", analyses.about(sum(many.values())), 7, analyses.parts(many), [])
+    for each in (found, analyses.budget(8)):
+        lines = summary_lines(replace(analyses.analysis(8), budget=each))
+        step = float(re.findall(r"step time: ([\d.]+) ms", lines[0])[0])
+        shown = [float(ms) for line in lines for ms in re.findall(r"^  .*?([\d.]+) ms +[\d.]+%", line)]
+        assert step == pytest.approx(each.step_ms.value) == pytest.approx(sum(shown), abs=0.5)
+
+
+def _text(of: Analysis) -> str:
+    return " ".join(line.strip() for line in summary_lines(of))
+
+
+def test_a_summary_names_the_late_rank_the_reason_and_the_fix() -> None:
+    of = analyses.analysis(8)
+    text, (first, *_) = _text(of), of.findings
+    assert "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data" in text
+    assert first.text in text and first.advice in text and "exposed: waiting for late ranks" in text
+    ticks = replace(of.blame, ranks=[replace(row, host="") for row in of.blame.ranks])
+    assert "straggler: rank 3 costs" in _text(replace(of, blame=ticks))
+    quiet = analyses.analysis(8, late=False)
+    assert f"straggler: none: {quiet.blame.reason}" in _text(quiet)
+    assert _text(analyses.empty()) == f"straggler: unknown: {analyses.empty().blame.reason} finding: none"
+
+
+def test_workers_that_train_apart_have_a_line_of_the_summary() -> None:
+    outer = OuterSteps("diloco:8", 2, 11, 4.2e6, 1.5, 0.5, 0.9)
+    for of in (analyses.analysis(8), analyses.empty()):
+        found = replace(of, outer=outer)
+        assert len(summary_lines(found)) <= MOST_SUMMARY_LINES
+        assert "2 workers, diloco:8: 11 outer steps; in each 4.20 MB sent, 1.50 ms waited" in _text(found)
