@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.observe.cost import Cost, cost_of, number, text
-from hvdtrain.observe.past_journal import is_finished, read_journal_starts
-from tests.support.journals import FACTS, FakeRun
+from hvdtrain.observe.past_journal import read_journal_starts
+from tests.support.journals import FakeRun
 
 HOUR = {"step_s": 1800.0}
 """Of two steps."""
@@ -32,6 +32,7 @@ def test_starts_are_summed_with_repeated_steps_and_without_the_time_between(tmp_
     found = _cost(run)
     assert (found.starts, found.device_hours, found.money) == (2, 2 + 4, 18.0)
     assert found.energy_kwh == {"CPUs": pytest.approx(1.5)} and not found.unmeasured
+    assert all(part in text(found) for part in ("18.00", "6.00 device-hours", "1.50 kWh"))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
@@ -45,8 +46,7 @@ def test_between_rounds_the_devices_of_both_count(tmp_path: Path, before: int, a
 def test_ranks_count_where_a_journal_names_no_devices(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a").start([1.0, 1.0], **HOUR, devices=None, size=5, energy=None)
     found = _cost(run)
-    assert found.device_hours == 5
-    assert found.all_kwh is None and "by an earlier version" in text(found)
+    assert found.device_hours == 5 and found.all_kwh is None
 
 
 def test_without_a_price_in_each_start_there_is_no_sum_of_money(tmp_path: Path) -> None:
@@ -83,26 +83,13 @@ def test_a_journal_without_starts_has_no_cost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, "x", -3, 1e308, [], {}, True, [1], {"a": 1}])
 def test_a_damaged_journal_costs_no_report(tmp_path: Path, value: Any) -> None:
-    names = ("size", "time", "devices", "energy", "config", "machine")
-    for place, name in enumerate(names):
-        run = FakeRun(tmp_path / str(place)).start([1.0], joules=5.0, **{name: value})
+    for name in ("size", "time", "devices", "energy", "config", "machine"):
+        run = FakeRun(tmp_path / name).start([1.0], joules=5.0, **{name: value})
         run.write({"event": "energy", "at_step": value, "joules": value, "failed": value, "time": value})
         found = cost_of(read_journal_starts(run.folder / "journal.jsonl"))
         assert found is None or text(found)
 
 
-def test_energy_may_follow_the_end_of_a_run(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path / "a").start([1.0])
-    run.write({"event": "energy", "at_step": 1, "joules": {"CPUs": 1.0}, "time": run.now_s})
-    assert is_finished(run.folder / "journal.jsonl")
-
-
 @pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (0.0000123, "0.0000123"), (0.5, "0.500"), (1234.5, "1,234")])
 def test_small_and_large_numbers(value: float, shown: str) -> None:
     assert number(value) == shown
-
-
-def test_one_line_says_all(tmp_path: Path) -> None:
-    run = _priced(tmp_path / "a", 3.0).start([1.0, 1.0], **HOUR, joules=3.6e6)
-    assert text(_cost(run)) == "money 6.00, 2.00 device-hours, 1.00 kWh (CPUs)"
-    assert FACTS["devices"] == 2

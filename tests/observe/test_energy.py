@@ -11,8 +11,8 @@ import pytest
 from hvdtrain.observe import energy
 from hvdtrain.observe.energy import CounterError, CpuCounter, EnergyMeter, GpuCounter, open_counter
 from hvdtrain.observe.monitor import GpuIdentity
+from tests.observe.test_monitor import GPU, Nvml
 
-GPU = GpuIdentity(0, "1234-abcd", "0000:1B:00.0")
 RANGE_UJ = 1_000_000
 
 
@@ -50,61 +50,35 @@ def test_a_counter_that_starts_again_at_0_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("file", "text", "reason"),
     [
-        (lambda folder: (folder / "energy_uj").unlink(), "RAPL: No such file"),
-        (lambda folder: (folder / "energy_uj").write_text("much"), "much"),
-        (lambda folder: (folder / "name").write_text("psys"), "no RAPL counters"),
+        ("energy_uj", None, "No such file"),
+        ("energy_uj", "much", "much"),
+        ("energy_uj", PermissionError(13, "Permission denied"), "root only"),
+        ("name", "psys", "no RAPL counters"),
     ],
 )
-def test_what_cannot_be_read_is_not_measured(tmp_path: Path, spoil: Any, reason: str) -> None:
+def test_what_cannot_be_read_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str | OSError | None, reason: str
+) -> None:
     set_zones(tmp_path, package_0=5000)
-    spoil(tmp_path / "sys/class/powercap/intel-rapl:0")
+    spoiled, read = tmp_path / "sys/class/powercap/intel-rapl:0" / file, Path.read_text
+    if text is None:
+        spoiled.unlink()
+    elif isinstance(text, str):
+        spoiled.write_text(text)
+    else:
+        refused = text
+
+        def refuse(path: Path, *given: Any, **named: Any) -> str:
+            if path == spoiled:
+                raise refused
+            return read(path, *given, **named)
+
+        monkeypatch.setattr(Path, "read_text", refuse)
     counter, why = open_counter(lambda: CpuCounter(tmp_path))
     assert counter is None and reason in why
-    assert open_counter(lambda: CpuCounter(tmp_path / "none")) == (None, "no RAPL counters")
-
-
-def test_counters_of_root_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_zones(tmp_path, package_0=5000)
-    read = Path.read_text
-
-    def refuse(path: Path, *given: Any, **named: Any) -> str:
-        if path.name == "energy_uj":
-            raise PermissionError(13, "Permission denied")
-        return read(path, *given, **named)
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    assert open_counter(lambda: CpuCounter(tmp_path)) == (None, "RAPL is for root only")
-
-
-class Refused(Exception):
-    pass
-
-
-class Nvml:
-    """A driver with one GPU; it may know no energy."""
-
-    NVMLError = Refused
-
-    def __init__(self, *, known: bool = True) -> None:
-        self.known, self.millijoules = known, 1_000_000
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        if uuid != "GPU-1234-abcd":
-            raise Refused(uuid)
-        return 7
-
-    nvmlDeviceGetHandleByPciBusId = nvmlDeviceGetHandleByUUID
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        assert handle == 7
-        if not self.known:
-            raise Refused("Not Supported")
-        return self.millijoules
+    assert open_counter(lambda: CpuCounter(tmp_path / "none"))[0] is None
 
 
 def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,15 +92,12 @@ def test_a_gpu_is_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("nvml", "gpu", "reason"),
-    [
-        (None, GPU, "NVML does not find this GPU"),
-        (Nvml(), GpuIdentity(0, "other", "1"), "NVML does not find this GPU"),
-        (Nvml(known=False), GPU, "NVML: Not Supported"),
-    ],
+    [(None, GPU, "find"), (Nvml(), GpuIdentity(0, "other", "1"), "find"), (Nvml("energy"), GPU, "NVML: energy")],
 )
 def test_a_gpu_without_a_counter(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity, reason: str) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert open_counter(lambda: GpuCounter(gpu)) == (None, reason)
+    counter, why = open_counter(lambda: GpuCounter(gpu))
+    assert counter is None and reason in why
 
 
 class FakeCounter:

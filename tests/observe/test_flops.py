@@ -92,37 +92,22 @@ def test_a_formula_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, caplo
         ("NVIDIA A100-SXM4-80GB", "fp32", True, 156),
         ("NVIDIA H100 80GB HBM3", "fp16", False, 989.5),
         ("NVIDIA H100 PCIe", "bf16", False, 756.5),
-        ("NVIDIA H100 NVL", "bf16", False, 835.5),
-        ("NVIDIA H200", "bf16", False, 989.5),
         ("NVIDIA L40S", "bf16", False, 362),
         ("NVIDIA L4", "bf16", False, 121),
-        ("NVIDIA A10", "bf16", False, 125),
         ("NVIDIA A40", "bf16", False, 149.7),
         ("Tesla V100-SXM2-16GB", "fp16", False, 125),
+        ("Tesla V100-SXM2-16GB", "bf16", False, None),
         ("Tesla V100-SXM2-16GB", "fp32", True, 15.7),
-        ("Tesla T4", "fp16", False, 65),
         ("NVIDIA GeForce RTX 4090", "bf16", False, 165.2),
-        ("AMD Instinct MI300X", "bf16", False, 1307.4),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", False, None),
+        ("NVIDIA A10G", "bf16", False, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", False, None),
+        ("NVIDIA H1000", "bf16", False, None),
+        ("cpu", "fp32", False, None),
     ],
 )
-def test_known_devices(device: str, precision: str, tf32: bool, tflops: float) -> None:
+def test_devices_have_the_figure_of_their_data_sheet_or_none(
+    device: str, precision: str, tf32: bool, tflops: float | None
+) -> None:
     found = peak_tflops(device, precision, tf32=tf32)
-    assert found is not None
-    assert found[0] == tflops
-    assert found[1]
-
-
-@pytest.mark.parametrize(
-    ("device", "precision"),
-    [
-        ("cpu", "fp32"),
-        ("Tesla V100-SXM2-16GB", "bf16"),
-        ("NVIDIA A10G", "bf16"),
-        ("NVIDIA RTX A4000", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
-        ("NVIDIA H1000", "bf16"),
-    ],
-)
-def test_others_have_no_figure_rather_than_a_wrong_one(device: str, precision: str) -> None:
-    assert peak_tflops(device, precision, tf32=False) is None
+    assert (found and found[0]) == tflops

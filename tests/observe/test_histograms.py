@@ -18,16 +18,21 @@ from hvdtrain.observe.histograms import BINS, Histograms, histogram
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(1000,), (7, 11, 13), (1,), ()])
 def test_every_value_is_counted_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """In the bins of NumPy."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     found = histogram(values)
     flat = values.double().reshape(-1)
     assert sum(found["counts"]) == found["num"] == flat.numel()
-    assert found["limits"] == sorted(found["limits"])
-    assert len(found["limits"]) == len(found["counts"]) <= BINS
     assert (found["min"], found["max"]) == (float(flat.min()), float(flat.max()))
-    assert found["limits"][-1] == found["max"]
     assert found["sum"] == pytest.approx(float(flat.sum()), rel=1e-5, abs=1e-5)
     assert found["sum_squares"] == pytest.approx(float(flat.square().sum()), rel=1e-5)
+    if flat.numel() == 1:  # equal values are one bin
+        assert (found["counts"], found["limits"]) == ([1.0], [found["max"]])
+        return
+    counts, edges = np.histogram(flat.numpy(), BINS)
+    assert found["counts"] == counts.tolist()
+    assert found["limits"] == pytest.approx(edges[1:].tolist())
+    assert found["limits"][-1] == found["max"]
 
 
 @pytest.mark.parametrize("shape", [(41,), (3, 5, 7), (4, 6, 2, 2)])
@@ -73,8 +78,8 @@ def test_a_large_tensor_is_never_copied_as_a_whole(form: torch.memory_format, mo
     assert 0 < largest.bytes <= 5 * 8 * 128  # a row of sums a chunk
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_out_of_memory_costs_the_histogram_and_is_reported_once(
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("kernel")])
+def test_out_of_memory_costs_the_histogram_and_is_reported_once_other_errors_are_raised(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(values: Tensor) -> dict[str, Any]:
@@ -83,39 +88,16 @@ def test_out_of_memory_costs_the_histogram_and_is_reported_once(
         return histogram(values)
 
     told: list[str] = []
-    made = Histograms(told.append)
+    made, model = Histograms(told.append), nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2))
     monkeypatch.setattr(histograms, "histogram", small)
+    if str(error) == "kernel":
+        with pytest.raises(RuntimeError, match="kernel"):
+            made.summaries(model)
+        return
     for _ in range(2):
-        assert made.summaries(nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)))["parameters"].keys() == {
-            "0.bias",
-            "1.bias",
-        }
+        assert made.summaries(model)["parameters"].keys() == {"0.bias", "1.bias"}
     (line,) = told
     assert "0.weight" in line and "--observe.histograms_every 0" in line
-
-
-def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(values: Tensor) -> dict[str, Any]:
-        raise RuntimeError("a kernel is missing")
-
-    monkeypatch.setattr(histograms, "histogram", fails)
-    with pytest.raises(RuntimeError, match="a kernel is missing"):
-        Histograms(pytest.fail).summaries(nn.Linear(3, 2))
-
-
-def test_counts_lie_where_the_values_do() -> None:
-    found = histogram(torch.tensor([0.0] * 5 + [1.0] * 3))
-    assert found["counts"][0] == 5
-    assert found["counts"][-1] == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bins_are_those_of_numpy(dtype: torch.dtype) -> None:
-    values = torch.randn(9999, generator=torch.Generator().manual_seed(5), dtype=dtype)
-    counts, edges = np.histogram(values.double().numpy(), BINS)
-    found = histogram(values)
-    assert found["counts"] == counts.tolist()
-    assert found["limits"] == pytest.approx(edges[1:].tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -125,15 +107,11 @@ def test_numbers_at_the_ends_of_a_format(dtype: torch.dtype) -> None:
         assert histogram(torch.tensor(ends, dtype=dtype))["num"] == 2.0
 
 
-def test_equal_values_are_one_bin() -> None:
-    assert histogram(torch.full((4,), 2.5))["counts"] == [4.0]
-
-
 def test_what_is_not_finite_is_counted_aside() -> None:
     found = histogram(torch.tensor([1.0, math.nan, math.inf, 2.0]))
     assert (found["num"], found["not_finite"], found["max"]) == (2.0, 2, 2.0)
-    assert histogram(torch.tensor([math.nan]))["num"] == 0.0
-    assert histogram(torch.empty(0))["num"] == 0.0
+    for nothing in (torch.tensor([math.nan]), torch.empty(0)):
+        assert histogram(nothing)["num"] == 0.0
 
 
 def test_of_a_model_with_and_without_gradients() -> None:

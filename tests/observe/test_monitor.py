@@ -28,7 +28,7 @@ class Nvml:
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self, *lacks: str) -> None:
-        self.lacks = lacks
+        self.lacks, self.millijoules = lacks, 1_000_000
         self.devices = {"GPU-0000-ffff": 7, "GPU-1234-abcd": 64, "0000:1B:00.0": 64}
 
     def _check(self, name: str) -> None:
@@ -70,6 +70,11 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return 250_500
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        self._check("energy")
+        assert handle == 64
+        return self.millijoules
+
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         return SimpleNamespace(used=3 << 30, total=80 << 30)
 
@@ -109,10 +114,16 @@ def test_the_host_and_this_process() -> None:
     assert 0 <= second["host_cpu_percent"] <= 100
 
 
-@pytest.mark.parametrize("lacks", [(), ("uuid",)], ids=["by UUID", "by PCI bus"])
-def test_the_device_of_this_rank_whatever_its_index(monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "percent"),
+    [((), {"gpu_percent": 64}), (("uuid",), {"gpu_percent": 64}), (("utilization",), {})],
+    ids=["by UUID", "by PCI bus", "what it does not tell is absent"],
+)
+def test_the_device_of_this_rank_whatever_its_index(
+    monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...], percent: dict[str, int]
+) -> None:
     assert _sample(monkeypatch, Nvml(*lacks)) == {
-        "gpu_percent": 64,
+        **percent,
         "gpu_clock_mhz": 1064,
         "gpu_temperature_c": 54,
         "gpu_power_w": 250.5,
@@ -122,19 +133,13 @@ def test_the_device_of_this_rank_whatever_its_index(monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_what_a_device_does_not_tell_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _sample(monkeypatch, Nvml("utilization"))
-    assert "gpu_percent" not in found
-    assert found["gpu_clock_mhz"] == 1064
-
-
-@pytest.mark.parametrize("nvml", [None, Nvml("init"), Nvml("uuid", "pci")], ids=["library", "driver", "device"])
-def test_without_library_driver_or_device(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
-    assert _sample(monkeypatch, nvml) == {}
-
-
-def test_without_a_gpu_nvml_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _sample(monkeypatch, object(), gpu=None) == {}
+@pytest.mark.parametrize(
+    ("nvml", "gpu"),
+    [(None, GPU), (Nvml("init"), GPU), (Nvml("uuid", "pci"), GPU), (object(), None)],
+    ids=["library", "driver", "device", "GPU: NVML is not asked"],
+)
+def test_without(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None) -> None:
+    assert _sample(monkeypatch, nvml, gpu) == {}
 
 
 def test_torchs_allocator_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,19 +168,15 @@ def test_the_thread_tells_until_it_is_closed() -> None:
 
     def tell(record: dict[str, Any]) -> None:
         told.append(record)
-        if len(told) == 3:
+        if len(told) >= 3 and record["at_step"] == 4:
             enough.set()
 
     watch = MonitorThread(lambda: {"host_cpu_percent": 1.0}, tell, every_s=0.001)
     watch.begin_step(4)
     assert enough.wait(TIMEOUT_S)
     watch.close()
-    count = len(told)
-    assert told[2]["event"] == "machine"
-    assert told[2]["host_cpu_percent"] == 1.0
-    assert told[2]["at_step"] in (0, 4)
     assert not watch._thread.is_alive()
-    assert len(told) == count
+    assert told[-1] == {"event": "machine", "at_step": 4, "host_cpu_percent": 1.0}
 
 
 def test_what_a_sample_raises_ends_the_watching_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe import sinks
 from hvdtrain.observe.sinks import Background, FunctionSink, sink_maker
 from tests.support.launch import TIMEOUT_S
 
@@ -25,18 +26,26 @@ class Keeping:
         self.closed += 1
 
 
-def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
-    sink = Keeping()
-    background = Background(lambda: sink, "mine", warn=pytest.fail)
-    for step in range(1000):
+def _told_of(make: Callable[[], Any], steps: int, **more: Any) -> list[str]:
+    """Pass some steps to a sink and close it; return the warnings."""
+    said: list[str] = []
+    background = Background(make, "web", said.append, **more)
+    for step in range(steps):
         background.put({"step": step})
     background.close(TIMEOUT_S)
+    return said
+
+
+def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
+    sink = Keeping()
+    assert _told_of(lambda: sink, 1000) == []
     assert [record["step"] for record in sink.records] == list(range(1000))
-    assert sink.threads == {"sink mine"}
+    assert sink.threads == {"sink web"}
     assert sink.closed == 1
 
 
-def test_a_hanging_sink_does_not_block_training_and_lost_records_are_counted() -> None:
+def test_a_hanging_sink_does_not_block_training_and_lost_records_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "_POLL_S", 0.001)
     gate, entered = threading.Event(), threading.Event()
     taken: list[int] = []
 
@@ -52,33 +61,14 @@ def test_a_hanging_sink_does_not_block_training_and_lost_records_are_counted() -
     for step in range(1, 100):
         background.put({"step": step})  # would never return if it waited for the sink
     background.close(0.0)
-    assert said == ["the metric sink slow did not finish within 0 s; the run ends without it"]
+    assert len(said) == 1 and "slow did not finish" in said[0]
     gate.set()
     background.close(TIMEOUT_S)
     assert taken == list(range(11))
-    assert said[1:] == ["the metric sink slow is too slow: 89 records were dropped"]
+    assert len(said) == 2 and "89 records" in said[1]
 
 
-def test_a_failing_sink_is_reported_and_paused() -> None:
-    called: list[int] = []
-
-    def fail(record: Mapping[str, Any]) -> None:
-        called.append(record["step"])
-        raise OSError("no network")
-
-    said: list[str] = []
-    background = Background(lambda: FunctionSink(fail), "web", said.append, clock=lambda: 0.0)
-    for step in range(50):
-        background.put({"step": step})
-    background.close(TIMEOUT_S)
-    assert called == [0, 1, 2]
-    assert said == [
-        "the metric sink web failed: OSError: no network",
-        "the metric sink web failed 3 times in a row: it gets no records for 60 s",
-    ]
-
-
-def test_a_sink_that_was_left_alone_is_tried_again() -> None:
+def test_a_failing_sink_is_reported_and_paused_and_tried_again() -> None:
     now = 0.0
     called: list[int] = []
 
@@ -94,15 +84,11 @@ def test_a_sink_that_was_left_alone_is_tried_again() -> None:
         now += 1.0
         return now
 
-    said: list[str] = []
-    background = Background(lambda: FunctionSink(write), "web", said.append, clock=clock)
-    for step in range(100):
-        background.put({"step": step})
-    background.close(TIMEOUT_S)
+    said = _told_of(lambda: FunctionSink(write), 100, clock=clock)
     assert called[:3] == [0, 1, 2]
     later = called[3:]
     assert 50 <= later[0] <= 65 and later == list(range(later[0], 100)), "after a minute every record"
-    assert len(said) == 2
+    assert len(said) == 2 and "OSError: no network" in said[0] and "60 s" in said[1]
 
 
 def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
@@ -113,10 +99,7 @@ def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
             raise ValueError
         taken.append(record["step"])
 
-    background = Background(lambda: FunctionSink(sometimes), "shaky", lambda text: None)
-    for step in range(8):
-        background.put({"step": step})
-    background.close(TIMEOUT_S)
+    assert len(_told_of(lambda: FunctionSink(sometimes), 8)) == 1
     assert taken == [0, 2, 4, 7]
 
 
@@ -124,12 +107,8 @@ def test_a_sink_that_cannot_be_created_is_reported() -> None:
     def make() -> Keeping:
         raise KeyError("TRACKER_URL")
 
-    said: list[str] = []
-    background = Background(make, "web", said.append)
-    for step in range(5):
-        background.put({"step": step})
-    background.close(TIMEOUT_S)
-    assert said == ["the metric sink web cannot be created: KeyError: 'TRACKER_URL'"]
+    (line,) = _told_of(make, 5)
+    assert "web" in line and "KeyError: 'TRACKER_URL'" in line
 
 
 def test_changes_of_a_record_by_one_sink_are_invisible_to_others() -> None:
@@ -145,15 +124,11 @@ def test_changes_of_a_record_by_one_sink_are_invisible_to_others() -> None:
     assert record == {"step": 1, "config": {"seed": 0}}
 
 
-@pytest.mark.parametrize("make", [Keeping, lambda: Keeping, lambda: lambda record: None], ids=["object", "class", "fn"])
-def test_what_can_be_a_sink(make: Callable[[], Any]) -> None:
-    sink = sink_maker(make())()
-    sink.write({"step": 1})
-    sink.close()
-
-
-def test_what_cannot() -> None:
-    with pytest.raises(ConfigError, match=r"write\(record\) and close\(\)"):
-        sink_maker(3)
-    with pytest.raises(ConfigError, match="found: dict"):
-        sink_maker(dict)
+def test_a_sink_is_an_object_a_class_or_a_function() -> None:
+    for value in (Keeping(), Keeping, lambda record: None):
+        sink = sink_maker(value)()
+        sink.write({"step": 1})
+        sink.close()
+    for value, found in ((3, "int"), (dict, "dict")):
+        with pytest.raises(ConfigError, match=found):
+            sink_maker(value)

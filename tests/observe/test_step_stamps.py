@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.observe.clocks import Clocks
-from hvdtrain.observe.stamps import BLOCK, COLUMNS, DURATIONS, FACTS, Block, is_gathered, step_rows, unpack
+from hvdtrain.observe.stamps import BLOCK, COLUMNS, FACTS, MOMENTS, Block, is_gathered, step_rows, unpack
 from hvdtrain.observe.step_file import StepFile, block_line, ranks_event, starts_so_far
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
@@ -148,28 +148,31 @@ def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> No
     on_ranks(1, body)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("started_at", [0, 5])
-@pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
+@pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
 def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, steps: int) -> None:
     gathered = run(size, started_at, started_at + steps)
     numbers = [first + n for first, stamps, _, _ in gathered for n in range(stamps.shape[1])]
     assert numbers == list(range(started_at + 1, started_at + steps + 1))
     for first, stamps, facts, elements in gathered:
-        steps = first + np.arange(stamps.shape[1])
-        assert np.array_equal(elements, 100 * steps + np.arange(size)[:, None])
+        step, rank = first + np.arange(stamps.shape[1]), np.arange(size)[:, None]
+        assert np.array_equal(elements, 100 * step + rank)
         assert facts == {"cpu_wait_us": [7.0] * size}
-        for rank in range(size):
-            for number in range(stamps.shape[1]):
-                found = dict(zip(COLUMNS, stamps[rank, number] - stamps[rank, number, 0], strict=True))
-                assert found["ready"] == pytest.approx(4 * PART_US + LATE_US * rank)
-                assert found["sent"] == pytest.approx(4 * PART_US)
-                assert found["released"] == found["received"] == pytest.approx(400)
-                assert found["end"] == pytest.approx(STEP_US)
-                lengths = dict(zip(DURATIONS, stamps[rank, number, -len(DURATIONS) :], strict=True))
-                after_evaluation = (first + number - 1) % 10 == 0 and first + number - 1 > started_at
-                assert lengths["aside"] == pytest.approx(PART_US if after_evaluation else 0)
-                assert lengths["forward"] == lengths["optimizer"] == pytest.approx(PART_US)
+        after_evaluation = ((step - 1) % 10 == 0) & (step - 1 > started_at)
+        expected = {
+            "ready": 4 * PART_US + LATE_US * rank,
+            "sent": 4 * PART_US,
+            "released": 400,
+            "received": 400,
+            "end": STEP_US,
+            "aside": PART_US * after_evaluation,
+            "forward": PART_US,
+            "optimizer": PART_US,
+        }
+        for name, us in expected.items():
+            since_us = stamps[:, :, 0] if name in MOMENTS else 0.0
+            assert np.allclose(stamps[:, :, COLUMNS.index(name)] - since_us, us, atol=1e-3), name
 
 
 def test_what_has_not_ended_well_loses_its_last_block_alone() -> None:

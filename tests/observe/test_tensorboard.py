@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from hvdtrain.observe.event_file import EventFile
+from hvdtrain.observe.histograms import Histograms
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
@@ -31,7 +35,6 @@ from hvdtrain.observe.tensorboard_page import (
     STACK_TITLE,
     STACK_TO,
     STRAGGLER_TITLE,
-    config_table,
     scalars,
 )
 from tests.support.full_disk import room_for
@@ -144,8 +147,7 @@ def test_a_host_with_a_late_clock_continues_correctly(tmp_path: Path, monkeypatc
     monkeypatch.setattr("time.time", lambda: 1e9)
     run.stretch(4, [0.5] * 3)
     assert series(run.folder, "loss/train").keys() == set(range(1, 8))
-    names = [[p.name for p in sorted(f.glob("events*"))] for f in (run.folder, run.folder / "by_samples")]
-    assert all(len(found) == 2 for found in names)
+    assert all(len(list(folder.glob("events*"))) == 2 for folder in (run.folder, run.folder / "by_samples"))
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
@@ -189,81 +191,92 @@ def _write(folder: Path, *records: dict[str, Any], gpu: bool = False) -> Any:
     return read(folder)
 
 
-def test_held_out_loss_and_metrics(tmp_path: Path) -> None:
-    evaluation = {"event": "evaluation", "time": 1e9, "loss": 0.5, "metrics": {"accuracy": 0.75}}
-    _write(
-        tmp_path,
-        STARTED,
-        {**evaluation, "at_step": 0},
-        step_record(1, 1e9),
-        {**evaluation, "at_step": 1, "metrics": {}, "loss": float("nan")},
-    )
-    assert list(series(tmp_path, "loss/heldout")) == [0, 1]
-    assert series(tmp_path, "heldout/accuracy") == {0: 0.75}
-    assert list(series(tmp_path / "heldout", LOSS_BY_STEP)) == [0, 1]
-    assert list(series(tmp_path / "heldout/by_samples", LOSS_BY_SAMPLES)) == [0, BATCH]
-    assert series(tmp_path / "heldout/by_seconds", LOSS_BY_SECONDS) == {0: 0.5}
+RANKS = {
+    "event": "ranks",
+    "at_step": 1,
+    "late_ms": [1.0, 9.5, 2.5],
+    "exposed_ms": [10.0, 2.0, 9.0],
+    "step_ms": [50.0, 50.0, 50.0],
+}
+FIRST, SECOND, THIRD = (step_record(n, 1e9 + n - 1) for n in (1, 2, 3))
+EVALUATED = {"event": "evaluation", "loss": 0.5, "metrics": {"accuracy": 0.75}}
+MACHINE_NOW = {"event": "machine", "process_rss_bytes": 3 << 30, "gpu_throttle": ["power cap"]}
+FLOPS = {"event": "flops", "per_sample": 1.25e10}  # 16 samples in half a second
+RECORDED = {
+    "held-out loss and metrics": (
+        [{**EVALUATED, "at_step": 0}, FIRST, {**EVALUATED, "at_step": 1, "metrics": {}, "loss": 0.25}],
+        {
+            "loss/heldout": {0: 0.5, 1: 0.25},
+            "heldout/accuracy": {0: 0.75},
+            f"heldout:{LOSS_BY_STEP}": {0: 0.5, 1: 0.25},
+            f"heldout/by_samples:{LOSS_BY_SAMPLES}": {0: 0.5, BATCH: 0.25},
+            f"heldout/by_seconds:{LOSS_BY_SECONDS}": {0: 0.5},
+        },
+    ),
+    "FLOPs": ([{**FLOPS, "peak_per_s": None}, FIRST], {"speed/tflops_per_s": {1: 0.4}}),
+    "FLOPs with a peak": ([{**FLOPS, "peak_per_s": 1e12}, FIRST], {"speed/flops_utilisation_percent": {1: 40.0}}),
+    "a machine sample belongs to the next step": (
+        [{**MACHINE_NOW, "host_cpu_percent": 50.0}, FIRST, {**MACHINE_NOW, "host_cpu_percent": 60.0}, SECOND, THIRD],
+        {
+            "machine/host_cpu_percent": {1: 50.0, 2: 60.0},
+            "memory/process_gib": {1: 3.0, 2: 3.0},
+            "machine/gpu_throttled": {1: 1.0, 2: 1.0},
+        },
+    ),
+    "outer steps": (
+        [FIRST, {"event": "outer_step", "at_step": 1, "wait_s": 0.25, "drift": 0.5, "cosines": [0.9, 0.75]}],
+        {"outer/drift": {1: 0.5}, "outer/cosine": {1: 0.75}, "outer/wait_ms": {1: 250.0}},
+    ),
+    "memory by kind": (
+        [FIRST, {"event": "memory", "at_step": 1, "mib": {"parameters": 2.0, "activations and rest": 7.5}}],
+        {"memory_mib/parameters": {1: 2.0}, "memory_mib/activations_and_rest": {1: 7.5}},
+    ),
+    "the straggler": (
+        [
+            *(FIRST, RANKS, SECOND, {**RANKS, "at_step": 2, "late_ms": [None, 1, 3], "exposed_ms": [None, 4, 2]}),
+            *(THIRD, {**RANKS, "at_step": 3, "late_ms": [], "exposed_ms": []}),
+        ],
+        {
+            "straggler/cost_ms": {1: 7.75, 2: 2.0},
+            "straggler/rank": {1: 1.0, 2: 2.0},
+            "straggler/exposed_ms": {1: 7.0, 2: 3.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_what_is_recorded_is_a_series(tmp_path: Path, case: str) -> None:
+    records, expected = RECORDED[case]
+    _write(tmp_path, STARTED, *records)
+    for name, values in expected.items():
+        folder, _, tag = name.rpartition(":")
+        assert series(tmp_path / folder, tag) == pytest.approx(values), name
     assert series(tmp_path, LOSS_BY_STEP) == series(tmp_path, "loss/train"), "the training loss is in another run"
 
 
-@pytest.mark.parametrize(("peak", "percent"), [(None, None), (1e12, 40.0)])
-def test_flops_by_samples_and_seconds(tmp_path: Path, peak: float | None, percent: float | None) -> None:
-    flops = {"event": "flops", "per_sample": 1.25e10, "peak_per_s": peak}
-    _write(tmp_path, STARTED, flops, step_record(1, 1e9))  # 16 samples in half a second
-    assert series(tmp_path, "speed/tflops_per_s") == pytest.approx({1: 0.4})
-    known = "speed/flops_utilisation_percent" in read(tmp_path).Tags()["scalars"]
-    assert known == (percent is not None)
-    if percent:
-        assert series(tmp_path, "speed/flops_utilisation_percent") == pytest.approx({1: percent})
+def test_what_is_not_a_number_or_not_known_is_no_point(tmp_path: Path) -> None:
+    _write(tmp_path, STARTED, {**FLOPS, "peak_per_s": None}, FIRST, {**EVALUATED, "at_step": 1, "loss": float("nan")})
+    tags = read(tmp_path).Tags()["scalars"]
+    assert "speed/flops_utilisation_percent" not in tags and list(series(tmp_path, "loss/heldout")) == [1]
 
 
-def test_a_machine_sample_belongs_to_the_next_step(tmp_path: Path) -> None:
-    sample = {
-        "event": "machine",
-        "host_cpu_percent": 50.0,
-        "process_rss_bytes": 3 << 30,
-        "gpu_throttle": ["power cap"],
-    }
-    _write(
-        tmp_path,
-        STARTED,
-        sample,
-        step_record(1, 1e9),
-        {**sample, "host_cpu_percent": 60.0},
-        step_record(2, 1e9 + 1),
-        step_record(3, 1e9 + 2),
-    )
-    assert series(tmp_path, "machine/host_cpu_percent") == {1: 50.0, 2: 60.0}
-    assert series(tmp_path, "memory/process_gib") == {1: 3.0, 2: 3.0}
-    assert series(tmp_path, "machine/gpu_throttled") == {1: 1.0, 2: 1.0}
+def _text(found: Any, tag: str) -> str:
+    (event,) = found.Tensors(tag)
+    text: str = event.tensor_proto.string_val[0].decode()
+    return text
 
 
-def test_outer_steps(tmp_path: Path) -> None:
-    outer = {"event": "outer_step", "at_step": 1, "wait_s": 0.25, "drift": 0.5, "cosines": [0.9, 0.75]}
-    _write(tmp_path, STARTED, step_record(1, 1e9), outer)
-    assert series(tmp_path, "outer/drift") == {1: 0.5} and series(tmp_path, "outer/cosine") == {1: 0.75}
-    assert series(tmp_path, "outer/wait_ms") == {1: 250.0}
+def test_the_config_and_what_happened_are_text(tmp_path: Path) -> None:
+    found = _write(tmp_path, STARTED, FIRST, {"event": "warning", "text": "mind the gap", "time": 1e9})
+    lines = _text(found, "config/text_summary").splitlines()
+    assert {"| train.global_batch | 16 |", "| data.text | a\\|b*.md |", "| parameters | 5 |"} <= set(lines)
+    assert "mind the gap" in _text(found, "events/warning/text_summary")
 
 
-def test_memory_by_kind(tmp_path: Path) -> None:
-    held = {"event": "memory", "at_step": 1, "where": "GPU", "mib": {"parameters": 2.0, "activations and rest": 7.5}}
-    _write(tmp_path, STARTED, step_record(1, 1e9), held)
-    assert series(tmp_path, "memory_mib/parameters") == {1: 2.0}
-    assert series(tmp_path, "memory_mib/activations_and_rest") == {1: 7.5}
-
-
-def test_the_config_is_text(tmp_path: Path) -> None:
-    found = _write(tmp_path, STARTED, step_record(1, 1e9))
-    (event,) = found.Tensors("config/text_summary")
-    table = event.tensor_proto.string_val[0].decode()
-    assert table == config_table(STARTED)
-    assert "| train.global_batch | 16 |" in table.splitlines()
-    assert "| data.text | a\\|b*.md |" in table.splitlines()
-    assert "| parameters | 5 |" in table.splitlines()
-
-
-def test_hyperparameters_and_how_it_ended(tmp_path: Path) -> None:
-    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "finished", "time": 1e9})
+@pytest.mark.parametrize(("end", "status"), [("finished", "SUCCESS"), ("stopped", "SUCCESS"), ("failed", "FAILURE")])
+def test_hyperparameters_and_how_it_ended(tmp_path: Path, end: str, status: str) -> None:
+    found = _write(tmp_path, STARTED, FIRST, {"event": end, "time": 1e9})
 
     def content(tag: str) -> plugin_data_pb2.HParamsPluginData:
         raw = found.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
@@ -276,15 +289,7 @@ def test_hyperparameters_and_how_it_ended(tmp_path: Path) -> None:
     metrics = content("experiment").experiment.metric_infos
     assert tuple(metric.name.tag for metric in metrics) == METRICS
     assert METRICS[0] in found.Tags()["scalars"]
-    assert content("session_end_info").session_end_info.status == api_pb2.STATUS_SUCCESS
-
-
-@pytest.mark.parametrize(("event", "status"), [("stopped", "STATUS_SUCCESS"), ("failed", "STATUS_FAILURE")])
-def test_each_end_of_a_run_is_on_the_hparams_page(tmp_path: Path, event: str, status: str) -> None:
-    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": event, "time": 1e9})
-    raw = found.SummaryMetadata("_hparams_/session_end_info").plugin_data.content
-    end = plugin_data_pb2.HParamsPluginData.FromString(raw).session_end_info
-    assert end.status == getattr(api_pb2, status)
+    assert content("session_end_info").session_end_info.status == getattr(api_pb2, f"STATUS_{status}")
 
 
 @pytest.mark.slow
@@ -296,33 +301,6 @@ def test_points_of_a_long_run_become_rarer(tmp_path: Path) -> None:
     assert steps[:100] == list(range(1, 101)) and steps[-1] == count
     assert max(b - a for a, b in pairwise(steps)) * step_s <= 3e-4 * count * step_s + 2 * step_s
     assert len(steps) < 12_000 and steps[-2] - steps[-3] >= 0.9 * 3e-4 * count
-
-
-RANKS = {
-    "event": "ranks",
-    "at_step": 1,
-    "time": 1e9,
-    "late_ms": [1.0, 9.5, 2.5],
-    "exposed_ms": [10.0, 2.0, 9.0],
-    "step_ms": [50.0, 50.0, 50.0],
-}
-
-
-def test_the_straggler_during_the_run(tmp_path: Path) -> None:
-    later = {**RANKS, "at_step": 2, "late_ms": [None, 1.0, 3.0], "exposed_ms": [None, 4.0, 2.0]}
-    nothing = {**RANKS, "at_step": 3, "late_ms": [], "exposed_ms": []}
-    _write(
-        tmp_path, STARTED, step_record(1, 1e9), RANKS, step_record(2, 1e9 + 1), later, step_record(3, 1e9 + 2), nothing
-    )
-    assert series(tmp_path, "straggler/cost_ms") == {1: 7.75, 2: 2.0}
-    assert series(tmp_path, "straggler/rank") == {1: 1.0, 2: 2.0}
-    assert series(tmp_path, "straggler/exposed_ms") == {1: 7.0, 2: 3.0}
-
-
-def test_one_rank_has_no_chart_of_ranks(tmp_path: Path) -> None:
-    found = _write(tmp_path, {**STARTED, "size": 1}, step_record(1, 1e9))
-    (event,) = found.Tensors("custom_scalars__config__")
-    assert STRAGGLER_TITLE.encode() not in event.tensor_proto.string_val[0]
 
 
 EXPLAINED = {
@@ -340,13 +318,12 @@ EXPLAINED = {
 
 def test_figures_of_the_end_are_at_the_last_step(tmp_path: Path) -> None:
     finished = {"event": "finished", "time": 1e9 + 2}
-    found = _write(tmp_path, STARTED, step_record(1, 1e9), step_record(2, 1e9 + 0.01), finished, EXPLAINED)
+    found = _write(tmp_path, STARTED, FIRST, step_record(2, 1e9 + 0.01), finished, EXPLAINED)
     assert series(tmp_path, "report/step_ms") == {2: 50.0}
     assert series(tmp_path, "report/straggler_ms") == {2: 7.5}
     assert "report/hidden_share" not in found.Tags()["scalars"]
     assert list(series(tmp_path, "loss/train")) == [1, 2]
-    (event,) = found.Tensors("report/findings/text_summary")
-    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    lines = _text(found, "report/findings/text_summary").splitlines()
     assert lines[0] == "**A step takes 50 ms; rank 1 on a\\|b is late.**"
     assert "| 7.5 | Rank 1 \\| is late. | try --loader.workers 4 |" in lines
 
@@ -356,18 +333,10 @@ GPU_FIELDS = [field for field in MACHINE if field.startswith(("gpu_", "cuda_"))]
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: bool) -> None:
-    import re
-
-    flops = {"event": "flops", "per_sample": 1e9, "peak_per_s": 1e12}
-    machine = {
-        "event": "machine",
-        "host_cpu_percent": 1.0,
-        "host_memory_used_bytes": 1,
-        "process_rss_bytes": 1,
-        **(dict.fromkeys(GPU_FIELDS, 1) if gpu else {}),
-    }
-    evaluation = {"event": "evaluation", "at_step": 1, "loss": 0.5, "time": 1e9}
-    found = _write(tmp_path, STARTED, flops, machine, step_record(1, 1e9), evaluation, RANKS, gpu=gpu)
+    machine = {"event": "machine", **dict.fromkeys(GPU_FIELDS if gpu else [], 1)}
+    machine |= dict.fromkeys(("host_cpu_percent", "host_memory_used_bytes", "process_rss_bytes"), 1)
+    events = [{**FLOPS, "peak_per_s": 1e12}, machine, FIRST, {**EVALUATED, "at_step": 1}, RANKS]
+    found = _write(tmp_path, STARTED, *events, gpu=gpu)
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step")]
     written = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}
     (event,) = found.Tensors("custom_scalars__config__")
@@ -382,27 +351,16 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
     assert {chart.title for chart in page.category[1].chart} >= {"words per second", STACK_TITLE, STRAGGLER_TITLE}
     assert all(len(chart.multiline.tag) + len(chart.margin.series) == 1 for chart in charts), "one colour, one line"
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
-
-
-def test_what_happened_is_text(tmp_path: Path) -> None:
-    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "warning", "text": "mind the gap", "time": 1e9})
-    (event,) = found.Tensors("events/warning/text_summary")
-    assert b"mind the gap" in event.tensor_proto.string_val[0]
+    (alone,) = _write(tmp_path / "alone", {**STARTED, "size": 1}, FIRST).Tensors("custom_scalars__config__")
+    assert STRAGGLER_TITLE.encode() not in alone.tensor_proto.string_val[0], "one rank has no chart of ranks"
 
 
 def test_histograms(tmp_path: Path) -> None:
-    import torch
-
-    from hvdtrain.observe.histograms import Histograms
-
     model = torch.nn.Linear(3, 2)
     model(torch.ones(3)).sum().backward()
-    found = _write(
-        tmp_path,
-        STARTED,
-        step_record(1, 1e9),
-        {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).summaries(model)},
-    )
+    _write(tmp_path, STARTED, FIRST)
+    assert not (tmp_path / "histograms").exists(), "a run without histograms has none"
+    _write(tmp_path, STARTED, FIRST, {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).summaries(model)})
     found = read(tmp_path / "histograms")
     (event,) = found.Histograms("parameters/weight")
     assert event.step == 1
@@ -426,18 +384,6 @@ def test_a_resume_keeps_each_histogram_once(end: bool, later: int, tmp_path: Pat
     assert [(event.step, event.histogram_value.sum) for event in found] == [(3, run.now)]
 
 
-def test_a_run_without_histograms_has_no_run_of_them(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.stretch(None, [0.5])
-    assert not (run.folder / "histograms").exists()
-
-
-def test_a_full_disk_is_the_sinks_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        _write(tmp_path / "file" / "tensorboard", STARTED, step_record(1, 1e9))
-
-
 def test_files_are_all_opened_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[EventFile] = []
 
@@ -452,9 +398,9 @@ def test_files_are_all_opened_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.observe.tensorboard.EventFile", fail_at_fourth)
         with pytest.raises(OSError, match="too many"):
-            board.write(step_record(1, 1.0))
+            board.write(FIRST)
     assert [file._file.closed for file in opened] == [True] * 3
-    board.write(step_record(2, 2.0))
+    board.write(SECOND)
     board.close()
 
 
@@ -487,8 +433,6 @@ def test_a_missing_library_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_making_the_sink_imports_nothing_heavy() -> None:
-    import subprocess
-
     program = (
         "import sys; from pathlib import Path; from hvdtrain.observe.tensorboard import TensorBoard;"
         "TensorBoard(Path('nowhere'), Path('nowhere')).write({'event': 'started'});"

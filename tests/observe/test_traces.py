@@ -33,19 +33,22 @@ def test_a_trace_file_is_whole_after_every_write(tmp_path: Path) -> None:
         file.append([])
         written += more
         assert _read(path) == written
+    with room_for(path, 500), pytest.raises(OSError, match="too large"):
+        file.append([more[0]] * 100)
+    assert _read(path) == written
+    file.append(more)
+    assert _read(path) == [*written, *more], "a disk that gets full leaves the trace valid"
     file.close()
     with pytest.raises(FileExistsError):
         TraceFile(path, [head])
-    assert _read(path) == written
+    assert _read(path) == [*written, *more]
 
 
 def test_a_name_that_is_taken_is_counted_up(tmp_path: Path) -> None:
     path = tmp_path / "spans.json"
-    assert free_path(path) == path
-    path.touch()
-    assert free_path(path) == tmp_path / "spans-1.json"
-    (tmp_path / "spans-1.json").touch()
-    assert free_path(path) == tmp_path / "spans-2.json"
+    for name in ("spans.json", "spans-1.json", "spans-2.json"):
+        assert free_path(path) == tmp_path / name
+        (tmp_path / name).touch()
 
 
 def _train(trace: SpanTrace, spans: Spans, first: int, last: int) -> None:
@@ -92,9 +95,12 @@ def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: 
     trace = SpanTrace(spans, tmp_path, 3, "node", window, warn=pytest.fail)
     with spans("evaluation"):
         pass
-    _train(trace, spans, 1, 300)
-    trace.close()
     path = tmp_path / "spans-rank-3.json"
+    _train(trace, spans, 1, 10)
+    if window == Window(3, 8):
+        assert _steps(path) == [0, *range(3, 9)], "it is on disk once it is over"
+    _train(trace, spans, 11, 300)
+    trace.close()
     assert _steps(path) == expected
     names = [(event["name"], event["args"]["step"]) for event in _read(path) if event["ph"] == "X"]
     assert len(names) == len(set(names))
@@ -104,39 +110,18 @@ def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: 
     assert _read(path)[0]["args"]["name"] == "rank 3 on node"
 
 
-def test_a_window_is_on_disk_once_it_is_over(tmp_path: Path) -> None:
-    spans = Spans()
-    trace = SpanTrace(spans, tmp_path, 0, "node", Window(3, 8), warn=pytest.fail)
-    _train(trace, spans, 1, 10)
-    assert _steps(tmp_path / "spans-rank-0.json") == list(range(3, 9))
-    trace.close()
-
-
-def test_many_spans_a_step_are_written_before_they_are_dropped(tmp_path: Path) -> None:
-    spans = Spans()
-    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 300), warn=pytest.fail)
-    for step in range(1, 311):
+def test_many_spans_a_step_are_written_before_they_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.observe.span_trace.CAPACITY", 1 << 10)
+    spans = Spans(capacity=1 << 10)
+    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 200), warn=pytest.fail)
+    for step in range(1, 211):
         trace.begin_step(step)
         spans.step = step
-        for bucket in range(700):
+        for bucket in range(22):
             spans.record("exchange", spans.now(), EXCHANGE + bucket)
     trace.close()
     exchanges = Counter(e["args"]["step"] for e in _read(tmp_path / "spans-rank-0.json") if e["ph"] == "X")
-    assert exchanges == dict.fromkeys(range(1, 311), 700)
-
-
-def test_a_disk_that_gets_full_leaves_the_trace_valid(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    head = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "x"}}
-    span = {"name": "a", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1}
-    file = TraceFile(path, [head])
-    file.append([span])
-    with room_for(path, 500), pytest.raises(OSError, match="too large"):
-        file.append([span] * 100)
-    assert _read(path) == [head, span]
-    file.append([span])
-    assert _read(path) == [head, span, span]
-    file.close()
+    assert exchanges == dict.fromkeys(range(1, 211), 22)
 
 
 def test_what_a_device_tells_a_step_late_is_in_the_window(tmp_path: Path) -> None:

@@ -92,9 +92,8 @@ def test_a_failed_run_is_marked(clients: list[Client]) -> None:
 
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(hvdtrain.HvdtrainError, match="needs the package mlflow-skinny") as caught:
+    with pytest.raises(hvdtrain.HvdtrainError, match="pip install mlflow-skinny"):
         _train("mlflow")
-    assert "pip install mlflow-skinny" in str(caught.value)
 
 
 def test_mlflow_has_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -89,25 +88,21 @@ def test_under_a_driver_no_rank_counts_as_missing_and_no_card_is_written(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_REPORTED_GRACE_S", 0.0)
-    ended, looks = _Ended(), threading.Semaphore(0)
+    ended, wait_for_looks = _Ended(), _looks(reporter)
     _with(reporter, child)
-    child.kill()
-    child.wait()
-    other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
-    reporter.statements.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    _kill(child)
     with Watchdog(reporter, 0.0, ended, driven=True):
-        for told in (False, True):
-            if told:
-                other.post_statement(msgspec.structs.replace(reporter.statements.current(), process=other.process))
-                other.mark_reported()
-            for _ in range(5):
-                assert looks.acquire(timeout=TIMEOUT_S)
+        wait_for_looks()
+        _report_from_rank_1(reporter)
+        wait_for_looks()
     assert not ended.codes and not (reporter.job.absolute_dir / "failure.txt").exists()
 
 
-def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
-    patience = Patience(600.0, 0.0)
-    assert [patience.idle_s(t, t) for t in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
+@pytest.mark.parametrize("poll_s", [1.0, 20.0])
+def test_time_in_which_the_process_was_suspended_does_not_count(poll_s: float) -> None:
+    """Looking seldom, as many ranks do, is not being suspended."""
+    patience, looks = Patience(600.0, 0.0, poll_s=poll_s), [poll_s, 2 * poll_s, 3 * poll_s]
+    assert [patience.idle_s(t, t) for t in looks] == looks
     assert patience.idle_s(5000.0, 5000.0) == 0.0, "it was stopped for more than an hour"
     assert patience.idle_s(5001.0, 5001.0) == 1.0
     assert patience.idle_s(0.25, 5002.0) == 0.25
@@ -144,7 +139,7 @@ def reporter(tmp_path: Path) -> Reporter:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
 
@@ -158,6 +153,29 @@ def _with(reporter: Reporter, child: subprocess.Popen[bytes]) -> Reporter:
     return reporter
 
 
+def _report_from_rank_1(reporter: Reporter) -> None:
+    other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
+    other.post_statement(msgspec.structs.replace(reporter.statements.current(), process=other.process))
+    other.mark_reported()
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+
+
+def _looks(reporter: Reporter) -> Callable[[], None]:
+    """Let the training thread make progress all the time; return what waits for some more looks of the watchdog."""
+    looks = threading.Semaphore(0)
+    reporter.statements.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+
+    def wait() -> None:
+        for _ in range(5):
+            assert looks.acquire(timeout=TIMEOUT_S)
+
+    return wait
+
+
 def test_a_run_without_progress_is_ended_and_reported(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
     ended = _Ended()
     with reporter.statements.spans("data"), Watchdog(reporter, 0.05, ended):
@@ -168,12 +186,9 @@ def test_a_run_without_progress_is_ended_and_reported(reporter: Reporter, capfd:
 
 
 def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
-    ended, looks = _Ended(), threading.Semaphore(0)
-    spans = reporter.statements.spans
-    spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    ended, wait_for_looks = _Ended(), _looks(reporter)
     with Watchdog(reporter, 0.001, ended):
-        for _ in range(5):
-            assert looks.acquire(timeout=TIMEOUT_S)
+        wait_for_looks()
     assert not ended.codes and not reporter.mailbox.has_statements()
     assert reporter.mailbox.heartbeats()[0]["step"] == 0
 
@@ -183,8 +198,7 @@ def test_a_dead_rank_is_reported(
 ) -> None:
     ended = _Ended()
     with Watchdog(_with(reporter, child), 0.0, ended):
-        child.kill()
-        child.wait()
+        _kill(child)
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
     assert "rank 1 on a ended without an error message" in capfd.readouterr().err
@@ -192,14 +206,12 @@ def test_a_dead_rank_is_reported(
 
 
 def test_a_rank_that_came_to_its_end_is_not_missed(reporter: Reporter, child: subprocess.Popen[bytes]) -> None:
-    ended, looks = _Ended(), threading.Semaphore(0)
+    ended, wait_for_looks = _Ended(), _looks(reporter)
     _with(reporter, child)
-    reporter.statements.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
     with Watchdog(reporter, 0.0, ended):
         dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1]).mark_finished()
-        child.communicate(b"\n")
-        for _ in range(5):
-            assert looks.acquire(timeout=TIMEOUT_S)
+        child.communicate()
+        wait_for_looks()
     assert not ended.codes
 
 
@@ -211,11 +223,8 @@ def test_another_ranks_failure_is_answered_once_and_followed(
 ) -> None:
     monkeypatch.setattr(module, "_REPORTED_GRACE_S", 0.0)
     ended = _Ended()
-    _with(reporter, child)
-    other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
-    with Watchdog(reporter, 0.0, ended):
-        other.post_statement(msgspec.structs.replace(reporter.statements.current(), process=other.process))
-        other.mark_reported()
+    with Watchdog(_with(reporter, child), 0.0, ended):
+        _report_from_rank_1(reporter)
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
     assert {s.process.rank: s.kind for s in reporter.mailbox.statements({})} == {0: CURRENT, 1: CURRENT}
@@ -231,8 +240,7 @@ def test_a_signal_wakes_it_at_once(
     former = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
     try:
         with Watchdog(_with(reporter, child), 0.0, ended):
-            child.kill()
-            child.wait()
+            _kill(child)
             os.kill(os.getpid(), signal.SIGTERM)
             ended.wait()
     finally:
@@ -295,8 +303,7 @@ def test_it_works_with_file_descriptors_beyond_1023(
     low, watchdog._wake_read = watchdog._wake_read, fcntl.fcntl(watchdog._wake_read, fcntl.F_DUPFD, 1050)
     try:
         with watchdog:
-            child.kill()
-            child.wait()
+            _kill(child)
             ended.wait()
     finally:
         os.close(low)
@@ -326,12 +333,6 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
     assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"
     reporter.job.is_ending = lambda: True
     assert not missing(_0=GONE, _1=GONE)
-
-
-def test_looking_seldom_is_not_being_suspended() -> None:
-    patience = Patience(600.0, 0.0, poll_s=20.0)
-    assert [patience.idle_s(t, t) for t in (20.0, 40.0, 60.0)] == [20.0, 40.0, 60.0]
-    assert patience.idle_s(5000.0, 5000.0) == 0.0
 
 
 def test_others_are_asked_no_oftener_than_they_say_something(reporter: Reporter) -> None:
@@ -364,13 +365,11 @@ def test_no_progress_is_said_once_before_anything_ends(reporter: Reporter, capfd
     with spans("forward"):
         for idle_s in (100.0, 299.0, 300.0, 400.0):
             watchdog._warn(idle_s)
-    assert capfd.readouterr().err == (
-        "hvdtrain: rank 0: no progress for 300 s in forward, step 12; if no rank makes any for 600 s, the run ends"
-        " (--observe.stall_timeout_s)\n"
-    )
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(part in line for part in ("rank 0", "300 s", "forward", "step 12", "600 s", "observe.stall_timeout_s"))
     watchdog._warn(0.0)  # it continues
     watchdog._warn(301.0)
-    assert "no progress for 301 s, step 12" in capfd.readouterr().err
+    assert "301 s" in capfd.readouterr().err
     process = msgspec.structs.replace(reporter.statements.process, rank=3)
     reporter.statements = dataclasses.replace(reporter.statements, process=process)
     with spans("wait"):

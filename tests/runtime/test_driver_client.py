@@ -64,6 +64,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_a_rank_requests_and_gets_a_place(driver: Driver) -> None:
+    driver.channel._end.sendall(b'not json\n[1]\n{"kind": 1}\n{"type": "weather"}\n')  # is passed over
     driver.channel.send("round", **PLACE)
     place = driver.client.join("started", step=-1)
     asked = driver.hear("join")
@@ -78,9 +79,8 @@ def test_a_rank_requests_and_gets_a_place(driver: Driver) -> None:
     assert not isinstance(none.value, JobFailed)
     asked = driver.hear("join")
     assert (asked["after"], asked["text"], asked["step"]) == (3, "gone", 17)
-
-
-def test_the_end_of_a_failed_job_is_an_error_of_its_own(driver: Driver) -> None:
+    driver.channel.send("round", **{**PLACE, "interface": ""})
+    assert driver.client.join("started").variables()["HOROVOD_GLOO_IFACE"] is None, "any interface"
     driver.channel.send("end", why="rank 1 was killed", failed=True)
     with pytest.raises(JobFailed, match="rank 1 was killed"):
         driver.client.join("failed")
@@ -91,11 +91,6 @@ def test_a_rank_that_hangs_prints_its_stack(driver: Driver, capsys: pytest.Captu
     driver.synchronize_state()
     said = capsys.readouterr().err
     assert "where this rank hangs" in said and "test_a_rank_that_hangs_prints_its_stack" in said
-
-
-def test_any_interface_is_none_in_the_environment(driver: Driver) -> None:
-    driver.channel.send("round", **{**PLACE, "interface": ""})
-    assert driver.client.join("started").variables()["HOROVOD_GLOO_IFACE"] is None
 
 
 def test_a_broken_round_wakes_the_waiting_rank(driver: Driver) -> None:
@@ -200,12 +195,6 @@ def test_a_leaving_rank_needs_no_driver() -> None:
     client._listen()
     assert codes == []
     client.close()
-
-
-def test_messages_of_no_known_type_and_lines_that_are_none_are_passed_over(driver: Driver) -> None:
-    driver.channel._end.sendall(b'not json\n[1]\n{"kind": 1}\n{"type": "weather"}\n')
-    driver.channel.send("round", **PLACE)
-    assert driver.client.join("started").round == 3
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1"])

@@ -56,9 +56,7 @@ def _tell(process: subprocess.Popen[str], line: str) -> None:
     process.stdin.flush()
 
 
-@pytest.mark.parametrize(
-    "end", ["exit(3)", "os._exit(0)", "os.abort()", "os.execv('/bin/sleep', ['sleep', '9999'])", ""]
-)
+@pytest.mark.parametrize("end", ["exit(3)", "os.abort()", "os.execv('/bin/sleep', ['sleep', '9999'])", ""])
 def test_the_end_of_a_process_is_reported_whatever_its_cause(end: str) -> None:
     with _holder() as (process, lifeline):
         told, watcher = _watch(lifeline)
@@ -90,32 +88,23 @@ def test_the_end_of_its_children_and_threads_is_not_its_own(act: str) -> None:
         assert told.is_set()
 
 
-def test_a_lock_without_holder_reports_no_end() -> None:
+def test_a_lock_without_holder_reports_no_end_and_only_the_thread_that_ends_with_the_process_holds_one() -> None:
     made = make_lifeline()
     assert made is not None
-    os.close(made[1])
-    assert not made[0].wait()
-
-
-def test_only_the_thread_that_ends_with_the_process_holds_one() -> None:
-    made = make_lifeline()
-    assert made is not None
-    _, descriptor = made
+    lifeline, descriptor = made
     held: list[bool] = []
     other = threading.Thread(target=lambda: held.append(hold_lifeline({VARIABLE: str(descriptor)})))
     other.start()
     other.join()
     os.close(descriptor)
     assert held == [False]
+    assert not lifeline.wait()
 
 
-@pytest.mark.parametrize("environ", [{}, {VARIABLE: ""}, {VARIABLE: "x"}, {VARIABLE: "987654"}])
-def test_only_the_given_process_holds_the_lock(environ: dict[str, str]) -> None:
-    assert not hold_lifeline(environ)
-
-
-def test_other_files_are_not_accepted_as_locks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [None, "", "x", "987654", "file"])
+def test_only_the_given_process_holds_the_lock(value: str | None, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     with (tmp_path / "file").open("r+b") as file:
-        assert not hold_lifeline({VARIABLE: str(file.fileno())})
+        given = str(file.fileno()) if value == "file" else value
+        assert not hold_lifeline({} if given is None else {VARIABLE: given})
     assert (tmp_path / "file").read_bytes() == bytes(4096)

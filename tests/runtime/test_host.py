@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.runtime import host
-from hvdtrain.runtime.host import HostFacts, cpu_list, read_host
+from hvdtrain.runtime.host import cpu_list, read_host
 
 
 @pytest.fixture
@@ -29,27 +29,25 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 EIGHT = set(range(8))
 
 
-def cores(root: Path) -> tuple[int, int]:
-    found = read_host({}, root)
-    return found.cores, found.own_cores
+SIBLINGS = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in EIGHT}
+NO_LIMIT = {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}
 
 
-def test_an_unbound_process(machine) -> None:
-    assert cores(machine(EIGHT, EIGHT)) == (8, 8)
-
-
-def test_the_launcher_bound_us_to_a_part(machine) -> None:
-    assert cores(machine({2}, EIGHT)) == (8, 1)
-
-
-def test_the_whole_job_is_bound_to_a_part(machine) -> None:
-    assert cores(machine({0, 1}, {0, 1})) == (2, 2)
-
-
-def test_hardware_threads_of_one_core_are_one(machine) -> None:
-    siblings = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in EIGHT}
-    assert cores(machine(EIGHT, EIGHT, siblings)) == (4, 4)
-    assert cores(machine({1, 5}, EIGHT, siblings)) == (4, 1)
+@pytest.mark.parametrize(
+    ("own", "launcher", "files", "cores", "quota"),
+    [
+        (EIGHT, EIGHT, {}, (8, 8), False),
+        ({2}, EIGHT, {}, (8, 1), False),  # the launcher bound us to a part
+        ({0, 1}, {0, 1}, {}, (2, 2), False),  # the whole job is bound to a part
+        (EIGHT, EIGHT, SIBLINGS, (4, 4), False),  # hardware threads of one core are one
+        ({1, 5}, EIGHT, SIBLINGS, (4, 1), False),
+        (EIGHT, EIGHT, NO_LIMIT, (8, 8), False),
+        (EIGHT, EIGHT, {"sys/fs/cgroup/cpu.max": "800000 100000\n"}, (8, 8), True),  # it takes no core away
+    ],
+)
+def test_cores(machine, own, launcher, files, cores: tuple[int, int], quota: bool) -> None:
+    found = read_host({}, machine(own, launcher, files))
+    assert (found.cores, found.own_cores, found.quota) == (*cores, quota)
 
 
 @pytest.mark.parametrize(
@@ -63,25 +61,22 @@ def test_hardware_threads_of_one_core_are_one(machine) -> None:
     ],
 )
 def test_a_containers_limit_counts(machine, files: dict[str, str]) -> None:
-    assert cores(machine(EIGHT, EIGHT, files))[0] == 3
+    assert read_host({}, machine(EIGHT, EIGHT, files)).cores == 3
 
 
-def test_no_limit_is_no_limit(machine) -> None:
-    files = {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}
-    assert cores(machine(EIGHT, EIGHT, files)) == (8, 8)
-    assert not read_host({}, machine(EIGHT, EIGHT)).quota
-
-
-def test_a_quota_is_one_though_it_takes_no_core_away(machine) -> None:
-    root = machine(EIGHT, EIGHT, {"sys/fs/cgroup/cpu.max": "800000 100000\n"})
-    assert cores(root) == (8, 8)
-    assert read_host({}, root).quota
-
-
-@pytest.mark.parametrize(("said", "allowed"), [("always [madvise] never", True), ("always madvise [never]", False)])
-def test_huge_pages_may_be_forbidden(machine, said: str, allowed: bool) -> None:
-    root = machine(EIGHT, EIGHT, {"sys/kernel/mm/transparent_hugepage/enabled": said})
-    assert read_host({}, root).huge_pages is allowed
+@pytest.mark.parametrize(
+    ("file", "text", "huge_pages", "fabric"),
+    [
+        ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never", True, False),
+        ("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]", False, False),
+        ("sys/class/net/eth0", "", True, False),
+        ("sys/class/infiniband/mlx5_0", "", True, True),
+        ("sys/class/cxi/cxi0", "", True, True),
+    ],
+)
+def test_huge_pages_and_a_fabric(machine, file: str, text: str, huge_pages: bool, fabric: bool) -> None:
+    found = read_host({}, machine(EIGHT, EIGHT, {file: text}))
+    assert (found.huge_pages, found.fabric) == (huge_pages, fabric)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +104,4 @@ def test_the_kernels_sets_are_read() -> None:
 
 def test_this_machine_has_a_core() -> None:
     found = read_host({})
-    assert isinstance(found, HostFacts)
     assert 1 <= found.own_cores <= found.cores <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize("place", ["infiniband/mlx5_0", "cxi/cxi0"])
-def test_a_fabric_is_more_than_ethernet(machine, place: str) -> None:
-    assert not read_host({}, machine(EIGHT, EIGHT, {"sys/class/net/eth0": ""})).fabric
-    assert read_host({}, machine(EIGHT, EIGHT, {f"sys/class/{place}": ""})).fabric

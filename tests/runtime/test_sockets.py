@@ -33,9 +33,8 @@ def test_received_bytes_are_read_first_and_sending_continues() -> None:
     server, near, far = _pair()
     far.sendall(b"x")
     assert near.recv(1, socket.MSG_PEEK) == b"x", "it has come"
-    assert (
-        shut_down_receiving({next(inode for inode, number in open_sockets().items() if number == near.fileno())}) == 1
-    )
+    inode = next(inode for inode, number in open_sockets().items() if number == near.fileno())
+    assert shut_down_receiving({inode}) == 1
     near.sendall(b"y")
     assert (near.recv(1), near.recv(1), far.recv(1)) == (b"x", b"", b"y")
     for end in (server, near, far):

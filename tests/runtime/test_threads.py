@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -46,18 +47,15 @@ def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
     assert find_spinning_thread([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None) == SPINS
 
 
-@pytest.mark.parametrize("others", [[], [SLEEPS, IDLES], [WAITS_BUSILY], [IS_YOUNG]])
-def test_none_is_found_where_none_is(others: list[int]) -> None:
-    assert find_spinning_thread(others, _uses(), lambda: None) is None
-
-
-def test_two_threads_that_look_alike_are_both_left_alone() -> None:
+def test_none_is_found_where_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for others in ([], [SLEEPS, IDLES], [WAITS_BUSILY], [IS_YOUNG]):
+        assert find_spinning_thread(others, _uses(), lambda: None) is None
     use = _uses()
-    assert find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None) is None
-
-
-def test_a_missing_or_unknown_thread_ends_the_search() -> None:
-    assert find_spinning_thread([2**22 + 1], read_use, lambda: None) is None
+    alike = find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None)
+    assert alike is None, "two that look alike are both left alone"
+    assert find_spinning_thread([2**22 + 1], read_use, lambda: None) is None, "it has ended"
+    monkeypatch.setattr(threads, "_PROC", tmp_path / "none")
+    assert thread_ids() == frozenset()
 
 
 @pytest.fixture
@@ -96,21 +94,22 @@ def test_rest_and_work_change_that_thread_alone(sleeper: int) -> None:
     assert (_policy(sleeper), _policy(0)) == (os.SCHED_OTHER, own)
 
 
-def test_where_rest_is_for_good_it_comes_last(sleeper: int) -> None:
+def test_where_rest_is_for_good_it_comes_last(sleeper: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: int, policy: int, param: object) -> None:
+        if policy != os.SCHED_IDLE:
+            raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_setscheduler", refuse)
+        assert not can_restore_priority()
     spinner = SpinningThread(sleeper, can_restore=False)
     spinner.lower_priority(for_good=False)
     assert _policy(sleeper) == os.SCHED_OTHER
     spinner.lower_priority(for_good=True)
     assert _policy(sleeper) == os.SCHED_IDLE
-
-
-def test_without_the_right_a_thread_cannot_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: int, policy: int, param: object) -> None:
-        if policy != os.SCHED_IDLE:
-            raise PermissionError
-
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert not can_restore_priority()
+    ended = SpinningThread(2**22 + 1, can_restore=True)
+    ended.lower_priority(for_good=True)
+    ended.restore_priority()
 
 
 def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int) -> None:
@@ -118,17 +117,6 @@ def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int)
     os.sched_setaffinity(sleeper, {min(every)})
     SpinningThread(sleeper, can_restore=False)
     assert os.sched_getaffinity(sleeper) == every
-
-
-def test_a_thread_that_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    spinner = SpinningThread(2**22 + 1, can_restore=True)
-    spinner.lower_priority(for_good=True)
-    spinner.restore_priority()
-
-
-def test_without_proc_there_are_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(threads, "_PROC", tmp_path / "none")
-    assert thread_ids() == frozenset()
 
 
 @pytest.mark.parametrize(("asked", "raised_by"), [("10", 10), ("", 0), ("no number", 0), ("-5", 0)])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from hvdtrain.errors import DataError, NonFiniteError
-from hvdtrain.observe.failure import fault as fault_module
 from hvdtrain.observe.failure.fault import bare_fault, fault, out_of_memory
 
 
@@ -31,16 +28,7 @@ def test_an_error_by_its_parts() -> None:
     other = fault(_raised(ValueError("no")))
     assert (other.message, other.parts) == ("no", {})
     assert "test_fault.py" in other.traceback and other.traceback.endswith("ValueError: no\n")
-
-
-def test_what_follows_from_another_ranks_end_is_a_consequence() -> None:
-    assert fault(_raised(HorovodInternalError("shut down"))).consequence
-    assert fault(_raised(ValueError("no"), HorovodInternalError("shut down"))).consequence
-    assert not fault(_raised(RuntimeError("no"))).consequence
-
-
-def test_an_endless_traceback_is_cut() -> None:
-    assert len(fault(_raised(ValueError("x" * 1_000_000))).traceback) < 30_000
+    assert len(fault(_raised(ValueError("x" * 1_000_000))).traceback) < 30_000, "an endless one is cut"
 
 
 @pytest.mark.parametrize(
@@ -56,12 +44,9 @@ def test_an_endless_traceback_is_cut() -> None:
 )
 def test_memory_that_ran_out_is_known(error: Exception, ran_out: bool) -> None:
     assert out_of_memory(error) == ran_out
-
-
-def test_torchs_own_error_is_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
-    assert out_of_memory(caught.value)
+    assert out_of_memory(caught.value), "torch's own"
 
 
 def _while_handling(error: BaseException, handled: BaseException, *, hidden: bool = False) -> BaseException:
@@ -76,8 +61,11 @@ def _while_handling(error: BaseException, handled: BaseException, *, hidden: boo
         return caught
 
 
-def test_an_error_raised_while_handling_another_ranks_end_is_a_consequence_too() -> None:
+def test_what_follows_from_another_ranks_end_is_a_consequence() -> None:
     ended = HorovodInternalError("shut down")
+    assert fault(_raised(ended)).consequence
+    assert fault(_raised(ValueError("no"), ended)).consequence
+    assert not fault(_raised(RuntimeError("no"))).consequence
     assert fault(_while_handling(ValueError("no"), ended)).consequence
     assert fault(_while_handling(KeyError("k"), _while_handling(ValueError("no"), ended))).consequence
     assert not fault(_while_handling(ValueError("no"), ended, hidden=True)).consequence
@@ -94,24 +82,19 @@ def test_the_first_of_several_device_faults_is_reported() -> None:
     assert fault(_while_handling(ValueError("no"), first)).type == "ValueError", "no fault of the device itself"
 
 
-def test_what_is_no_text_is_escaped() -> None:
+class Mute(ValueError):
+    """Has not even a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_what_is_no_text_is_escaped_and_a_failing_str_costs_the_text_alone() -> None:
     broken = b"/data/caf\xe9".decode("utf-8", errors="surrogateescape")
     for found in (fault(_raised(OSError(broken))), fault(_raised(DataError("what", found=broken)))):
         for text in (found.message, found.traceback, *found.parts.values()):
             text.encode("utf-8")
         assert "\\udce9" in found.message
-
-
-class _Mute(ValueError):
-    def __str__(self) -> str:
-        raise RuntimeError("not even its text")
-
-
-def test_an_error_with_a_failing_str_is_reported() -> None:
-    found = fault(_raised(_Mute()))
-    assert found.type == "_Mute" and "_raised" in found.traceback and not out_of_memory(_Mute())
-    assert bare_fault(_Mute()).type == "_Mute" and bare_fault(MemoryError()).memory
-
-
-def test_the_outer_frames_are_those_of_modules_that_there_are() -> None:
-    assert all(importlib.util.find_spec(name) for name in fault_module._OUTER)
+    found = fault(_raised(Mute()))
+    assert found.type == "Mute" and "_raised" in found.traceback and not out_of_memory(Mute())
+    assert bare_fault(Mute()).type == "Mute" and bare_fault(MemoryError()).memory

@@ -110,14 +110,15 @@ def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
 
 def test_dead_ranks_are_reported_unless_they_left(tmp_path: Path) -> None:
     mailbox = _mailboxes(tmp_path, 1)[0]
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     other = RankProcess(1, "a", child.pid, started(child.pid) or 0)
     mailbox = dataclasses.replace(mailbox, ranks=(mailbox.process, other), visible=frozenset({1}))
     assert mailbox.states() == {1: RUNNING}
-    child.communicate(b"\n")
+    child.communicate()
     assert mailbox.states() == {1: GONE}
     dataclasses.replace(mailbox, process=other).mark_finished()
     assert mailbox.states() == {}
+    assert dataclasses.replace(mailbox, folder=None).states() == {1: GONE}, "without the others' reports"
 
 
 def test_only_processes_that_are_found_at_start_are_looked_for(tmp_path: Path) -> None:
@@ -161,16 +162,6 @@ def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypat
     mailboxes[0].remove()
     assert looked == [True] * 3
     assert not list(tmp_path.iterdir())
-
-
-def test_without_a_folder_a_dead_process_is_found_without_the_others_reports(tmp_path: Path) -> None:
-    mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None)
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        began = started(child.pid) or 0
-    mailbox = dataclasses.replace(
-        mailbox, ranks=(mailbox.process, RankProcess(1, "a", child.pid, began)), visible=frozenset({1})
-    )
-    assert mailbox.states() == {1: GONE}
 
 
 def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,14 @@ from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_ca
 from hvdtrain.observe.failure.statement import STALLED, StatementMaker, this_process
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.spans import Spans
+from tests.observe.failure.test_fault import Mute
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks
 
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STATEMENTS_WAIT_S", 0.2)
+    monkeypatch.setattr(module, "_STATEMENTS_WAIT_S", 0.05)
 
 
 def _reporters(place: Path, size: int, shown: list[str]) -> list[Reporter]:
@@ -35,6 +36,13 @@ def _reporters(place: Path, size: int, shown: list[str]) -> list[Reporter]:
         return Reporter(mailbox, StatementMaker(mailbox.process, Spans(), {}), job, FailureOutput(shown.append))
 
     return on_ranks(size, body)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> tuple[Reporter, list[str]]:
+    """A single rank, and the cards that it shows."""
+    shown: list[str] = []
+    return _reporters(tmp_path, 1, shown)[0], shown
 
 
 def _fail(reporter: Reporter) -> None:
@@ -57,7 +65,7 @@ def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_card_that_does_not_come_is_written_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CARD_WAIT_S", 0.1)
+    monkeypatch.setattr(module, "_CARD_WAIT_S", 0.05)
     shown: list[str] = []
     first, second = _reporters(tmp_path, 2, shown)
     assert first.mailbox.claim_card(0), "and then it is killed"
@@ -77,36 +85,38 @@ def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
     assert [s["kind"] for s in card["statements"]] == ["failed", "here"]
 
 
-def test_an_interrupt_by_hand_is_no_failure(tmp_path: Path) -> None:
-    shown: list[str] = []
-    reporter = _reporters(tmp_path, 1, shown)[0]
+def test_an_interrupt_by_hand_is_no_failure(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
+    reporter, shown = alone
     reporter.report_error(KeyboardInterrupt())
     assert not shown and not reporter.output.reported and not (tmp_path / "failure.txt").exists()
     assert reporter.mailbox.has_finished(0)
 
 
-def test_a_disk_that_is_gone_leaves_the_screen(tmp_path: Path) -> None:
-    shown: list[str] = []
-    reporter = _reporters(tmp_path, 1, shown)[0]
-    reporter.job.absolute_dir = tmp_path / "nowhere"
-    reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None)
+@pytest.mark.parametrize("lost", ["disk", "checkpoint", "statement"])
+def test_the_error_is_shown_whatever_is_lost(
+    lost: str, alone: tuple[Reporter, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise MemoryError(lost)
+
+    reporter, shown = alone
+    if lost == "disk":
+        reporter.job.absolute_dir = tmp_path / "nowhere"
+        reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None)
+    elif lost == "checkpoint":
+        reporter.job.checkpoint = fails
+    else:
+        monkeypatch.setattr(StatementMaker, "failure", fails)
+        monkeypatch.setattr(StatementMaker, "current", fails)
     _fail(reporter)
-    assert "rank 0 on a failed: ValueError" in shown[0] and "ValueError: rank 0" in shown[0]
-    assert "could not be written" not in shown[0]
+    assert ("rank 0 on a failed: ValueError" if lost != "checkpoint" else "MemoryError") in shown[0]
+    assert lost == "statement" or "ValueError: rank 0" in shown[0]
+    assert reporter.output.reported and reporter.mailbox.is_reported() == (lost != "disk")
+    assert lost != "statement" or reporter.post_state().kind == "here"
 
 
-def test_a_fault_in_the_card_still_tells_the_error(tmp_path: Path) -> None:
-    shown: list[str] = []
-    reporter = _reporters(tmp_path, 1, shown)[0]
-    reporter.job.checkpoint = lambda: 1 // 0  # type: ignore[assignment,return-value]
-    _fail(reporter)
-    assert "ValueError: rank 0" in shown[0] and "ZeroDivisionError" in shown[0]
-    assert reporter.mailbox.is_reported()
-
-
-def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
-    shown: list[str] = []
-    reporter = _reporters(tmp_path, 1, shown)[0]
+def test_memory_is_asked_for_only_where_it_ran_out(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
+    reporter, shown = alone
     asked: list[str] = []
 
     def held(error: BaseException) -> dict[str, Any]:
@@ -122,40 +132,21 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
     assert "use of the host's memory" in shown[1] and asked == ["no"]
 
 
-def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
-    shown: list[str] = []
-    _fail(_reporters(tmp_path, 1, shown)[0])
+def test_the_card_of_an_earlier_start_is_set_aside(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
+    _fail(alone[0])
     archive_old_card(tmp_path)
     assert not (tmp_path / "failure.txt").exists() and not (tmp_path / "failure.json").exists()
     assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
     archive_old_card(tmp_path)
 
 
-class _Mute(ValueError):
-    def __str__(self) -> str:
-        raise RuntimeError("not even its text")
-
-
 def test_an_error_with_any_text_is_reported(tmp_path: Path) -> None:
-    for number, error in enumerate((_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
+    for number, error in enumerate((Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
         shown: list[str] = []
         reporter = _reporters(tmp_path / str(number), 1, shown)[0]
         reporter.report_error(error)
         assert f"failed: {type(error).__name__}" in shown[0] and "could not be written" not in shown[0]
         assert (tmp_path / str(number) / "failure.txt").read_text() == shown[0]
-
-
-def test_a_card_that_cannot_be_made_leaves_a_minimal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise MemoryError
-
-    shown: list[str] = []
-    reporter = _reporters(tmp_path, 1, shown)[0]
-    monkeypatch.setattr(StatementMaker, "failure", fails)
-    monkeypatch.setattr(StatementMaker, "current", fails)
-    reporter.report_error(ValueError("no"))
-    assert "rank 0 on a failed: ValueError" in shown[0] and reporter.output.reported
-    assert reporter.post_state().kind == "here"
 
 
 def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank says of itself: from an error, from another thread while it works or waits."""
+"""What a rank says of itself: from an error, from another thread while it works or waits. How ranks are called."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import threading
 import types
 
 import pytest
+from msgspec.structs import replace
 
-from hvdtrain.observe.failure.statement import STALLED, TRAINING, StatementMaker, this_process
+from hvdtrain.observe.failure import statement as module
+from hvdtrain.observe.failure.statement import CURRENT, STALLED, TRAINING, Statement, StatementMaker, this_process
 from hvdtrain.spans import Spans
+from tests.observe.failure.test_verdict import busy, failed, waiting, who
 from tests.support.launch import TIMEOUT_S
 
 
@@ -56,3 +59,19 @@ def test_a_failed_rank_says_what_it_was_in() -> None:
     except ValueError as error:
         statement = StatementMaker(this_process(0, "a"), spans, {}).failure(error)
     assert (statement.last_span, statement.open_spans, statement.step) == ("forward", [], 2)
+
+
+def test_ranks_at_one_place_are_taken_together_unless_they_wait_for_different_collectives() -> None:
+    statements = [busy(0), *(waiting(rank, "gradients/0", idle_s=3.0 + rank / 10) for rank in (1, 2, 3, 5))]
+    (first, _), (others, longest) = module.grouped(statements)
+    assert (first, others) == ("rank 0 on a", "ranks 1-3, 5 on a")
+    assert module.place(longest) == "in wait at step 12 for 3.5 s, waiting for gradients/0"
+    assert len(module.grouped([waiting(0, "gradients/0"), waiting(1, "gradients/1")])) == 2
+
+
+def test_names() -> None:
+    assert module.ranges([0]) == "0"
+    assert module.ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert module.labels([who(2, "b"), who(1, "a")]) == "ranks 1-2"
+    assert module.place(Statement(CURRENT, 0.0, who(0))) == "before the first step"
+    assert module.place(replace(failed(0), last_span="forward")) == "at step 3, last in forward"

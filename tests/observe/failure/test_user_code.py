@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 
 import pytest
@@ -58,3 +59,4 @@ def test_the_users_frame(trace: str, innermost_first: bool, frame: str) -> None:
 def test_what_is_installed() -> None:
     assert all(map(is_installed, (fault.__file__, LIBRARY, "<frozen runpy>")))
     assert not is_installed(__file__)
+    assert all(importlib.util.find_spec(name) for name in fault._OUTER)

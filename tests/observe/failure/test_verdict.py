@@ -1,4 +1,4 @@
-"""RankProcess is to blame, as tables; what is waited for; how ranks and places are named."""
+"""Which rank is to blame, as tables; what is waited for."""
 
 from __future__ import annotations
 
@@ -33,160 +33,88 @@ def silent(rank: int, state: str, **facts: object) -> SilentRank:
     return SilentRank(who(rank), state, **facts)  # type: ignore[arg-type]
 
 
-CONSEQUENCE = {"consequence": True}
+ENDED = failed(0, consequence=True)
+"""Horovod's error on a rank whose neighbour is dead."""
 
-TABLE = {
-    "an error": ([failed(1), waiting(0, kind=CURRENT)], [], EXCEPTION, [1], "rank 1 on a failed: ValueError"),
-    "the earliest error": ([failed(0, 2.0), failed(1, 1.0), waiting(2)], [], EXCEPTION, [1], "failed first"),
-    "an error before its consequences": (
-        [failed(0, 1.0, **CONSEQUENCE), failed(1, 2.0)],
-        [],
-        EXCEPTION,
-        [1],
-        "rank 1 on a failed: ValueError",
-    ),
-    "an error, though the launcher has ended another": ([failed(1)], [silent(0, GONE)], EXCEPTION, [1], "rank 1"),
-    "the same everywhere": (
-        [failed(0, 1.0, everywhere=True), failed(1, 2.0, everywhere=True)],
-        [],
-        EXCEPTION,
-        [0, 1],
-        "every rank failed: ValueError",
-    ),
-    "memory": ([failed(1, memory=True)], [silent(0, RUNNING)], EXCEPTION, [1], "ran out of memory"),
-    "a death": (
-        [waiting(0, kind=CURRENT)],
-        [silent(1, GONE)],
-        KILLED,
-        [1],
-        "rank 1 on a ended without an error message",
-    ),
-    "a death that Horovod noticed": (
-        [failed(0, **CONSEQUENCE)],
-        [silent(1, ZOMBIE)],
-        KILLED,
-        [1],
-        "without an error message",
-    ),
-    "a crash": ([waiting(0)], [silent(1, GONE, crash="Fatal Python error")], KILLED, [1], "crashed in native code"),
-    "a stopped process": ([waiting(0)], [silent(1, STOPPED)], STALL, [1], "rank 1 on a is stopped"),
-    "a death before a stopped process": ([waiting(0)], [silent(1, STOPPED), silent(2, GONE)], KILLED, [2], "rank 2"),
-    "silence": ([waiting(0)], [silent(1, UNKNOWN)], STALL, [1], "does not respond"),
-    "silence before those who wait": ([waiting(0), busy(2)], [silent(1, RUNNING)], STALL, [1], "rank 1"),
-    "one that does something else": (
-        [waiting(0, "gradients/0"), busy(1)],
-        [],
-        STALL,
-        [1],
-        "no progress for 612 s: rank 1 on a in data at step 12 for 612.0 s, and the others wait for it",
-    ),
-    "different collectives": ([waiting(0, "x"), waiting(1, "y")], [], STALL, [0, 1], "wait in different collectives"),
-    "a link that was lost when one rank had its sum already": (
-        [waiting(0, "y"), waiting(1, "x", "y")],
-        [],
-        STALL,
-        [0, 1],
-        "a collective that all ranks have started does not end",
-    ),
-    "names that come again in another step": (
-        [waiting(0, "y"), replace(waiting(1, "x", "y"), step=11)],
-        [],
-        STALL,
-        [0, 1],
-        "wait in different collectives",
-    ),
-    "one collective": ([waiting(0, "x"), waiting(1, "x")], [], STALL, [0, 1], "wait in the same collective"),
-    "nobody waits": ([busy(0), busy(1)], [], STALL, [0, 1], "no rank waits for another one"),
-    "one rank alone": ([busy(0)], [], STALL, [0], "no progress for 612 s, in data at step 12"),
-    "communication that ended": ([failed(0, **CONSEQUENCE)], [], EXCEPTION, [0], "no rank reported an error"),
-    "several stopped": ([waiting(0)], [silent(1, STOPPED), silent(2, STOPPED)], STALL, [1, 2], "ranks 1-2 on a are st"),
-    "several silent": ([waiting(0)], [silent(1, UNKNOWN), silent(2, UNKNOWN)], STALL, [1, 2], "ranks 1-2 on a do not"),
-    "several others": ([waiting(0), busy(1), busy(2)], [], STALL, [1, 2], "and the others wait for them"),
-    "no folder is shared": (
-        [waiting(0, "x")],
-        [silent(1, UNREACHABLE), silent(2, UNREACHABLE)],
-        STALL,
-        [0, 1, 2],
-        "no progress for 600 s on the ranks that share the run folder: rank 0 on a in wait at step 12",
-    ),
-    "one that works where no folder is shared": (
-        [waiting(0, "x"), busy(1)],
-        [silent(2, UNREACHABLE)],
-        STALL,
-        [1, 2],
-        "share the run folder: rank 1 on a in data",
-    ),
-    "a death where no folder is shared": (
-        [waiting(0)],
-        [silent(1, GONE), silent(2, UNREACHABLE)],
-        KILLED,
-        [1],
-        "rank 1",
-    ),
-    "communication that ended, and no folder is shared": (
-        [failed(0, **CONSEQUENCE)],
-        [silent(1, UNREACHABLE)],
-        EXCEPTION,
-        [0],
-        "no rank that shares the run folder reported",
-    ),
-    "a host that was lost": (
-        [failed(0, **CONSEQUENCE)],
-        [silent(1, UNKNOWN)],
-        KILLED,
-        [1],
-        "no statement came from rank 1",
-    ),
+CASES = {
+    EXCEPTION: {
+        "an error": ([failed(1), waiting(0, kind=CURRENT)], [], [1], "rank 1 on a failed: ValueError"),
+        "the earliest error": ([failed(0, 2.0), failed(1, 1.0), waiting(2)], [], [1], "failed first"),
+        "an error before its consequences": ([ENDED, failed(1, 2.0)], [], [1], "rank 1"),
+        "an error, though the launcher has ended another": ([failed(1)], [silent(0, GONE)], [1], "rank 1"),
+        "the same everywhere": ([failed(n, n, everywhere=True) for n in (0, 1)], [], [0, 1], "every rank"),
+        "equal on all": ([failed(0), failed(1, 1.0)], [], [0, 1], "every rank"),
+        "unlike on all": ([replace(failed(0), fault=Fault("KeyError", "yes")), failed(1, 1.0)], [], [0], "KeyError"),
+        "memory": ([failed(1, memory=True)], [silent(0, RUNNING)], [1], "ran out of memory"),
+        "communication that ended": ([ENDED], [], [0], "no rank reported"),
+        "it ended, and no folder is shared": ([ENDED], [silent(1, UNREACHABLE)], [0], "no rank that shares"),
+    },
+    KILLED: {
+        "a death": ([waiting(0, kind=CURRENT)], [silent(1, GONE)], [1], "rank 1 on a ended without"),
+        "a death that Horovod noticed": ([ENDED], [silent(1, ZOMBIE)], [1], "without an error"),
+        "a crash": ([waiting(0)], [silent(1, GONE, crash="Fatal Python error")], [1], "native code"),
+        "a death before a stop": ([waiting(0)], [silent(1, STOPPED), silent(2, GONE)], [2], "rank 2"),
+        "no folder is shared": ([waiting(0)], [silent(1, GONE), silent(2, UNREACHABLE)], [1], "rank 1"),
+        "a host that was lost": ([ENDED], [silent(1, UNKNOWN)], [1], "no statement came from rank 1"),
+    },
+    STALL: {
+        "a stopped process": ([waiting(0)], [silent(1, STOPPED)], [1], "rank 1 on a is stopped"),
+        "several stopped": ([waiting(0)], [silent(1, STOPPED), silent(2, STOPPED)], [1, 2], "ranks 1-2 on a are st"),
+        "silence": ([waiting(0)], [silent(1, UNKNOWN)], [1], "does not respond"),
+        "several silent": ([waiting(0)], [silent(1, UNKNOWN), silent(2, UNKNOWN)], [1, 2], "ranks 1-2 on a do not"),
+        "silence before those who wait": ([waiting(0), busy(2)], [silent(1, RUNNING)], [1], "rank 1"),
+        "one does something else": ([waiting(0, "x"), busy(1)], [], [1], "612 s: rank 1 on a in data at step 12"),
+        "several others": ([waiting(0), busy(1), busy(2)], [], [1, 2], "the others wait for them"),
+        "different collectives": ([waiting(0, "x"), waiting(1, "y")], [], [0, 1], "different collectives"),
+        "a link was lost when one rank had its sum": (
+            *([waiting(0, "y"), waiting(1, "x", "y")], [], [0, 1]),
+            "all ranks have started",
+        ),
+        "names that come again in another step": (
+            *([waiting(0, "y"), replace(waiting(1, "x", "y"), step=11)], [], [0, 1]),
+            "different collectives",
+        ),
+        "one collective": ([waiting(0, "x"), waiting(1, "x")], [], [0, 1], "the same collective"),
+        "nobody waits": ([busy(0), busy(1)], [], [0, 1], "no rank waits"),
+        "one rank alone": ([busy(0)], [], [0], "612 s, in data at step 12"),
+        "no folder is shared": (
+            *([waiting(0, "x")], [silent(1, UNREACHABLE), silent(2, UNREACHABLE)], [0, 1, 2]),
+            "share the run folder: rank 0 on a in wait",
+        ),
+        "one works where no folder is shared": (
+            *([waiting(0, "x"), busy(1)], [silent(2, UNREACHABLE)], [1, 2]),
+            "share the run folder: rank 1 on a in data",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
-def test_the_verdict(case: tuple[list[Statement], list[SilentRank], str, list[int], str]) -> None:
-    statements, quiet, kind, ranks, words = case
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in CASES.items() for name in cases])
+def test_the_verdict(kind: str, name: str) -> None:
+    statements, quiet, ranks, words = CASES[kind][name]
     verdict = find_cause(statements, quiet)
     assert (verdict.kind, verdict.ranks) == (kind, ranks)
     assert words in verdict.sentence
 
 
-def test_the_out_of_memory_killer_is_named_only_where_it_was_at_work() -> None:
+def test_hints_name_the_out_of_memory_killer_only_where_it_was_at_work_and_outputs_that_are_elsewhere() -> None:
     quiet = [silent(1, GONE)]
-    assert "has killed 2 process(es)" in find_cause([waiting(0)], quiet, oom_kills=2).hint
+    assert "killed 2 process(es)" in find_cause([waiting(0)], quiet, oom_kills=2).hint
     assert "out-of-memory killer has" not in find_cause([waiting(0)], quiet).hint
-
-
-def test_who_may_have_spoken_for_himself_did_not_end_without_a_word() -> None:
-    verdict = find_cause([waiting(0)], [silent(1, GONE)], shared=False)
-    assert verdict.sentence == "rank 1 on a is dead" and "may be above" in verdict.hint
-    assert (
-        "see the output of ranks 1-2 on a:" in find_cause([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
-    )
-
-
-def test_unlike_errors_on_all_ranks_are_not_one() -> None:
-    other = replace(failed(0), fault=Fault("KeyError", "yes"))
-    assert find_cause([other, failed(1, 1.0)], []).ranks == [0]
-    assert find_cause([failed(0), failed(1, 1.0)], []).ranks == [0, 1]
+    verdict = find_cause([waiting(0)], quiet, shared=False)
+    assert verdict.sentence == "rank 1 on a is dead" and "above" in verdict.hint, "it may have spoken for itself"
+    assert "ranks 1-2 on a" in find_cause([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
 
 
 def test_what_is_waited_for() -> None:
-    statements = [waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1", "totals")]
-    parts = {"gradients/0": ["a", "b"]}
-    assert pending_collectives(statements, [], parts) == [
-        {"name": "gradients/0", "on": [0], "not_on": [1], "parameters": ["a", "b"]},
+    statements = [waiting(0, "gradients/0/shares", "gradients/1"), waiting(1, "gradients/1", "totals")]
+    assert pending_collectives(statements, [], {"gradients/0": ["a", "b"]}) == [  # also of a later phase of the bucket
+        {"name": "gradients/0/shares", "on": [0], "not_on": [1], "parameters": ["a", "b"]},
         {"name": "totals", "on": [1], "not_on": [0], "parameters": []},
     ]
-    missing = {
-        entry["name"]: entry["not_on"] for entry in pending_collectives(statements[:1], [silent(2, STOPPED)], {})
-    }
-    assert missing == {"gradients/0": [2], "gradients/1": [2]}
-    assert pending_collectives(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
-
-
-def test_a_later_phase_carries_what_its_bucket_does() -> None:
-    statements = [waiting(0, "gradients/0/shares"), waiting(1, "step/totals")]
-    found = {e["name"]: e["parameters"] for e in pending_collectives(statements, [], {"gradients/0": ["a", "b"]})}
-    assert found == {"gradients/0/shares": ["a", "b"], "step/totals": []}
-
-
-def test_what_has_ended_on_one_rank_was_started_there() -> None:
-    assert pending_collectives([waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")], [], {}) == []
+    alone, stopped = [waiting(0, "gradients/0")], [silent(2, STOPPED)]
+    expected = {"name": "gradients/0", "on": [0], "not_on": [2], "parameters": ["a"]}
+    assert pending_collectives(alone, stopped, {"gradients/0": ["a"]}) == [expected]
+    assert pending_collectives(alone, [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
+    ended = [waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")]
+    assert pending_collectives(ended, [], {}) == [], "what has ended on one rank was started there"
