@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.support.launch import TIMEOUT_S
 
 
 def python_step(name: str, program: str) -> Step:
-    return Step(name, f"doing {name}", "1 s", (sys.executable, "-c", program), 60)
+    return Step(name, f"doing {name}", "1 s", (sys.executable, "-I", "-S", "-c", program), 60)
 
 
 RIGHT = json.dumps({"size": 2, "mpi": True, "total": [3.0, 30.0, 300.0]})
@@ -62,11 +63,26 @@ def names(planned: BuildPlan) -> list[str]:
     return [step.name for step in pending(planned)]
 
 
+def run(planned: BuildPlan, environ: Mapping[str, str] | None = None, *, prove: bool = True) -> None:
+    build(planned, environ or {}, lambda line: None, prove=prove)
+
+
+def refused(planned: BuildPlan, *words: str) -> None:
+    """See that the build fails, and that its error has these words."""
+    with pytest.raises(BuildError) as caught:
+        run(planned)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_the_second_time_only_installs_and_proves(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     progress: list[str] = []
     assert names(planned) == ["sdist", "compile", "install", "proof"]
+    (planned.scratch / "wheel").mkdir(parents=True)
+    (planned.scratch / "wheel" / "half.whl").write_text("a killed build left it")
     build(planned, {}, said.append, progress.append)
+    assert [path.name for path in planned.wheel.parent.iterdir()] == [planned.wheel.name]
     assert planned.wheel.read_text() == "wheel"
     assert not planned.scratch.exists()
     assert progress == ["doing compile: 50%"]
@@ -82,77 +98,65 @@ def test_the_second_time_only_installs_and_proves(planned: BuildPlan, monkeypatc
     assert names(planned) == ["install", "proof"]
 
 
-def test_a_horovod_is_untested_until_its_ranks_have_summed(planned: BuildPlan) -> None:
+def test_a_horovod_is_untested_until_its_ranks_have_summed(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the test fails, or is killed."""
 
     def untested() -> bool:
         return proof.is_marked(planned.site, planned.version)
 
-    with pytest.raises(BuildError):
-        build(replaced(planned, "proof", ""), {}, lambda line: None)
+    refused(replaced(planned, "proof", ""))
     assert untested()
-    build(planned, {}, lambda line: None)
+    run(planned)
     assert not untested()
-    build(replaced(planned, "proof", "raise SystemExit('started')"), {}, lambda line: None, prove=False)
+    run(replaced(planned, "proof", "raise SystemExit('started')"), prove=False)
     assert untested()
     assert not proof.is_marked(planned.site, "0.28.1"), "another Horovod, installed since"
     elsewhere = dataclasses.replace(planned, provable=False)
-    assert [step.name for step in pending(elsewhere)] == ["install"]
-
-
-def test_the_test_runs_without_what_a_build_needs(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(planned, {}, lambda line: None, prove=False)
+    assert names(elsewhere) == ["install"]
+    # The test runs without what a build needs.
     monkeypatch.setattr(module, "installed", lambda: BuildRecord(planned.version))
     monkeypatch.setattr(module, "proof_step", lambda probe, mpi: planned.steps[-1])
     python = dataclasses.replace(PYTHON, site=planned.site)
     module.prove(example_probe(python=python, compiler=None, make=None), {}, lambda line: None)
-    assert not proof.is_marked(planned.site, planned.version)
+    assert not untested()
 
 
 def test_srun_tests_only_inside_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = dataclasses.replace(MPI, mpirun=None)
     assert not plan(example_probe(mpi=mpi)).provable
     inside = plan(example_probe(mpi=mpi, environ={"SLURM_JOB_ID": "7"}))
-    assert inside.provable
-    assert inside.steps[-1].argv[:3] == ("srun", "-N1", "-n2")
+    assert inside.provable and inside.steps[-1].argv[0] == "srun" and "-n2" in inside.steps[-1].argv
     monkeypatch.setattr(module, "installed", lambda: BuildRecord("0.28.1"))
-    with pytest.raises(BuildError, match=r"salloc -n2 hvdtrain build-horovod --prove now"):
+    with pytest.raises(BuildError, match="salloc -n2"):
         module.prove(example_probe(mpi=mpi), {}, lambda line: None)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("wheel", 0o666), ("folder", 0o777)])
-def test_a_wheel_that_others_can_write_is_not_installed(planned: BuildPlan, name: str, mode: int) -> None:
-    build(planned, {}, lambda line: None)
-    (planned.wheel if name == "wheel" else planned.wheel.parent).chmod(mode)
-    with pytest.raises(BuildError, match=r"another user's(?s:.*)XDG_CACHE_HOME"):
-        build(planned, {}, lambda line: None)
-
-
-def test_a_wheel_of_another_user_is_not_installed(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(planned, {}, lambda line: None)
-    owner = planned.wheel.stat().st_uid
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    if owner == 0:  # root's wheels are trusted
-        os.chown(planned.wheel, 12345, -1)
-    with pytest.raises(BuildError, match="another user's"):
-        names(planned)
-
-
-def without_locks(file: object, operation: int) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.mark.parametrize("spoiled", ["wheel", "folder", "owner"])
+def test_a_wheel_that_others_could_write_is_not_installed(
+    planned: BuildPlan, spoiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(planned)
+    if spoiled == "owner":
+        owner = planned.wheel.stat().st_uid
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+        if owner == 0:  # root's wheels are trusted
+            os.chown(planned.wheel, 12345, -1)
+    else:
+        (planned.wheel if spoiled == "wheel" else planned.wheel.parent).chmod(0o777)
+    refused(planned, "another user's", "XDG_CACHE_HOME")
 
 
 def test_without_locks_a_second_build_is_refused(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    def without_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
     monkeypatch.setattr(fcntl, "flock", without_locks)
     planned.scratch.mkdir(parents=True)
-    with pytest.raises(BuildError, match=r"may be running(?s:.*)rm -r "):
-        build(planned, {}, said.append)
+    refused(planned, "may be running", f"rm -r {planned.scratch}")
     assert planned.scratch.exists(), "it belongs to the other build"
     planned.scratch.rmdir()
-    build(planned, {}, said.append)
+    run(planned)
     assert planned.wheel.exists()
-    assert any("without locks" in line for line in said)
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC, errno.EACCES])
@@ -161,10 +165,7 @@ def test_a_cache_that_takes_no_files_is_named(planned: BuildPlan, monkeypatch: p
         raise OSError(number, os.strerror(number), str(planned.scratch / "cxx"))
 
     monkeypatch.setattr(module, "run", fail)
-    with pytest.raises(BuildError) as caught:
-        build(planned, {}, lambda line: None)
-    for word in (str(planned.scratch), os.strerror(number), "0.5 GiB", "quota", "XDG_CACHE_HOME=$SCRATCH"):
-        assert word in str(caught.value)
+    refused(planned, str(planned.scratch), os.strerror(number), "0.5 GiB", "XDG_CACHE_HOME")
 
 
 def test_a_fetched_toolkit_gets_the_names_that_cmake_and_nvcc_look_for(planned: BuildPlan) -> None:
@@ -173,67 +174,43 @@ def test_a_fetched_toolkit_gets_the_names_that_cmake_and_nvcc_look_for(planned: 
     check = f"open('{home}/lib/libcudart.so'); open('{home}/lib64/libcudart.so'); "
     check += f"open('wheel/{planned.wheel.name}', 'w').write('wheel')"
     fetching = dataclasses.replace(planned, steps=(fetch, *replaced(planned, "compile", check).steps))
-    build(fetching, {}, lambda line: None)
-    assert [step.name for step in pending(fetching)] == ["install", "proof"], "a finished wheel needs no nvcc"
-
-
-def test_another_torch_needs_no_second_fetch(planned: BuildPlan) -> None:
-    build(planned, {}, lambda line: None)
+    run(fetching)
+    assert names(fetching) == ["install", "proof"], "a finished wheel needs no nvcc"
     other = dataclasses.replace(planned, key="other", wheel=planned.cache / "other" / planned.wheel.name)
-    assert names(other) == ["compile", "install", "proof"]
+    assert names(other) == ["compile", "install", "proof"], "another torch needs no second fetch"
 
 
 def test_a_failed_compilation_shows_why_and_leaves_no_wheel(planned: BuildPlan) -> None:
     broken = replaced(planned, "compile", "print('a.cc:1: fatal error: No space left on device'); raise SystemExit(2)")
-    with pytest.raises(BuildError) as caught:
-        build(broken, {}, lambda line: None)
-    for word in ("doing compile", "ended with exit code 2", "fatal error", "free some disk space", str(planned.log)):
-        assert word in str(caught.value)
-    assert not planned.wheel.exists()
-    assert not planned.scratch.exists()
+    refused(broken, "doing compile", "exit code 2", "fatal error", "free some disk space", str(planned.log))
+    assert not planned.wheel.exists() and not planned.scratch.exists()
     assert "fatal error" in planned.log.read_text()
     assert names(planned) == ["compile", "install", "proof"]
 
 
-def test_what_a_killed_build_left_is_removed(planned: BuildPlan) -> None:
-    (planned.scratch / "wheel").mkdir(parents=True)
-    (planned.scratch / "wheel" / "half.whl").write_text("half")
-    build(planned, {}, lambda line: None)
-    assert [path.name for path in planned.wheel.parent.iterdir()] == [planned.wheel.name]
-
-
 def test_a_source_that_is_not_the_released_one_is_refused(planned: BuildPlan) -> None:
-    forged = replaced(planned, "sdist", f"open('sdist/{planned.sdist.name}', 'wb').write(b'forged')")
-    with pytest.raises(BuildError, match="unexpected checksum"):
-        build(forged, {}, lambda line: None)
+    refused(replaced(planned, "sdist", f"open('sdist/{planned.sdist.name}', 'wb').write(b'forged')"), "checksum")
     assert not planned.sdist.exists()
 
 
-@pytest.mark.parametrize("printed", ["", "hvdtrain-proof " + RIGHT.replace("30.0", "31.0"), RIGHT])
+@pytest.mark.parametrize(
+    "printed",
+    ["", RIGHT, *(f"hvdtrain-proof {RIGHT.replace(*wrong)}" for wrong in (("30.0", "31.0"), ("true", "false")))],
+)
 def test_a_wrong_sum_is_an_error(planned: BuildPlan, printed: str) -> None:
-    with pytest.raises(BuildError, match="returned a wrong sum"):
-        build(replaced(planned, "proof", f"print({printed!r})"), {}, lambda line: None)
-
-
-def test_the_sum_is_that_of_both_ranks() -> None:
     proof.check_output(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
-    with pytest.raises(BuildError):
-        proof.check_output("hvdtrain-proof " + RIGHT.replace("true", "false"))
+    refused(replaced(planned, "proof", f"print({printed!r})"), "wrong sum")
 
 
 def test_settings_of_other_builds_are_not_passed_on(planned: BuildPlan) -> None:
-    program = "import os; print(sorted(os.environ)); assert 'HOROVOD_WITHOUT_MPI' not in os.environ; "
+    program = "import os; assert 'HOROVOD_WITHOUT_MPI' not in os.environ; "
     program += "assert os.environ['MAKEFLAGS'] == '-j2' and 'MAKELEVEL' not in os.environ; "
     program += f"open('wheel/{planned.wheel.name}', 'w').write('wheel')"
-    outer = {"HOROVOD_WITHOUT_MPI": "1", "MAKEFLAGS": "-j --jobserver-auth=3,4", "MAKELEVEL": "1"}
-    build(replaced(planned, "compile", program), outer, lambda line: None)
-
-
-def test_the_source_is_fetched_under_its_own_version(planned: BuildPlan) -> None:
     # With HOROVOD_LOCAL_VERSION set, pip finds that the source is not of the version it asked for, and drops it.
-    program = "import os; assert 'HOROVOD_LOCAL_VERSION' not in os.environ; "
-    program += f"open('sdist/{planned.sdist.name}', 'wb').write(b'source')"
-    build(replaced(planned, "sdist", program), {}, lambda line: None)
+    fetch = "import os; assert 'HOROVOD_LOCAL_VERSION' not in os.environ; "
+    fetch += f"open('sdist/{planned.sdist.name}', 'wb').write(b'source')"
+    outer = {"HOROVOD_WITHOUT_MPI": "1", "MAKEFLAGS": "-j --jobserver-auth=3,4", "MAKELEVEL": "1"}
+    run(replaced(replaced(planned, "compile", program), "sdist", fetch), outer)
 
 
 def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
@@ -255,7 +232,7 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
         assert second.is_alive(), "it went on without the lock"
         assert not planned.log.exists()
     second.join()
-    build(planned, {}, lambda line: None)
+    run(planned)
     assert (planned.cache / "count").read_text() == "x"
 
 
@@ -265,30 +242,22 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
         ("ERROR: No matching distribution found for horovod==0.28.1", "index-url"),
         ("ERROR: No matching distribution found for cuda-toolkit[nvcc]==13.0.*", "module load cuda"),
         ("OSError: [Errno 122] Disk quota exceeded", "XDG_CACHE_HOME"),
-        ("Temporary failure in name resolution", "cannot be reached"),
+        ("Temporary failure in name resolution", "network"),
         ("c++: fatal error: Killed signal terminated program cc1plus", "memory"),
     ],
 )
 def test_a_known_failure_names_what_mends_it(line: str, fix: str) -> None:
-    error = explain_failure(
-        python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "/cache/key.log"
-    )
-    assert error.next_step is not None
-    assert fix in error.next_step
-    assert line in str(error), "shown, whatever else was printed"
-    assert "/cache/key.log" in str(error)
+    error = explain_failure(python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "key.log")
+    assert fix in str(error.next_step)
+    assert line in str(error) and "key.log" in str(error), "shown, whatever else was printed"
 
 
 def test_the_first_errors_are_shown_and_not_what_pip_says_about_them() -> None:
     lines = ["-- Check for errors", "CMake Error at CMakeLists.txt:1", *[f"a.cc:{n}: error: e{n}" for n in range(50)]]
     lines += ["error: subprocess-exited-with-error", "ERROR: Failed building wheel for horovod"]
     text = str(explain_failure(python_step("compile", ""), 1, lines, "log"))
-    assert "CMake Error at CMakeLists.txt:1" in text
-    assert "a.cc:0: error: e0" in text
-    assert "a.cc:49: error: e49" in text
-    assert "e20" not in text
-    assert "wheel for horovod" not in text
-    assert "-- Check" not in text
+    assert all(shown in text for shown in ("CMake Error at CMakeLists.txt:1", "a.cc:0: error: e0", "a.cc:49: error"))
+    assert not any(hidden in text for hidden in ("e20", "wheel for horovod", "-- Check"))
 
 
 def test_the_dry_run_imports_no_torch(tmp_path: Path) -> None:

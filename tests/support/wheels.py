@@ -106,7 +106,7 @@ def settings(registry: Path) -> dict[str, str]:
 
 
 class Copying:
-    """In the place of pip: takes wheels out of a folder."""
+    """In the place of pip: takes wheels out of a registry's folder."""
 
     real_build = False
     """Whether hvdtrain's own wheel is built of `project`; else it holds nothing."""
@@ -122,6 +122,7 @@ class Copying:
         return wheel(self.folder, "hvdtrain", "0.1.0", ["torch>=2.6", "small"])
 
     def download(self, requirement: Requirement, target: Target) -> Path:
-        version = {**PINNED, "sympy": "1.14", "pip": _PIP.name.split("-")[1]}.get(requirement.name, "0.1")
-        assert requirement.specifier.contains(version)
-        return Path(shutil.copy(self._registry / f"{requirement.name}-{version}-py3-none-any.whl", self.folder))
+        wheels = self._registry.glob(f"{requirement.name.replace('-', '_')}-*.whl")
+        return Path(
+            shutil.copy(max(w for w in wheels if requirement.specifier.contains(w.name.split("-")[1])), self.folder)
+        )
