@@ -16,22 +16,25 @@ from hvdtrain.install.build_probe import probe
 from tests.support.launch import TIMEOUT_S
 
 SHUT_DOWN_AMID = """
-import time, torch, horovod.torch as hvd
+import itertools, pathlib, time, torch, horovod.torch as hvd
 hvd.init()
-tensors = [torch.ones(1) for _ in range(100_000)]
+tensor, amid = torch.ones(1), pathlib.Path("amid")
 hvd.barrier()
 if hvd.rank() == 0:
-    time.sleep(0.1)
+    while not amid.exists():
+        time.sleep(0.001)
 else:
     handles = []
     try:
-        for number, tensor in enumerate(tensors):
+        for number in itertools.count():
             handles.append(hvd.allreduce_async_(tensor, name=str(number)))
+            if number == 10_000:
+                amid.touch()
     except hvd.mpi_ops.HorovodInternalError:
         print("unanswered", len(handles))
 hvd.shutdown()
 """
-"""Rank 0 shuts down while rank 1 enqueues one tensor after the other."""
+"""Rank 0 shuts down while rank 1 enqueues one tensor after the other, until it gets an error."""
 
 
 def installed() -> record.BuildRecord:
@@ -41,17 +44,12 @@ def installed() -> record.BuildRecord:
     return found
 
 
-def test_it_fits_the_installed_torch() -> None:
-    installed()
-    record.check()
-
-
 def test_its_threads_sleep_instead_of_polling() -> None:
     found = installed()
+    record.check()  # it fits the installed torch
     if "CI" not in os.environ and not (found.quiet and found.prompt):
         pytest.skip("this Horovod was not built by this version's hvdtrain build-horovod")
-    assert found.quiet
-    assert found.prompt
+    assert found.quiet and found.prompt
 
 
 @pytest.mark.slow
@@ -60,12 +58,11 @@ def test_two_ranks_sum_through_mpi(tmp_path: Path) -> None:
     proof.check_output(on_two_ranks(proof.PROGRAM, tmp_path))
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.slow
 def test_a_shutdown_does_not_deadlock_with_a_rank_that_enqueues(tmp_path: Path) -> None:
     if "CI" not in os.environ and not installed().fixed:
         pytest.skip("this Horovod was not built by this version's hvdtrain build-horovod")
-    said = on_two_ranks(SHUT_DOWN_AMID, tmp_path)
-    assert int(said.partition("unanswered")[2]) > 0, "rank 1 was too late or too early"
+    assert int(on_two_ranks(SHUT_DOWN_AMID, tmp_path).partition("unanswered")[2]) > 10_000
 
 
 def on_two_ranks(program: str, folder: Path) -> str:
@@ -75,9 +72,7 @@ def on_two_ranks(program: str, folder: Path) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
     environment = {**kept, **proof.environment(here, here.mpi)}
     command = [program if word == proof.PROGRAM else word for word in proof.command(here, here.mpi)]
-    done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
