@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,32 +73,43 @@ def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
 Gathered = list[Block]
 
 
-class Keeps:
-    """What rank 0 gathers."""
+class Looks:
+    """Whether anything looks at the experts, now and in each step."""
 
-    def __init__(self, gathered: Gathered) -> None:
-        self._gathered = gathered
+    def __init__(self) -> None:
+        self.looking = False
+        self.seen: list[bool] = []
 
-    def put(self, record: Mapping[str, Any]) -> None:
-        self._gathered.append(unpack(record["message"]))
+    def begin(self) -> None:
+        self.looking = True
 
-    def close(self, patience_s: float) -> None:
-        pass
+    def end(self) -> None:
+        self.looking = False
+
+    def pop_share(self) -> float:
+        return math.nan
+
+    close = end
 
 
-def run(size: int, started_at: int, stop: int, finish: bool = True) -> Gathered:
+def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks | None = None) -> Gathered:
     """What rank 0 gathers of these steps."""
     gathered: Gathered = []
+
+    def put(record: Mapping[str, Any]) -> None:
+        gathered.append(unpack(record["message"]))
 
     def body(comm: ThreadComm) -> None:
         clock = Clock(10**12 * (comm.rank + 1))
         spans = Spans(clock)
         clocks = Clocks(comm, ["one"] * size)
         causes = NoCauses()
-        writer = Keeps(gathered) if comm.rank == 0 else None
-        stamps = StepStamps(comm, spans, clocks, causes, None, started_at, stop, writer)
+        writer: Any = SimpleNamespace(put=put, close=lambda patience_s: None) if comm.rank == 0 else None
+        stamps = StepStamps(comm, spans, clocks, causes, looks, started_at, stop, writer)
         for step in range(started_at + 1, stop + 1):
             stamps.begin_step(step)
+            if looks is not None:
+                looks.seen.append(looks.looking)
             one_step(spans, clock, step, comm.rank)
             if step % 10 == 0:
                 with spans("evaluation"):
@@ -111,41 +123,12 @@ def run(size: int, started_at: int, stop: int, finish: bool = True) -> Gathered:
     return gathered
 
 
-class Looks:
-    """Whether anything looks at the experts."""
-
-    looking = False
-
-    def begin(self) -> None:
-        self.looking = True
-
-    def end(self) -> None:
-        self.looking = False
-
-    def pop_share(self) -> float:
-        return math.nan
-
-    def close(self) -> None:
-        self.looking = False
-
-
 @pytest.mark.parametrize("steps", [1, BLOCK, BLOCK + 1])
-@pytest.mark.parametrize("failed", [False, True])
-def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> None:
-    def body(comm: ThreadComm) -> None:
-        clock, looks = Clock(), Looks()
-        spans = Spans(clock)
-        stamps = StepStamps(comm, spans, Clocks(comm, ["one"]), NoCauses(), looks, 0, steps, Keeps([]))
-        for step in range(1, steps + 1):
-            stamps.begin_step(step)
-            assert looks.looking == (step % BLOCK == 1)
-            one_step(spans, clock, step, comm.rank)
-        if not failed:
-            stamps.finish()
-        stamps.close()
-        assert not looks.looking
-
-    on_ranks(1, body)
+@pytest.mark.parametrize("finish", [False, True])
+def test_hooks_on_experts_are_removed_at_the_end(steps: int, finish: bool) -> None:
+    looks = Looks()
+    run(1, 0, steps, finish, looks)
+    assert looks.seen == [step % BLOCK == 1 for step in range(1, steps + 1)] and not looks.looking
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -205,18 +188,16 @@ def test_a_run_of_known_length_has_evenly_spaced_blocks() -> None:
 
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size, steps: block == 0)
-    gathered = run(2, 0, 5 * BLOCK + 4)
-    assert [(first, stamps.shape[1]) for first, stamps, _, _ in gathered] == [
-        (1, BLOCK),
-        (4 * BLOCK + 1, BLOCK),
-        (5 * BLOCK + 1, 4),
-    ]
+    sizes = {first: stamps.shape[1] for first, stamps, *_ in run(2, 0, 5 * BLOCK + 4)}
+    assert sizes == {1: BLOCK, 4 * BLOCK + 1: BLOCK, 5 * BLOCK + 1: 4}
 
 
-def test_a_devices_own_times_stand_in_the_place_of_the_hosts() -> None:
+def test_a_devices_own_times_stand_in_the_place_of_the_hosts_and_a_step_that_is_not_kept_is_unknown() -> None:
     clock = Clock(1_000_000)
     spans = Spans(clock)
     one_step(spans, clock, 1, 0)
+    kept, missing = step_rows(spans.raw_events(), 1, 2)
+    assert math.isnan(missing[0]) and not math.isnan(kept[0])
     spans.record("wait", 5_000_000, DEVICE, 6_000_000, 1)
     spans.record("forward", 3_000_000, DEVICE, 3_500_000, 1)
     spans.record("forward", 4_000_000, DEVICE, 4_500_000, 1)
@@ -247,16 +228,14 @@ def test_a_wait_for_other_ranks_is_taken_off_the_pass_around_it() -> None:
     assert sum(found[name] for name in expected) == found["end"] - found["start"]
 
 
-def test_a_step_that_is_not_kept_is_unknown() -> None:
-    clock = Clock()
-    spans = Spans(clock)
-    one_step(spans, clock, 2, 0)
-    first, second = step_rows(spans.raw_events(), 1, 2)
-    assert math.isnan(first[0]) and not math.isnan(second[0])
+def _clocks(size: int) -> Clocks:
+    """Of ranks that share a clock."""
+    comm: Any = SimpleNamespace(rank=0, size=size)
+    return Clocks(comm, ["one"] * size)
 
 
 def _write(path: Path, gathered: Gathered, size: int, warn: Callable[[str], None], start: int = 0) -> None:
-    offsets = Clocks(ThreadCommOf(size), ["one"] * size)
+    offsets = _clocks(size)
     file = StepFile(path, warn, offsets, 5.0, pytest.fail)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
     clock = ClockLine.from_offsets(known)
@@ -264,13 +243,6 @@ def _write(path: Path, gathered: Gathered, size: int, warn: Callable[[str], None
     for block in gathered:
         file.append(block_line(block, known, 5.0))
     file.close()
-
-
-class ThreadCommOf:
-    """What `Clocks` asks of ranks that share a clock."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -304,7 +276,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
 def test_sinks_get_the_lateness_of_ranks() -> None:
     (gathered,) = run(2, 0, 5)
     aligned = gathered._replace(stamps=gathered.stamps - gathered.stamps[:, :1, :1])
-    event = ranks_event(aligned, [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
+    event = ranks_event(aligned, [_clocks(2).offset(0, 0.0)] * 2)
     assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
     assert event["exposed_ms"] == pytest.approx([0.2, 0.17])

@@ -41,17 +41,17 @@ from tests.support.full_disk import room_for
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
 
-def test_every_slow_step_has_the_journals_values(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_every_slow_step_has_the_journals_values(run: Run) -> None:
     run.stretch(None, [0.5] * 7)
     steps = read_steps(run.journal)
-    for tag, field in (
-        ("loss/train", "loss"),
-        ("optimizer/learning_rate", "lr"),
-        ("optimizer/gradient_norm", "grad_norm"),
-    ):
-        expected = {n: single(line[field]) for n, line in steps.items()}
-        assert series(run.folder, tag) == expected
+    fields = {"loss/train": "loss", "optimizer/learning_rate": "lr", "optimizer/gradient_norm": "grad_norm"}
+    for tag, field in fields.items():
+        assert series(run.folder, tag) == {n: single(line[field]) for n, line in steps.items()}
     speed = {n: single(line["tokens"] / line["step_s"]) for n, line in steps.items()}
     assert series(run.folder, "speed/words_per_s") == pytest.approx(speed)
     assert series(run.folder, "communication/exposed_percent") == pytest.approx(dict.fromkeys(steps, 15.0))
@@ -60,23 +60,17 @@ def test_every_slow_step_has_the_journals_values(tmp_path: Path) -> None:
     assert by_samples == {line["position"]: single(line["loss"]) for line in steps.values()}
     by_seconds = series(run.folder / "by_seconds", LOSS_BY_SECONDS)
     assert by_seconds == {n // 2: single(steps[n]["loss"]) for n in (1, 2, 4, 6)}
-
-
-def test_the_bands_of_a_step_lie_on_each_other_and_fill_it(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.stretch(None, [0.5, 0.25])
-    floor = {1: 0.0, 2: 0.0}
+    # The bands lie on each other and fill the step.
+    floor = dict.fromkeys(steps, 0.0)
     for band in BANDS:
         low, high = (series(run.folder / "step" / band, tag) for tag in (STACK_FROM, STACK_TO))
         assert low == floor
         assert all(low[step] <= high[step] for step in low)
         floor = high
-    assert floor == pytest.approx(series(run.folder, "step_ms/step"))
-    assert floor == pytest.approx({1: 500.0, 2: 250.0})
+    assert floor == pytest.approx(dict.fromkeys(steps, 500.0)) and series(run.folder, "step_ms/step") == floor
 
 
-def test_fast_steps_are_thinned_to_means_and_the_last_is_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_fast_steps_are_thinned_to_means_and_the_last_is_kept(run: Run) -> None:
     durations = [0.001 * (1 + step % 3) for step in range(1000)]
     run.stretch(None, durations)
     steps, shown = read_steps(run.journal), series(run.folder, "step_ms/step")
@@ -93,13 +87,12 @@ def test_fast_steps_are_thinned_to_means_and_the_last_is_kept(tmp_path: Path) ->
     assert speed == pytest.approx(sum(line["tokens"] for line in last) / sum(line["step_s"] for line in last), rel=1e-5)
 
 
-@settings(max_examples=25)
+DURATIONS = st.sampled_from([0.001, 0.1, 0.3, 1.7])
+
+
+@settings(max_examples=15)
 @given(
-    stretches=st.lists(
-        st.tuples(st.lists(st.sampled_from([0.001, 0.1, 0.3, 1.7]), min_size=1, max_size=30), st.booleans()),
-        min_size=1,
-        max_size=4,
-    ),
+    stretches=st.lists(st.tuples(st.lists(DURATIONS, min_size=1, max_size=30), st.booleans()), min_size=1, max_size=4),
     every=st.integers(2, 9),
 )
 def test_no_point_twice_and_none_lost(
@@ -132,16 +125,14 @@ def test_no_point_twice_and_none_lost(
         assert series(run.folder / "step" / band, STACK_TO).keys() == shown.keys()
 
 
-def test_a_restart_in_the_same_folder_replaces_all(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_a_restart_in_the_same_folder_replaces_all(run: Run) -> None:
     run.stretch(None, [0.5] * 9, save_every=2, end=False)
     run.stretch(None, [0.5] * 3)
     assert series(run.folder, "loss/train").keys() == {1, 2, 3}
     assert "loss/heldout" not in read(run.folder).Tags()["scalars"] or not series(run.folder, "loss/heldout")
 
 
-def test_a_host_with_a_late_clock_continues_correctly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
+def test_a_host_with_a_late_clock_continues_correctly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 2e9)
     run.stretch(None, [0.5] * 9, end=False)
     monkeypatch.setattr("time.time", lambda: 1e9)
@@ -151,16 +142,14 @@ def test_a_host_with_a_late_clock_continues_correctly(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
-def test_a_clock_that_was_set_between_two_starts_costs_no_point(jump_s: float, tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_a_clock_that_was_set_between_two_starts_costs_no_point(jump_s: float, run: Run) -> None:
     run.stretch(None, [1.0] * 10, end=False)
     run.now += jump_s
     run.stretch(10, [1.0] * 10, end=False)
     assert list(series(run.folder, "loss/train"))[:19] == list(range(1, 20))
 
 
-def test_of_a_long_run_the_older_points_stay(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_of_a_long_run_the_older_points_stay(run: Run) -> None:
     run.stretch(None, [1.0] * 99, save_every=10, end=False)
     before = read(run.folder).Scalars("loss/train")[:40]
     run.stretch(90, [1.0] * 6, save_every=10)
@@ -173,8 +162,7 @@ def test_of_a_long_run_the_older_points_stay(tmp_path: Path) -> None:
     assert read(newest).Scalars("loss/train")[0].step > 50, "not all of it is written again"
 
 
-def test_what_a_killed_process_had_not_written_is_taken_from_the_journal(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_what_a_killed_process_had_not_written_is_taken_from_the_journal(run: Run) -> None:
     run.stretch(None, [0.5] * 9, save_every=4)
     whole = {folder: run.everything(folder) for folder in run.folders()}
     shutil.rmtree(run.folder)
@@ -303,22 +291,14 @@ def test_points_of_a_long_run_become_rarer(tmp_path: Path) -> None:
     assert len(steps) < 12_000 and steps[-2] - steps[-3] >= 0.9 * 3e-4 * count
 
 
-EXPLAINED = {
-    "event": "explained",
-    "at_step": 2,
-    "time": 1e9 + 3,
-    "verdict": ["A step takes 50 ms", "rank 1 on a|b is late"],
-    "figures": {"step_ms": 50.0, "straggler_ms": 7.5, "hidden_share": None},
-    "findings": [
-        {"kind": "straggler", "text": "Rank 1 | is late.", "cost_ms": 7.5, "advice": "try --loader.workers 4"},
-        {"kind": "note", "text": "x", "cost_ms": None, "advice": ""},
-    ],
-}
-
-
 def test_figures_of_the_end_are_at_the_last_step(tmp_path: Path) -> None:
-    finished = {"event": "finished", "time": 1e9 + 2}
-    found = _write(tmp_path, STARTED, FIRST, step_record(2, 1e9 + 0.01), finished, EXPLAINED)
+    late = {"kind": "straggler", "text": "Rank 1 | is late.", "cost_ms": 7.5, "advice": "try --loader.workers 4"}
+    explained = {
+        **{"event": "explained", "at_step": 2, "verdict": ["A step takes 50 ms", "rank 1 on a|b is late"]},
+        "figures": {"step_ms": 50.0, "straggler_ms": 7.5, "hidden_share": None},
+        "findings": [late, {"kind": "note", "text": "x", "cost_ms": None, "advice": ""}],
+    }
+    found = _write(tmp_path, STARTED, FIRST, step_record(2, 1e9 + 0.01), {"event": "finished"}, explained)
     assert series(tmp_path, "report/step_ms") == {2: 50.0}
     assert series(tmp_path, "report/straggler_ms") == {2: 7.5}
     assert "report/hidden_share" not in found.Tags()["scalars"]
@@ -371,8 +351,7 @@ def test_histograms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("later", [2, 0])
-def test_a_resume_keeps_each_histogram_once(end: bool, later: int, tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_a_resume_keeps_each_histogram_once(end: bool, later: int, run: Run) -> None:
     run.stretch(None, [0.5] * 9, histograms_every=2, end=end)
     run.stretch(7, [0.5] * 2, histograms_every=later, end=end)
     run.stretch(8, [0.5] * 5, histograms_every=later, end=end)
