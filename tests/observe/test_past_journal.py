@@ -9,6 +9,13 @@ from hvdtrain.observe.past_journal import PastSteps, read_journal_starts, sample
 from tests.support.tensorboard_run import BATCH, Run
 
 
+def test_a_run_that_began_from_another_ones_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(500, [1.0] * 3)
+    past = PastSteps(run.journal).read()
+    assert (past.seconds[503], past.positions[503]) == (3.0, 503 * BATCH)
+
+
 def test_seconds_and_positions_leave_out_what_was_done_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(None, [1.0] * 10)
@@ -18,22 +25,9 @@ def test_seconds_and_positions_leave_out_what_was_done_again(tmp_path: Path) -> 
     past = PastSteps(run.journal).read()
     assert list(past.seconds) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 6.25, 6.5, 6.75, 7.0]
     assert past.positions[10] == 10 * BATCH
-    assert 10 in past
-    assert 11 not in past
-
-
-def test_a_missing_journal_has_no_steps(tmp_path: Path) -> None:
-    past = PastSteps(tmp_path / "missing").read()
-    assert 0 in past
-    assert 1 not in past
-
-
-def test_a_run_that_began_from_another_ones_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.stretch(500, [1.0] * 3)
-    past = PastSteps(run.journal).read()
-    assert past.seconds[503] == 3.0
-    assert past.positions[503] == 503 * BATCH
+    assert 10 in past and 11 not in past
+    missing = PastSteps(tmp_path / "missing").read()
+    assert 0 in missing and 1 not in missing
 
 
 def test_steps_and_events_after_a_step_in_order(tmp_path: Path) -> None:
@@ -43,13 +37,8 @@ def test_steps_and_events_after_a_step_in_order(tmp_path: Path) -> None:
     past = PastSteps(run.journal).read()
     assert past.step_before(11, 5.0) == 8
     assert past.step_before(11, 1000.0) == 0
-    found = past.records_after(8, 10)
-    assert [(r.get("event"), r.get("step", r.get("at_step"))) for r in found] == [
-        (None, 9),
-        (None, 10),
-        ("checkpoint", 10),
-        ("evaluation", 10),
-    ]
+    found = [(r.get("event"), r.get("step", r.get("at_step"))) for r in past.records_after(8, 10)]
+    assert found == [(None, 9), (None, 10), ("checkpoint", 10), ("evaluation", 10)]
     assert [r["step_s"] for r in past.records_after(0, 11) if "event" not in r] == [1.0] * 5 + [2.0] * 6
 
 

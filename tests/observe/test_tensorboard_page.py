@@ -94,13 +94,14 @@ def test_the_page_of_charts_after_a_kill_and_a_resume(tmp_path: Path) -> None:
 
         until(opened, is_read)
         until(opened, lambda: len(_points(address, ".", "loss/train")) >= 16)
-        assert [point[1] for point in _points(address, ".", "loss/train")] == sorted(steps)
-        assert [point[1] for point in _points(address, "by_samples", LOSS_BY_SAMPLES)] == [
-            BATCH * step for step in sorted(steps)
-        ]
-        assert [point[1] for point in _points(address, "by_seconds", LOSS_BY_SECONDS)] == list(range(9))
+        for folder, tag, expected in (
+            (".", "loss/train", sorted(steps)),
+            ("by_samples", LOSS_BY_SAMPLES, [BATCH * step for step in sorted(steps)]),
+            ("by_seconds", LOSS_BY_SECONDS, list(range(9))),
+            ("heldout", LOSS_BY_STEP, [5, 10, 15]),
+        ):
+            assert [point[1] for point in _points(address, folder, tag)] == expected
         opened.get(f"{address}/#custom_scalars")
         until(opened, lambda: all(title in deep_text(opened) for title in TITLES))
         assert "Missing Tags" not in deep_text(opened)
-        assert [point[1] for point in _points(address, "heldout", LOSS_BY_STEP)] == [5, 10, 15]
         assert severe(opened) == []

@@ -13,22 +13,12 @@ import pytest
 from hvdtrain.runtime import driver_client as client_module
 from hvdtrain.runtime.channel import Channel
 from hvdtrain.runtime.driver_client import EXIT_ALONE, DriverClient, Heartbeat, JobFailed, NoPlace, connect_to_driver
-from tests.support.launch import TIMEOUT_S
 
 SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
 NOTHING = [0, 0, 0, 0]
 PLACE = {
-    "round": 3,
-    "rank": 1,
-    "size": 4,
-    "local_rank": 1,
-    "local_size": 2,
-    "cross_rank": 0,
-    "cross_size": 2,
-    "host": "node-a",
-    "interface": "eth0",
-    "store": "127.0.0.1:4711/token/3",
-    "timeout_s": 10,
+    **{"round": 3, "rank": 1, "size": 4, "local_rank": 1, "local_size": 2, "cross_rank": 0, "cross_size": 2},
+    **{"host": "node-a", "interface": "eth0", "store": "127.0.0.1:4711/token/3", "timeout_s": 10},
 }
 
 
@@ -80,7 +70,9 @@ def test_a_rank_requests_and_gets_a_place(driver: Driver) -> None:
     asked = driver.hear("join")
     assert (asked["after"], asked["text"], asked["step"]) == (3, "gone", 17)
     driver.channel.send("round", **{**PLACE, "interface": ""})
-    assert driver.client.join("started").variables()["HOROVOD_GLOO_IFACE"] is None, "any interface"
+    place = driver.client.join("failed", "x" * (1 << 21))
+    assert place.variables()["HOROVOD_GLOO_IFACE"] is None, "any interface"
+    assert 1000 < len(driver.hear("join")["text"]) < 10_000, "a very long error is truncated"
     driver.channel.send("end", why="rank 1 was killed", failed=True)
     with pytest.raises(JobFailed, match="rank 1 was killed"):
         driver.client.join("failed")
@@ -133,12 +125,6 @@ def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> N
     assert driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
 
 
-def test_a_very_long_error_is_truncated(driver: Driver) -> None:
-    driver.channel.send("round", **PLACE)
-    driver.client.join("failed", "x" * (1 << 21))
-    assert 1000 < len(driver.hear("join")["text"]) < 10_000
-
-
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
     assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
@@ -163,37 +149,21 @@ def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> Non
 
 def test_it_sends_heartbeats(driver: Driver) -> None:
     driver.client.heartbeat = Heartbeat(lambda: 12, lambda: 0.25, lambda: True)
-    while True:
-        beat = driver.hear("alive")
-        if beat["step"]:
-            break
+    while not (beat := driver.hear("alive"))["step"]:
+        pass
     assert (beat["step"], beat["idle_s"], beat["waiting"]) == (12, 0.25, True)
 
 
-def test_without_its_driver_a_rank_ends() -> None:
-    ours, theirs = socket.socketpair()
-    ended = threading.Event()
-    codes: list[int] = []
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    client = DriverClient(Channel(ours), end).start()
-    theirs.close()
-    assert ended.wait(TIMEOUT_S)
-    assert codes == [EXIT_ALONE]
-    client.close()
-
-
-def test_a_leaving_rank_needs_no_driver() -> None:
+@pytest.mark.parametrize("leaving", [False, True])
+def test_without_its_driver_a_rank_ends_unless_it_is_leaving(leaving: bool) -> None:
     ours, theirs = socket.socketpair()
     codes: list[int] = []
     client = DriverClient(Channel(ours), codes.append)
-    client.report_leaving("finished")
+    if leaving:
+        client.report_leaving("finished")
     theirs.close()
     client._listen()
-    assert codes == []
+    assert codes == ([] if leaving else [EXIT_ALONE])
     client.close()
 
 
