@@ -50,32 +50,26 @@ def test_a_counter_that_starts_again_at_0_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "reason"),
+    ("file", "content", "reason"),
     [
-        ("energy_uj", None, "No such file"),
-        ("energy_uj", "much", "much"),
+        ("energy_uj", FileNotFoundError(2, "No such file"), "No such file"),
         ("energy_uj", PermissionError(13, "Permission denied"), "root only"),
+        ("energy_uj", "much", "much"),
         ("name", "psys", "no RAPL counters"),
     ],
 )
 def test_what_cannot_be_read_is_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str | OSError | None, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: str | OSError, reason: str
 ) -> None:
     set_zones(tmp_path, package_0=5000)
     spoiled, read = tmp_path / "sys/class/powercap/intel-rapl:0" / file, Path.read_text
-    if text is None:
-        spoiled.unlink()
-    elif isinstance(text, str):
-        spoiled.write_text(text)
-    else:
-        refused = text
 
-        def refuse(path: Path, *given: Any, **named: Any) -> str:
-            if path == spoiled:
-                raise refused
-            return read(path, *given, **named)
+    def read_text(path: Path, *given: Any, **named: Any) -> str:
+        if path == spoiled and isinstance(content, OSError):
+            raise content
+        return content if path == spoiled else read(path, *given, **named)
 
-        monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_text", read_text)
     counter, why = open_counter(lambda: CpuCounter(tmp_path))
     assert counter is None and reason in why
     assert open_counter(lambda: CpuCounter(tmp_path / "none"))[0] is None

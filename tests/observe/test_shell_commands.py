@@ -16,7 +16,7 @@ RUN = Path("runs/my run")
 ALONE = RankInfo()
 ONE_HOST = RankInfo("openmpi", size=4, local_size=4)
 TWO_HOSTS = RankInfo("openmpi", size=4, local_size=2)
-OTHERS = [TWO_HOSTS, *(RankInfo(name, size=4, local_size=4) for name in (GLOO_LAUNCHER, "slurm", "hydra"))]
+OVER_GLOO, BY_SLURM, BY_HYDRA = (RankInfo(name, size=4, local_size=4) for name in (GLOO_LAUNCHER, "slurm", "hydra"))
 
 
 def _words(command: str) -> list[str]:
@@ -28,17 +28,14 @@ def _nobody_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
 
 
-def test_one_host_under_open_mpi_is_a_whole_command() -> None:
+def test_one_host_under_open_mpi_is_a_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = _words(resume_command(RUN, ONE_HOST, "--train.steps 9"))
     assert Path(words[0]).name == "mpirun" and words[1:3] == ["-np", "4"]
     assert words[4:7] == ["-m", "hvdtrain", "--config"]
     assert words[7:] == [f"{RUN}/config.yaml", "--run_dir", str(RUN), "--train.steps", "9"]
     assert _words(resume_command(RUN, ALONE, "--train.steps 9")) == words[3:]
     assert "#" not in resume_command(RUN, ONE_HOST) + resume_command(RUN, ALONE)
-
-
-def test_the_resume_command_lets_open_mpi_run_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("os.geteuid", lambda: 0)  # Open MPI does not let root run it unasked
     assert _words(resume_command(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
     assert "root" not in resume_command(RUN, ALONE) + resume_command(RUN, TWO_HOSTS)
 
@@ -52,19 +49,21 @@ def test_the_resume_command_repeats_the_setting_for_a_missing_ssh() -> None:
     assert "rsh" not in told(ALONE, "/bin/false") + told(TWO_HOSTS, "/bin/false")
 
 
-@pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")
-def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
+@pytest.mark.parametrize(
+    ("info", "started_by"),
+    [
+        (TWO_HOSTS, "mpirun"),
+        (OVER_GLOO, "horovodrun --gloo"),
+        (replace(OVER_GLOO, variables={"SLURM_STEP_NUM_TASKS": "4"}), "srun"),
+        (BY_SLURM, "srun"),
+        (BY_HYDRA, "mpirun or mpiexec"),
+    ],
+)
+def test_another_start_is_named_and_not_guessed(info: RankInfo, started_by: str) -> None:
     for command in (resume_command(RUN, info, "--a b"), resume_program(RUN, info, [sys.executable, "train.py"])):
         assert "mpirun" not in _words(command)[0]
-        assert "on 4 ranks, started by" in command and "as before" in command
+        assert f"on 4 ranks, started by {started_by}" in command
     assert _words(resume_command(RUN, info, "--a b")) == _words(resume_command(RUN, ALONE, "--a b"))
-
-
-def test_ranks_of_srun_over_gloo_are_started_by_srun() -> None:
-    over_gloo = RankInfo(GLOO_LAUNCHER, size=4, local_size=4)
-    assert "started by horovodrun --gloo as before" in resume_command(RUN, over_gloo)
-    by_srun = replace(over_gloo, variables={"SLURM_STEP_NUM_TASKS": "4"})
-    assert "started by srun as before" in resume_command(RUN, by_srun)
 
 
 def test_a_program_is_started_again_as_it_was() -> None:

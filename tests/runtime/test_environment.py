@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
@@ -54,15 +55,11 @@ def place(hosts: list[int], rank: int) -> tuple[int, int]:
 
 def compressed(hosts: list[int]) -> str:
     """As Slurm writes it: runs of equal numbers as N(xM)."""
-    runs: list[list[int]] = []
-    for count in hosts:
-        if runs and runs[-1][0] == count:
-            runs[-1][1] += 1
-        else:
-            runs.append([count, 1])
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(hosts)]
     return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
+@settings(max_examples=60)
 @given(jobs(), st.sampled_from(LAUNCHERS))
 def test_the_variables_of_a_launcher_are_parsed(job, launcher) -> None:
     hosts, rank = job
@@ -131,11 +128,9 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", **TWO_RANKS}
     ],
 )
 def test_ranks_of_a_launcher_that_is_not_understood_do_not_train_alone(variables, launcher: str) -> None:
-    info = rank_info(variables, "node")
-    info = dataclasses.replace(info, variables=variables)
-    with pytest.raises(LaunchError, match=launcher) as caught:
+    info = dataclasses.replace(rank_info(variables, "node"), variables=variables)
+    with pytest.raises(LaunchError, match=f"{launcher}(?s:.*)hvdtrain launch -np"):
         refuse_unused_launcher(info)
-    assert caught.value.next_step is not None and "hvdtrain launch -np" in caught.value.next_step
     refuse_unused_launcher(rank_info({**variables, ALONE: "1"}, "node"))
 
 
@@ -143,9 +138,8 @@ def test_torchrun_starts_the_ranks_of_an_engine_without_horovod() -> None:
     info = rank_info(srun(0) | TORCHRUN, "node")
     assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == ("torchrun", 1, 2, 1, 2)
     refuse_unused_launcher(info, horovod=False)
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=r"--parallel\.engine ddp"):
         refuse_unused_launcher(info)
-    assert caught.value.next_step is not None and "--parallel.engine ddp" in caught.value.next_step
     assert rank_info(TORCHRUN | {ALONE: "1"}, "node") == RankInfo(host="node")
 
 

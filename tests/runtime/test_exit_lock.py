@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -31,12 +30,8 @@ def _holder() -> Iterator[tuple[subprocess.Popen[str], Lifeline]]:
     made = make_lifeline()
     assert made is not None
     lifeline, descriptor = made
-    command = [sys.executable, "-c", HOLDER]
-    environment = {**os.environ, VARIABLE: str(descriptor)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, env=environment, pass_fds=(descriptor,), stdin=pipe, stdout=pipe, text=True
-    ) as process:
+    command, pipe, environ = [sys.executable, "-c", HOLDER], subprocess.PIPE, {**os.environ, VARIABLE: str(descriptor)}
+    with subprocess.Popen(command, env=environ, pass_fds=(descriptor,), stdin=pipe, stdout=pipe, text=True) as process:
         os.close(descriptor)
         assert process.stdout is not None and process.stdout.readline() == "True\n"
         yield process, lifeline
@@ -63,7 +58,7 @@ def test_the_end_of_a_process_is_reported_whatever_its_cause(end: str) -> None:
         if end:
             _tell(process, end)
         else:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         watcher.join(TIMEOUT_S)
         assert told.is_set()
 
