@@ -43,15 +43,13 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildPlan:
     python = dataclasses.replace(PYTHON, prefix=tmp_path / "env", site=tmp_path / "env" / "site")
     real = plan(example_probe(cache=tmp_path / "cache", python=python))
     count = "open('../count', 'a').write('x');"
-    steps = (
-        python_step("sdist", f"open('sdist/{real.sdist.name}', 'wb').write(b'source')"),
-        python_step(
-            "compile", f"{count} print('[ 50%] Building'); open('wheel/{real.wheel.name}', 'w').write('wheel')"
-        ),
-        python_step("install", f"assert open({str(real.wheel)!r}).read() == 'wheel'"),
-        python_step("proof", f"print('hvdtrain-proof ' + {RIGHT!r})"),
-    )
-    return dataclasses.replace(real, steps=steps)
+    programs = {
+        "sdist": f"open('sdist/{real.sdist.name}', 'wb').write(b'source')",
+        "compile": f"{count} print('[ 50%] Building'); open('wheel/{real.wheel.name}', 'w').write('wheel')",
+        "install": f"assert open({str(real.wheel)!r}).read() == 'wheel'",
+        "proof": f"print('hvdtrain-proof ' + {RIGHT!r})",
+    }
+    return dataclasses.replace(real, steps=tuple(python_step(*step) for step in programs.items()))
 
 
 def replaced(planned: BuildPlan, name: str, program: str) -> BuildPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import shutil
@@ -146,14 +147,8 @@ extern std::atomic_int looks;
 HANDLES = """
 #include "handle_manager.h"
 Handles handles;
-void Handles::mark_done(int value) {
-  std::lock_guard<std::mutex> guard(mutex);
-  result = std::make_shared<int>(value);
-}
-bool Handles::poll() {
-  std::lock_guard<std::mutex> guard(mutex);
-  return result != nullptr;
-}
+void Handles::mark_done(int value) { std::lock_guard<std::mutex> guard(mutex); result = std::make_shared<int>(value); }
+bool Handles::poll() { std::lock_guard<std::mutex> guard(mutex); return result != nullptr; }
 """
 QUEUE_H = """
 #pragma once
@@ -174,16 +169,11 @@ CYCLE = """
 #include "tensor_queue.h"
 horovod::common::ProcessSet process_set;
 int put(bool multi, int entry, int message) {
-  if (!multi) {
-    int status = process_set.tensor_queue.AddToTensorQueue(entry, message);
-    return status;
-  }
-  int status = process_set.tensor_queue.AddToTensorQueueMulti(entry, message);
-  return status;
+  if (!multi) return process_set.tensor_queue.AddToTensorQueue(entry, message);
+  return process_set.tensor_queue.AddToTensorQueueMulti(entry, message);
 }
 int cycle(std::chrono::nanoseconds most) {
-  if (most > std::chrono::steady_clock::duration::zero())
-    std::this_thread::sleep_for(most);
+  if (most > std::chrono::steady_clock::duration::zero()) std::this_thread::sleep_for(most);
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return process_set.tensor_queue.put;
 }
@@ -194,20 +184,14 @@ WAIT = """
 namespace py { struct gil_scoped_release { ~gil_scoped_release() {} }; }
 std::atomic_int looks{0};
 void wait_for_result() {
-  while (true) {
-    ++looks;
-    if (handles.poll()) break;
-    {
-      py::gil_scoped_release release_python_gil;
-      std::this_thread::yield();
-    }
+  while (++looks, !handles.poll()) {
+    py::gil_scoped_release release_python_gil;
+    std::this_thread::yield();
   }
 }
 """
 PROGRAM = """
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <sys/resource.h>
 #include <thread>
@@ -216,11 +200,10 @@ int put(bool, int, int), cycle(std::chrono::nanoseconds);
 void wait_for_result();
 int main(int, char** argv) {
   using namespace std::chrono;
-  auto period = milliseconds(atoi(argv[2]));
   int least = atoi(argv[3]);
   std::thread background([=] {
-    while (cycle(period) != 3) {}
-    cycle(period);  // others were not ready
+    while (cycle(milliseconds(atoi(argv[2]))) != 3) {}
+    cycle(milliseconds(atoi(argv[2])));  // others were not ready
     while (looks < least) std::this_thread::sleep_for(milliseconds(1));
     handles.mark_done(7);
   });
@@ -287,10 +270,7 @@ MEETING = """
 #include <stdexcept>
 #include <thread>
 #include "tensor_queue.h"
-struct Table {
-  horovod::common::ProcessSet set;
-  auto& Get(int) { return set; }
-};
+struct Table { horovod::common::ProcessSet set; auto& Get(int) { return set; } };
 struct State {
   Table process_set_table;
   std::atomic_bool initialization_done{false}, initialization_failed{false}, shut_down{false};
@@ -398,19 +378,11 @@ def test_a_library_built_through_the_wrapper_is_found_after_its_environment_has_
     wrapper = tmp_path / "cxx"
     wrapper.write_text(wrapper_text(sys.executable, compiler.__file__, "g++", "c++20", table))
     wrapper.chmod(0o755)
-    commands: list[list[str | Path]] = [
-        ["g++", "-shared", "-fPIC", "-o", first / "lib" / "libdep.so", tmp_path / "dep.cc"],
-        [wrapper, "-std=c++14", "-fPIC", "-c", tmp_path / "use.cc", "-o", tmp_path / "use.o"],
-        [wrapper, "-std=c++14", "-shared", "-o", site / "horovod" / "torch" / "libuse.so", tmp_path / "use.o",
-         f"-L{first / 'lib'}", "-ldep", f"-Wl,-rpath,{first / 'lib'}"],
-    ]  # fmt: skip
-    for argv in commands:
-        subprocess.run(argv, check=True, timeout=TIMEOUT_S)
+    gxx("-shared", "-fPIC", "-o", first / "lib" / "libdep.so", tmp_path / "dep.cc")
+    made, libraries = site / "horovod" / "torch" / "libuse.so", first / "lib"
+    linking = ("-shared", "-o", made, tmp_path / "use.o", f"-L{libraries}", "-ldep", f"-Wl,-rpath,{libraries}")
+    for words in (("-fPIC", "-c", tmp_path / "use.cc", "-o", tmp_path / "use.o"), linking):
+        subprocess.run([wrapper, "-std=c++14", *words], check=True, timeout=TIMEOUT_S)
     second.parent.mkdir()
     first.rename(second)
-    library = second / "lib" / "site" / "horovod" / "torch" / "libuse.so"
-    program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).ask())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.stdout.strip() == "42", done.stderr
+    assert ctypes.CDLL(str(second / made.relative_to(first))).ask() == 42
