@@ -142,13 +142,8 @@ def test_the_map_of_a_dgx_is_two_parts(tmp_path: Path) -> None:
     found = on_gpus(dgx_h100(tmp_path), DGX_GPUS, ["0-223"] * 8)
     found = [Binding(one.cpus, gpu) for one, gpu in zip(found, DGX_GPUS, strict=True)]
     groups = binding_map(["a"] * 8, found)
-    assert groups[1] == {
-        "host": "a",
-        "ranks": "4-7",
-        "cores": SOCKETS[1],
-        "gpus": list(DGX_GPUS[4:]),
-        "kept": "",
-    }
+    second = {"host": "a", "ranks": "4-7", "cores": SOCKETS[1], "gpus": list(DGX_GPUS[4:]), "kept": ""}
+    assert groups[1] == second
     assert list(describe_map(groups)) == ["binding: ranks 0-3 on cores 0-55,112-167, ranks 4-7 on cores 56-111,168-223"]
     assert not list(problems(groups))
 

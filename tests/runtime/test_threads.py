@@ -79,8 +79,7 @@ def test_a_threads_use_is_read_from_the_kernel(sleeper: int) -> None:
     assert read_use(own).busy_ns > before.busy_ns > 0
 
 
-def _policy(thread: int) -> int:
-    return os.sched_getscheduler(thread)
+_policy = os.sched_getscheduler
 
 
 def test_rest_and_work_change_that_thread_alone(sleeper: int) -> None:

@@ -39,12 +39,10 @@ def test_every_rank_gets_the_answers_of_the_others(tmp_path: Path) -> None:
     mailboxes = _mailboxes(tmp_path)
     assert all(mailbox.reachable == {0, 1, 2} for mailbox in mailboxes)
     assert not any(mailbox.has_statements() for mailbox in mailboxes)
-    said = [
-        _of(mailboxes[0], CURRENT, open_spans=[("wait", 1.5)], in_flight={"x": 1.0}, stacks={"training": ["a"]}),
-        _of(mailboxes[2], FAILED, fault=Fault("ValueError", "no")),
-    ]
-    for mailbox, statement in zip((mailboxes[0], mailboxes[2]), said, strict=True):
-        mailbox.post_statement(statement)
+    facts = {"open_spans": [("wait", 1.5)], "in_flight": {"x": 1.0}, "stacks": {"training": ["a"]}}
+    said = [_of(mailboxes[0], CURRENT, **facts), _of(mailboxes[2], FAILED, fault=Fault("ValueError", "no"))]
+    mailboxes[0].post_statement(said[0])
+    mailboxes[2].post_statement(said[1])
     assert all(mailbox.has_statements() for mailbox in mailboxes)
     assert all(mailbox.statements({}) == said for mailbox in mailboxes)
     mailboxes[2].post_statement(_of(mailboxes[2], CURRENT))

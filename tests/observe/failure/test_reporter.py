@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +75,7 @@ def test_a_card_that_does_not_come_is_written_by_the_next(tmp_path: Path, monkey
 
 
 def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
-    shown: list[str] = []
-    first, second = _reporters(tmp_path, 2, shown)
+    first, second = _reporters(tmp_path, 2, [])
     thread = threading.Thread(target=second.post_state)  # as its watchdog does
     thread.start()
     thread.join()
@@ -117,19 +117,16 @@ def test_the_error_is_shown_whatever_is_lost(
 
 def test_memory_is_asked_for_only_where_it_ran_out(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
     reporter, shown = alone
-    asked: list[str] = []
-
-    def held(error: BaseException) -> dict[str, Any]:
-        asked.append(str(error))
-        return {"where": "host", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
-
-    reporter.job.memory_holders = held
+    asked: list[BaseException] = []
+    held = {"where": "host", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
+    error = MemoryError("no")
+    reporter.job.memory_holders = lambda error: asked.append(error) or held  # type: ignore[func-returns-value]
     _fail(reporter)
     assert "use of the host" not in shown[0] and not asked
     again = _reporters(tmp_path, 1, shown)[0]
     again.job.memory_holders = reporter.job.memory_holders
-    again.report_error(MemoryError("no"))
-    assert "use of the host's memory" in shown[1] and asked == ["no"]
+    again.report_error(error)
+    assert "use of the host's memory" in shown[1] and asked == [error]
 
 
 def test_the_card_of_an_earlier_start_is_set_aside(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
@@ -171,13 +168,11 @@ def test_a_rank_that_still_writes_the_card_is_waited_for(tmp_path: Path, monkeyp
     shown: list[str] = []
     first, second = _reporters(tmp_path, 2, shown)
     assert first.mailbox.claim_card(0)
-    looks = 0
+    looks = itertools.count()
 
     def told(mailbox: Mailbox) -> bool:
-        nonlocal looks
-        looks += 1
         first.mailbox.renew_claim(0)
-        return looks > 10
+        return next(looks) > 10
 
     monkeypatch.setattr(Mailbox, "is_reported", told)
     _fail(second)
