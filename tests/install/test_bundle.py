@@ -188,10 +188,7 @@ def test_a_full_disk_is_reported_and_nothing_partial_is_left(
     out = tmp_path / "out"
     source.cached_sdist.write_bytes(b"horovod" * (1 << 20))
     monkeypatch.setattr(bundle, "SDIST_SHA256", hashlib.sha256(source.cached_sdist.read_bytes()).hexdigest())
-    with (
-        room_for(source.cached_sdist, -1),
-        pytest.raises(BuildError, match=r"cannot be written(?s:.*)File too large"),
-    ):
+    with room_for(source.cached_sdist, -1), pytest.raises(BuildError, match=r"cannot be written(?s:.*)File too large"):
         bundled(source, out)
     assert not (out / "packages" / SDIST).exists() and not (out / "SHA256SUMS").exists()
     bundled(source, out)

@@ -191,10 +191,7 @@ def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [("build-horovod", "Horovod could not be built."), ("doctor", None)],
-)
+@pytest.mark.parametrize(("broken", "told"), [("build-horovod", "Horovod could not be built."), ("doctor", None)])
 def test_it_installs_and_tells_what_failed(machine: Machine, broken: str, told: str | None) -> None:
     done = machine.install(environ={"BROKEN": broken})
     assert done.returncode == (1 if told else 0), "warnings of doctor are none of these"

@@ -125,8 +125,7 @@ def test_our_variables_are_not_taken_for_the_users(variables: dict[str, str]) ->
 
 
 @pytest.mark.parametrize(
-    ("record", "quiet"),
-    [(None, False), (BuildRecord("0.28.1"), False), (BuildRecord("0.28.1", quiet=True), True)],
+    ("record", "quiet"), [(None, False), (BuildRecord("0.28.1"), False), (BuildRecord("0.28.1", quiet=True), True)]
 )
 def test_which_horovod_is_installed_decides(
     record: BuildRecord | None, quiet: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
