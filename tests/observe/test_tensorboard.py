@@ -20,23 +20,12 @@ pytest.importorskip("tensorboard", reason="tensorboard is not installed: make se
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
+from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
-from hvdtrain.observe.tensorboard_page import (
-    LOSS_BY_SAMPLES,
-    LOSS_BY_SECONDS,
-    LOSS_BY_STEP,
-    LOSS_CHARTS,
-    METRICS,
-    STACK_FROM,
-    STACK_TITLE,
-    STACK_TO,
-    STRAGGLER_TITLE,
-    scalars,
-)
 from tests.support.full_disk import room_for
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
@@ -56,14 +45,14 @@ def test_every_slow_step_has_the_journals_values(run: Run) -> None:
     assert series(run.folder, "speed/words_per_s") == pytest.approx(speed)
     assert series(run.folder, "communication/exposed_percent") == pytest.approx(dict.fromkeys(steps, 15.0))
     assert series(run.folder, "communication/exposed_ms") == pytest.approx(dict.fromkeys(steps, 75.0))
-    by_samples = series(run.folder / "by_samples", LOSS_BY_SAMPLES)
+    by_samples = series(run.folder / "by_samples", page.LOSS_BY_SAMPLES)
     assert by_samples == {line["position"]: single(line["loss"]) for line in steps.values()}
-    by_seconds = series(run.folder / "by_seconds", LOSS_BY_SECONDS)
+    by_seconds = series(run.folder / "by_seconds", page.LOSS_BY_SECONDS)
     assert by_seconds == {n // 2: single(steps[n]["loss"]) for n in (1, 2, 4, 6)}
     # The bands lie on each other and fill the step.
     floor = dict.fromkeys(steps, 0.0)
     for band in BANDS:
-        low, high = (series(run.folder / "step" / band, tag) for tag in (STACK_FROM, STACK_TO))
+        low, high = (series(run.folder / "step" / band, tag) for tag in (page.STACK_FROM, page.STACK_TO))
         assert low == floor
         assert all(low[step] <= high[step] for step in low)
         floor = high
@@ -112,17 +101,17 @@ def test_no_point_twice_and_none_lost(
     for before, after in pairwise(ordered):
         between = sum(steps[n]["step_s"] for n in range(before + 1, after))
         assert between <= EVERY_S + 1e-6, (before, after)
-    samples = series(run.folder / "by_samples", LOSS_BY_SAMPLES)
+    samples = series(run.folder / "by_samples", page.LOSS_BY_SAMPLES)
     assert samples == {BATCH * n: value for n, value in shown.items()}
     total, second = 0.0, {}
     for n in sorted(steps):
         total += steps[n]["step_s"] if n <= done else 0.0
         second[n] = int(total)
-    seconds = series(run.folder / "by_seconds", LOSS_BY_SECONDS)
+    seconds = series(run.folder / "by_seconds", page.LOSS_BY_SECONDS)
     for x, loss in seconds.items():
         assert loss in {single(steps[n]["loss"]) for n in second if second[n] == x}
     for band in BANDS:
-        assert series(run.folder / "step" / band, STACK_TO).keys() == shown.keys()
+        assert series(run.folder / "step" / band, page.STACK_TO).keys() == shown.keys()
 
 
 def test_a_restart_in_the_same_folder_replaces_all(run: Run) -> None:
@@ -154,8 +143,8 @@ def test_of_a_long_run_the_older_points_stay(run: Run) -> None:
     before = read(run.folder).Scalars("loss/train")[:40]
     run.stretch(90, [1.0] * 6, save_every=10)
     assert list(series(run.folder, "loss/train")) == list(range(1, 97))
-    assert list(series(run.folder / "by_samples", LOSS_BY_SAMPLES)) == [BATCH * n for n in range(1, 97)]
-    assert list(series(run.folder / "by_seconds", LOSS_BY_SECONDS)) == list(range(1, 97))
+    assert list(series(run.folder / "by_samples", page.LOSS_BY_SAMPLES)) == [BATCH * n for n in range(1, 97)]
+    assert list(series(run.folder / "by_seconds", page.LOSS_BY_SECONDS)) == list(range(1, 97))
     assert list(series(run.folder, "loss/heldout")) == list(range(10, 91, 10))
     assert read(run.folder).Scalars("loss/train")[:40] == before
     newest = max(run.folder.glob("events*"))
@@ -196,9 +185,9 @@ RECORDED = {
         {
             "loss/heldout": {0: 0.5, 1: 0.25},
             "heldout/accuracy": {0: 0.75},
-            f"heldout:{LOSS_BY_STEP}": {0: 0.5, 1: 0.25},
-            f"heldout/by_samples:{LOSS_BY_SAMPLES}": {0: 0.5, BATCH: 0.25},
-            f"heldout/by_seconds:{LOSS_BY_SECONDS}": {0: 0.5},
+            f"heldout:{page.LOSS_BY_STEP}": {0: 0.5, 1: 0.25},
+            f"heldout/by_samples:{page.LOSS_BY_SAMPLES}": {0: 0.5, BATCH: 0.25},
+            f"heldout/by_seconds:{page.LOSS_BY_SECONDS}": {0: 0.5},
         },
     ),
     "FLOPs": ([{**FLOPS, "peak_per_s": None}, FIRST], {"speed/tflops_per_s": {1: 0.4}}),
@@ -240,7 +229,7 @@ def test_what_is_recorded_is_a_series(tmp_path: Path, case: str) -> None:
     for name, values in expected.items():
         folder, _, tag = name.rpartition(":")
         assert series(tmp_path / folder, tag) == pytest.approx(values), name
-    assert series(tmp_path, LOSS_BY_STEP) == series(tmp_path, "loss/train"), "the training loss is in another run"
+    assert series(tmp_path, page.LOSS_BY_STEP) == series(tmp_path, "loss/train"), "the training loss is in another run"
 
 
 def test_what_is_not_a_number_or_not_known_is_no_point(tmp_path: Path) -> None:
@@ -275,8 +264,8 @@ def test_hyperparameters_and_how_it_ended(tmp_path: Path, end: str, status: str)
     assert options["data.text"].string_value == "a|b*.md"
     assert "run_dir" not in options
     metrics = content("experiment").experiment.metric_infos
-    assert tuple(metric.name.tag for metric in metrics) == METRICS
-    assert METRICS[0] in found.Tags()["scalars"]
+    assert tuple(metric.name.tag for metric in metrics) == page.METRICS
+    assert page.METRICS[0] in found.Tags()["scalars"]
     assert content("session_end_info").session_end_info.status == getattr(api_pb2, f"STATUS_{status}")
 
 
@@ -320,19 +309,23 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step")]
     written = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}
     (event,) = found.Tensors("custom_scalars__config__")
-    page = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    charts = [chart for category in page.category for chart in category.chart]
+    loss, rest, *others = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0]).category
+    charts = [chart for category in (loss, rest, *others) for chart in category.chart]
     for chart in charts:
         for pattern in chart.multiline.tag:
             assert any(re.match(pattern, tag) for tag in written), pattern
         for band in chart.margin.series:
             assert {band.value, band.lower, band.upper} <= written
-    assert [chart.title for chart in page.category[0].chart] == [*LOSS_CHARTS]
-    assert {chart.title for chart in page.category[1].chart} >= {"words per second", STACK_TITLE, STRAGGLER_TITLE}
+    assert [chart.title for chart in loss.chart] == [*page.LOSS_CHARTS]
+    assert {chart.title for chart in rest.chart} >= {
+        "words per second",
+        page.STACK_TITLE,
+        page.STRAGGLER_TITLE,
+    }
     assert all(len(chart.multiline.tag) + len(chart.margin.series) == 1 for chart in charts), "one colour, one line"
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
     (alone,) = _write(tmp_path / "alone", {**STARTED, "size": 1}, FIRST).Tensors("custom_scalars__config__")
-    assert STRAGGLER_TITLE.encode() not in alone.tensor_proto.string_val[0], "one rank has no chart of ranks"
+    assert page.STRAGGLER_TITLE.encode() not in alone.tensor_proto.string_val[0], "one rank has no chart of ranks"
 
 
 def test_histograms(tmp_path: Path) -> None:
@@ -396,11 +389,11 @@ def test_two_threads_of_a_process_share_no_file(tmp_path: Path, monkeypatch: pyt
 def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 0)
     (path,) = tmp_path.iterdir()
-    file.add([scalars({"loss": 1.0})], 1, 1e9)
+    file.add([page.scalars({"loss": 1.0})], 1, 1e9)
     for more_bytes in (0, 1, 11, 12, 20):
         with room_for(path, more_bytes), pytest.raises(OSError, match=r"No space left|too large"):
-            file.add([scalars({"loss": 2.0})], 2, 1e9)
-    file.add([scalars({"loss": 3.0})], 3, 1e9)
+            file.add([page.scalars({"loss": 2.0})], 2, 1e9)
+    file.add([page.scalars({"loss": 3.0})], 3, 1e9)
     file.close()
     assert series(tmp_path, "loss") == {1: 1.0, 3: 3.0}
 

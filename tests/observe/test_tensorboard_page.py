@@ -19,15 +19,8 @@ import pytest
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 
+from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.past_journal import read_steps
-from hvdtrain.observe.tensorboard_page import (
-    LOSS_BY_SAMPLES,
-    LOSS_BY_SECONDS,
-    LOSS_BY_STEP,
-    LOSS_CHARTS,
-    STACK_TITLE,
-    STRAGGLER_TITLE,
-)
 from tests.support.browser import browser, deep_text, severe, until
 from tests.support.launch import TIMEOUT_S
 from tests.support.tensorboard_run import BATCH, Run
@@ -35,11 +28,11 @@ from tests.support.tensorboard_run import BATCH, Run
 pytestmark = pytest.mark.slow
 
 TITLES = [
-    *LOSS_CHARTS,
+    *page.LOSS_CHARTS,
     "words per second",
     "exposed communication (% of a step)",
-    STRAGGLER_TITLE,
-    STACK_TITLE,
+    page.STRAGGLER_TITLE,
+    page.STACK_TITLE,
     "learning rate",
     "gradient norm",
     "host CPU (%)",
@@ -90,15 +83,15 @@ def test_the_page_of_charts_after_a_kill_and_a_resume(tmp_path: Path) -> None:
 
         def is_read() -> bool:
             tags = _get(f"{address}/data/plugin/scalars/tags")
-            return bool(tags) and LOSS_BY_SAMPLES in tags.get("by_samples", {}) and len(tags) == 12
+            return bool(tags) and page.LOSS_BY_SAMPLES in tags.get("by_samples", {}) and len(tags) == 12
 
         until(opened, is_read)
         until(opened, lambda: len(_points(address, ".", "loss/train")) >= 16)
         for folder, tag, expected in (
             (".", "loss/train", sorted(steps)),
-            ("by_samples", LOSS_BY_SAMPLES, [BATCH * step for step in sorted(steps)]),
-            ("by_seconds", LOSS_BY_SECONDS, list(range(9))),
-            ("heldout", LOSS_BY_STEP, [5, 10, 15]),
+            ("by_samples", page.LOSS_BY_SAMPLES, [BATCH * step for step in sorted(steps)]),
+            ("by_seconds", page.LOSS_BY_SECONDS, list(range(9))),
+            ("heldout", page.LOSS_BY_STEP, [5, 10, 15]),
         ):
             assert [point[1] for point in _points(address, folder, tag)] == expected
         opened.get(f"{address}/#custom_scalars")

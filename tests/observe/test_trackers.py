@@ -79,14 +79,11 @@ def test_loads_of_experts_and_outer_steps_are_sent(clients: list[Client], tmp_pa
 
 
 def test_a_failed_run_is_marked(clients: list[Client]) -> None:
-    def broken() -> hvdtrain.Task:
-        def loss(model: Any, batch: Any) -> Any:
-            raise ValueError("planted")
-
-        return replace(toy(), loss=loss, heldout_data=None)
+    def loss(model: Any, batch: Any) -> Any:
+        raise ValueError("planted")
 
     with pytest.raises(ValueError, match="planted"):
-        _train("wandb", broken)
+        _train("wandb", lambda: replace(toy(), loss=loss, heldout_data=None))
     assert clients[0].failed
 
 

@@ -16,17 +16,7 @@ from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import Linkage, read_linkage
 from hvdtrain.runtime.environment import RankInfo, rank_info
 from hvdtrain.runtime.mpi import check_launch, check_size, library_version, mpi_library, mpirun_version
-from tests.runtime.launched import (
-    horovodrun_gloo,
-    intel_mpi,
-    mpich,
-    one_task,
-    open_mpi_4,
-    open_mpi_5,
-    srun,
-    srun_pmi2,
-    srun_pmix,
-)
+from tests.runtime import launched as ranks_of
 from tests.runtime.libraries import horovod, open_mpi, write_library
 
 
@@ -107,15 +97,15 @@ def make(tmp_path: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "launched"),
     [
-        ("openmpi4", open_mpi_4),
-        ("openmpi5", open_mpi_5),
-        ("openmpi5", open_mpi_4),  # seen to run
-        ("mpich", mpich),
-        ("mpich", intel_mpi),
-        ("mpich", horovodrun_gloo),
-        ("none", horovodrun_gloo),
-        ("openmpi4", srun_pmix),
-        ("mpich", srun_pmi2),
+        ("openmpi4", ranks_of.open_mpi_4),
+        ("openmpi5", ranks_of.open_mpi_5),
+        ("openmpi5", ranks_of.open_mpi_4),  # seen to run
+        ("mpich", ranks_of.mpich),
+        ("mpich", ranks_of.intel_mpi),
+        ("mpich", ranks_of.horovodrun_gloo),
+        ("none", ranks_of.horovodrun_gloo),
+        ("openmpi4", ranks_of.srun_pmix),
+        ("mpich", ranks_of.srun_pmi2),
     ],
 )
 def test_a_launcher_of_the_same_mpi_may_start_ranks(tmp_path: Path, kind: str, launched) -> None:
@@ -127,22 +117,22 @@ def test_srun_without_pmi_is_refused(tmp_path: Path, kind: str, how: str) -> Non
     """Ranks of Open MPI 5 and MPICH would each train alone; Open MPI 4 aborts, where there is one rank too."""
     library = make(tmp_path, kind)
     with pytest.raises(LaunchError, match="--to srun") as error:
-        start(library, srun(1))
+        start(library, ranks_of.srun(1))
     assert f"--mpi={how}" in str(error.value.expected)
     with pytest.raises(LaunchError) if kind == "openmpi4" else nullcontext():
-        start(library, one_task())
+        start(library, ranks_of.one_task())
 
 
 @pytest.mark.parametrize(
     ("kind", "launched", "expected", "found"),
     [
-        ("openmpi4", mpich, "Open MPI 4", "MPICH"),
-        ("openmpi5", intel_mpi, "Open MPI 5", "Intel"),
-        ("openmpi4", open_mpi_5, "Open MPI 4", "Open MPI 5.0.11"),
-        ("mpich", open_mpi_4, "MPICH", "Open MPI 4"),
-        ("mpich", open_mpi_5, "MPICH", "Open MPI 5.0.11"),
-        ("none", open_mpi_4, "a Horovod with MPI", "Open MPI 4"),
-        ("none", mpich, "a Horovod with MPI", "MPICH"),
+        ("openmpi4", ranks_of.mpich, "Open MPI 4", "MPICH"),
+        ("openmpi5", ranks_of.intel_mpi, "Open MPI 5", "Intel"),
+        ("openmpi4", ranks_of.open_mpi_5, "Open MPI 4", "Open MPI 5.0.11"),
+        ("mpich", ranks_of.open_mpi_4, "MPICH", "Open MPI 4"),
+        ("mpich", ranks_of.open_mpi_5, "MPICH", "Open MPI 5.0.11"),
+        ("none", ranks_of.open_mpi_4, "a Horovod with MPI", "Open MPI 4"),
+        ("none", ranks_of.mpich, "a Horovod with MPI", "MPICH"),
     ],
 )
 def test_a_launcher_of_another_mpi_is_refused(tmp_path: Path, kind: str, launched, expected: str, found: str) -> None:
@@ -164,7 +154,7 @@ def test_a_launcher_of_another_mpi_is_refused(tmp_path: Path, kind: str, launche
 def test_open_mpi_5s_mpirun_brings_its_own_library(tmp_path: Path) -> None:
     """Measured: it puts its library's folder first, and Horovod built on version 4 runs on it."""
     own = open_mpi(tmp_path / "five", 5)
-    start(make(tmp_path, "openmpi4"), open_mpi_5(0) | {"LD_LIBRARY_PATH": str(own.parent)})
+    start(make(tmp_path, "openmpi4"), ranks_of.open_mpi_5(0) | {"LD_LIBRARY_PATH": str(own.parent)})
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ def test_the_users_file_wins_over_the_installations(tmp_path: Path) -> None:
         path.write_text(text)
     home = {"HOME": str(tmp_path / "home")}
     assert site_settings(home, library) == {"OMPI_MCA_a": ("user", user), "OMPI_MCA_b": ("site", site)}
+    named = site_settings({"OPAL_PREFIX": str(tmp_path / "mpi")}, None)
+    assert named["OMPI_MCA_b"] == ("site", site), "the prefix that the launcher names counts"
     override = site.with_name("openmpi-mca-params-override.conf")
     override.write_text("a = override")
     assert site_settings(home, library)["OMPI_MCA_a"] == ("override", override)
@@ -32,15 +34,6 @@ def test_other_files_can_be_named(tmp_path: Path) -> None:
     named = {"OMPI_MCA_mca_base_param_files": f"{tmp_path}/one.conf,{tmp_path}/two.conf", "HOME": str(tmp_path)}
     found = site_settings(named, None)
     assert {name: value for name, (value, _) in found.items()} == {"OMPI_MCA_a": "1", "OMPI_MCA_b": "2"}
-
-
-def test_the_prefix_that_the_launcher_names_counts(tmp_path: Path) -> None:
-    path = tmp_path / "etc/openmpi-mca-params.conf"
-    path.parent.mkdir()
-    path.write_text("a = 1")
-    assert site_settings({"OPAL_PREFIX": str(tmp_path)}, None) == {"OMPI_MCA_a": ("1", path)}
-
-
-def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert site_settings({"OMPI_MCA_mca_base_param_files": f"{tmp_path}/none:{tmp_path}/binary:{tmp_path}"}, None) == {}
+    unreadable = f"{tmp_path}/none:{tmp_path}/binary:{tmp_path}"
+    assert site_settings({"OMPI_MCA_mca_base_param_files": unreadable}, None) == {}

@@ -11,31 +11,22 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.runtime import threads
-from hvdtrain.runtime.threads import (
-    SpinningThread,
-    ThreadUse,
-    can_restore_priority,
-    find_spinning_thread,
-    lower_own_priority,
-    read_use,
-    thread_ids,
-)
 
 SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG = 1, 2, 3, 4, 5
 
 
-def _uses(looks: int = 0) -> Callable[[int], ThreadUse]:
+def _uses(looks: int = 0) -> Callable[[int], threads.ThreadUse]:
     """Threads of all kinds: what each has used by its n-th look."""
     count: dict[int, int] = {}
 
-    def use(thread: int) -> ThreadUse:
+    def use(thread: int) -> threads.ThreadUse:
         n = count[thread] = count.get(thread, -1) + 1
         return {
-            SPINS: ThreadUse(5_000_000 * max(0, n - looks), 1),
-            SLEEPS: ThreadUse(1_000_000 * n, 100 + n),
-            IDLES: ThreadUse(500, 2),
-            WAITS_BUSILY: ThreadUse(5_000_000 * n, 40),
-            IS_YOUNG: ThreadUse(1_000_000 * n, n // 2),
+            SPINS: threads.ThreadUse(5_000_000 * max(0, n - looks), 1),
+            SLEEPS: threads.ThreadUse(1_000_000 * n, 100 + n),
+            IDLES: threads.ThreadUse(500, 2),
+            WAITS_BUSILY: threads.ThreadUse(5_000_000 * n, 40),
+            IS_YOUNG: threads.ThreadUse(1_000_000 * n, n // 2),
         }[thread]
 
     return use
@@ -44,18 +35,21 @@ def _uses(looks: int = 0) -> Callable[[int], ThreadUse]:
 @pytest.mark.parametrize("starved", [0, 10])
 def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
     """Also when it got no core for a while, and another thread waits in a loop all the time."""
-    assert find_spinning_thread([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None) == SPINS
+    assert (
+        threads.find_spinning_thread([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None)
+        == SPINS
+    )
 
 
 def test_none_is_found_where_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for others in ([], [SLEEPS, IDLES], [WAITS_BUSILY], [IS_YOUNG]):
-        assert find_spinning_thread(others, _uses(), lambda: None) is None
+        assert threads.find_spinning_thread(others, _uses(), lambda: None) is None
     use = _uses()
-    alike = find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None)
+    alike = threads.find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None)
     assert alike is None, "two that look alike are both left alone"
-    assert find_spinning_thread([2**22 + 1], read_use, lambda: None) is None, "it has ended"
+    assert threads.find_spinning_thread([2**22 + 1], threads.read_use, lambda: None) is None, "it has ended"
     monkeypatch.setattr(threads, "_PROC", tmp_path / "none")
-    assert thread_ids() == frozenset()
+    assert threads.thread_ids() == frozenset()
 
 
 @pytest.fixture
@@ -72,21 +66,21 @@ def sleeper() -> Iterator[int]:
 
 def test_a_threads_use_is_read_from_the_kernel(sleeper: int) -> None:
     own = threading.get_native_id()
-    assert {sleeper, own} <= thread_ids()
-    before = read_use(own)
-    while read_use(own).sleeps == before.sleeps or read_use(own).busy_ns == before.busy_ns:
+    assert {sleeper, own} <= threads.thread_ids()
+    before = threads.read_use(own)
+    while threads.read_use(own).sleeps == before.sleeps or threads.read_use(own).busy_ns == before.busy_ns:
         time.sleep(1e-3)  # what a thread used is not always counted at once
-    assert read_use(own).busy_ns > before.busy_ns > 0
+    assert threads.read_use(own).busy_ns > before.busy_ns > 0
 
 
 _policy = os.sched_getscheduler
 
 
 def test_rest_and_work_change_that_thread_alone(sleeper: int) -> None:
-    if not can_restore_priority():
+    if not threads.can_restore_priority():
         pytest.skip("this process may not raise priorities")
     own = _policy(0)
-    spinner = SpinningThread(sleeper)
+    spinner = threads.SpinningThread(sleeper)
     spinner.lower_priority(for_good=False)
     assert (_policy(sleeper), _policy(0)) == (os.SCHED_IDLE, own)
     spinner.restore_priority()
@@ -100,13 +94,13 @@ def test_where_rest_is_for_good_it_comes_last(sleeper: int, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_setscheduler", refuse)
-        assert not can_restore_priority()
-    spinner = SpinningThread(sleeper, can_restore=False)
+        assert not threads.can_restore_priority()
+    spinner = threads.SpinningThread(sleeper, can_restore=False)
     spinner.lower_priority(for_good=False)
     assert _policy(sleeper) == os.SCHED_OTHER
     spinner.lower_priority(for_good=True)
     assert _policy(sleeper) == os.SCHED_IDLE
-    ended = SpinningThread(2**22 + 1, can_restore=True)
+    ended = threads.SpinningThread(2**22 + 1, can_restore=True)
     ended.lower_priority(for_good=True)
     ended.restore_priority()
 
@@ -114,7 +108,7 @@ def test_where_rest_is_for_good_it_comes_last(sleeper: int, monkeypatch: pytest.
 def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int) -> None:
     every = os.sched_getaffinity(sleeper)
     os.sched_setaffinity(sleeper, {min(every)})
-    SpinningThread(sleeper, can_restore=False)
+    threads.SpinningThread(sleeper, can_restore=False)
     assert os.sched_getaffinity(sleeper) == every
 
 
@@ -128,7 +122,7 @@ def test_computing_gives_way_and_so_do_the_threads_it_starts(asked: str, raised_
 
     def compute() -> None:
         look()
-        lower_own_priority(asked)
+        threads.lower_own_priority(asked)
         look()
         child = threading.Thread(target=look)
         child.start()

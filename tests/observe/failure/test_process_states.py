@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.failure.process_states import (
-    GONE,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-    ZOMBIE,
-    memory,
-    oom_kills,
-    started,
-    state,
-)
+from hvdtrain.observe.failure import process_states as states
 
 
 def _stat(root: Path, pid: int, letter: str, began: int) -> None:
@@ -32,45 +22,53 @@ def _stat(root: Path, pid: int, letter: str, began: int) -> None:
 
 @pytest.mark.parametrize(
     ("letter", "expected"),
-    [("R", RUNNING), ("S", RUNNING), ("D", RUNNING), ("T", STOPPED), ("t", STOPPED), ("Z", ZOMBIE), ("X", GONE)],
+    [
+        ("R", states.RUNNING),
+        ("S", states.RUNNING),
+        ("D", states.RUNNING),
+        ("T", states.STOPPED),
+        ("t", states.STOPPED),
+        ("Z", states.ZOMBIE),
+        ("X", states.GONE),
+    ],
 )
 def test_states(letter: str, expected: str, tmp_path: Path) -> None:
     _stat(tmp_path, 5, letter, 99)
-    assert started(5, tmp_path) == 99
-    assert state(5, 99, tmp_path) == expected
-    assert state(5, 98, tmp_path) == GONE, "the number is another process's by now"
-    assert state(6, 99, tmp_path) == GONE
-    assert started(6, tmp_path) is None
+    assert states.started(5, tmp_path) == 99
+    assert states.state(5, 99, tmp_path) == expected
+    assert states.state(5, 98, tmp_path) == states.GONE, "the number is another process's by now"
+    assert states.state(6, 99, tmp_path) == states.GONE
+    assert states.started(6, tmp_path) is None
 
 
 def test_a_real_child() -> None:
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    began = started(child.pid)
+    began = states.started(child.pid)
     assert began is not None
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
-    assert state(child.pid, began) == STOPPED
+    assert states.state(child.pid, began) == states.STOPPED
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert state(child.pid, began) == ZOMBIE
+    assert states.state(child.pid, began) == states.ZOMBIE
     child.communicate()
-    assert state(child.pid, began) == GONE
+    assert states.state(child.pid, began) == states.GONE
 
 
 def test_memory_in_mib(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text("Name:\tpython\nVmHWM:\t 4096 kB\nVmRSS:\t 2048 kB\nThreads:\t3\n")
     (tmp_path / "meminfo").write_text("MemTotal:  1048576 kB\nMemAvailable: 524288 kB\nHugePages_Total: 0\n")
-    assert memory(tmp_path) == {"rss": 2.0, "peak_rss": 4.0, "host_total": 1024.0, "host_available": 512.0}
-    assert memory(tmp_path / "nothing") == {}
-    own = memory()
+    assert states.memory(tmp_path) == {"rss": 2.0, "peak_rss": 4.0, "host_total": 1024.0, "host_available": 512.0}
+    assert states.memory(tmp_path / "nothing") == {}
+    own = states.memory()
     assert 0 < own["rss"] <= own["peak_rss"] < own["host_total"]
 
 
 def test_kills_for_want_of_memory(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
-    assert oom_kills(tmp_path) == 3
-    assert oom_kills(tmp_path / "nothing") == 0
+    assert states.oom_kills(tmp_path) == 3
+    assert states.oom_kills(tmp_path / "nothing") == 0
 
 
 @pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "EACCES", "ENOENT", "ESRCH"])
@@ -81,4 +79,4 @@ def test_an_unreadable_process_does_not_count_as_dead(
         raise OSError(getattr(errno, name), name)
 
     monkeypatch.setattr(Path, "read_text", fails)
-    assert state(5, 99, tmp_path) == (GONE if name in ("ENOENT", "ESRCH") else UNKNOWN)
+    assert states.state(5, 99, tmp_path) == (states.GONE if name in ("ENOENT", "ESRCH") else states.UNKNOWN)
