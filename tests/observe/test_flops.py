@@ -8,35 +8,40 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from hvdtrain.observe import flops
 from hvdtrain.observe.flops import FlopCount, peak_tflops
 
 
 def count_flops(forward: Callable[[], object]) -> int | None:
-    with FlopCount() as count:
+    with torch.no_grad(), FlopCount() as count:
         forward()
     return count.flops
 
 
-def test_a_linear_layer_takes_two_operations_a_weight_and_row() -> None:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    assert count_flops(lambda: model(torch.ones(5, 6))) == 2 * 5 * (6 * 16 + 16 * 1)
+def _grouped_product(*splits: int) -> torch.Tensor:
+    rows, experts = torch.randn(8, 16).bfloat16(), torch.randn(2, 16, 32).bfloat16()
+    return torch._grouped_mm(rows, experts, offs=torch.tensor(splits).cumsum(0).int())
 
 
-def test_attention_on_the_cpu() -> None:
-    q = torch.randn(2, 3, 8, 4)
-    with torch.no_grad():
-        found = count_flops(lambda: nn.functional.scaled_dot_product_attention(q, q, q))
-    assert found == 2 * (2 * 2 * 3 * 8 * 8 * 4)
+MODEL, Q = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(2, 3, 128, 16)
+ATTENTION = 2 * (2 * 2 * 3 * 128 * 128 * 16)
 
 
-@pytest.mark.parametrize("splits", [[4, 4], [1, 7]])
-def test_a_mixture_of_experts_takes_what_its_tokens_take(splits: list[int]) -> None:
-    rows, experts = torch.randn(8, 16), torch.randn(2, 16, 32)
-    offsets = torch.tensor(splits).cumsum(0).int()
-    found = count_flops(lambda: torch._grouped_mm(rows.bfloat16(), experts.bfloat16(), offs=offsets))
-    assert found == 2 * 8 * 16 * 32
+@pytest.mark.filterwarnings("ignore:.*flex_attention.*")
+@pytest.mark.parametrize(
+    ("forward", "flops"),
+    [
+        (lambda: MODEL(torch.ones(5, 6)), 2 * 5 * (6 * 16 + 16 * 1)),
+        (lambda: nn.functional.scaled_dot_product_attention(Q, Q, Q), ATTENTION),
+        (lambda: flex_attention(Q, Q, Q), ATTENTION),
+        (lambda: _grouped_product(4, 4), 2 * 8 * 16 * 32),  # a mixture of experts takes what its tokens take
+        (lambda: _grouped_product(1, 7), 2 * 8 * 16 * 32),
+    ],
+)
+def test_counted_operations_equal_formulas(forward: Callable[[], object], flops: int) -> None:
+    assert count_flops(forward) == flops
 
 
 def test_what_is_computed_stays_the_same_to_the_bit() -> None:
@@ -65,14 +70,6 @@ def test_compiled_parts_stay_compiled() -> None:
     linear = nn.Linear(6, 16)
     count_flops(lambda: torch.compile(linear, backend=backend)(torch.ones(5, 6)))
     assert seen
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention.*")
-def test_flexible_attention() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q = torch.randn(2, 3, 128, 16)
-    assert count_flops(lambda: flex_attention(q, q, q)) == 2 * (2 * 2 * 3 * 128 * 128 * 16)
 
 
 def test_a_formula_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

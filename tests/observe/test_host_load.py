@@ -26,6 +26,9 @@ def test_a_lap_is_what_has_come_since_the_last(tmp_path: Path) -> None:
     assert causes.read()[0] == 0
     causes.close()
     causes.close()
+    here = HostLoad(dict)
+    assert here.read()[0] >= 0, "here it is known"
+    here.close()
 
 
 def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> None:
@@ -51,17 +54,8 @@ def test_what_the_machine_does_not_tell_is_unknown(tmp_path: Path) -> None:
     causes.close()
     assert math.isnan(steal_s(tmp_path / "proc/stat"))
     assert throttle_text(math.nan) is None and throttle_text(0.0) == ""
-
-
-def test_steal_is_that_of_the_whole_host(tmp_path: Path) -> None:
     _system(tmp_path, steal=250)
-    assert steal_s(tmp_path / "proc/stat") == pytest.approx(2.5)
-
-
-def test_here_waiting_for_a_core_is_known() -> None:
-    causes = HostLoad(dict)
-    assert causes.read()[0] >= 0
-    causes.close()
+    assert steal_s(tmp_path / "proc/stat") == pytest.approx(2.5), "of the whole host"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from types import SimpleNamespace
@@ -20,85 +21,59 @@ class Refused(Exception):
     pass
 
 
-class Nvml:
-    """A driver with two devices, of which the second is asked for; it can lack functions and ways to find a device."""
+def nvml(*lacks: str) -> Any:
+    """Return a driver with two devices, of which the second is asked for; it can lack functions."""
+    devices = {"GPU-0000-ffff": 7, "GPU-1234-abcd": 64, "0000:1B:00.0": 64}
+    energy_mj = itertools.count(10**6, 2500)
 
-    NVMLError = Refused
-    NVML_CLOCK_SM = 1
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self, *lacks: str) -> None:
-        self.lacks, self.millijoules = lacks, 1_000_000
-        self.devices = {"GPU-0000-ffff": 7, "GPU-1234-abcd": 64, "0000:1B:00.0": 64}
-
-    def _check(self, name: str) -> None:
-        if name in self.lacks:
+    def find(name: str) -> int:
+        if name not in devices:
             raise Refused(name)
+        return devices[name]
 
-    def nvmlInit(self) -> None:
-        self._check("init")
+    functions = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": find,
+        "nvmlDeviceGetHandleByPciBusId": find,
+        "nvmlDeviceGetPciInfo": lambda device: SimpleNamespace(domain=9, bus=1, device=0),
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=device, memory=0),
+        "nvmlDeviceGetClockInfo": lambda device, kind: {"SM": 1000 + device}[kind],
+        "nvmlDeviceGetTemperature": lambda device, kind: {"GPU": device - 10}[kind],
+        "nvmlDeviceGetPowerUsage": lambda device: 250_500,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda device: {64: next(energy_mj)}[device],
+        "nvmlDeviceGetMemoryInfo": lambda device: SimpleNamespace(used=3 << 30, total=80 << 30),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: 0x1 | 0x4 | 0x40,
+    }
 
-    def _find(self, name: str) -> int:
-        if name not in self.devices:
-            raise Refused(name)
-        return self.devices[name]
+    def refuse(*given: object) -> None:
+        raise Refused("not supported")
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        self._check("uuid")
-        return self._find(uuid)
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus: str) -> int:
-        self._check("pci")
-        return self._find(bus)
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        self._check("pci info")
-        return SimpleNamespace(domain=9, bus=1, device=0)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        self._check("utilization")
-        return SimpleNamespace(gpu=handle, memory=0)
-
-    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
-        return {self.NVML_CLOCK_SM: 1000 + handle}[kind]
-
-    def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
-        return {self.NVML_TEMPERATURE_GPU: handle - 10}[kind]
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        return 250_500
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        self._check("energy")
-        assert handle == 64
-        return self.millijoules
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return SimpleNamespace(used=3 << 30, total=80 << 30)
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return 0x1 | 0x4 | 0x40
+    found = {name: refuse if name in lacks else function for name, function in functions.items()}
+    return SimpleNamespace(NVMLError=Refused, NVML_CLOCK_SM="SM", NVML_TEMPERATURE_GPU="GPU", **found)
 
 
-def _sample(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None = GPU) -> dict[str, Any]:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+BY_UUID, BY_BUS = "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId"
+
+
+def _sample(monkeypatch: pytest.MonkeyPatch, driver: Any, gpu: GpuIdentity | None = GPU) -> dict[str, Any]:
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     found = Monitor(gpu).sample()
     return {name: value for name, value in found.items() if name.startswith("gpu_")}
 
 
 @pytest.mark.parametrize(
-    ("reported", "nvml", "address"),
+    ("reported", "driver", "address"),
     [
         ("0001:1B:00.0", None, "0001:1B:00.0"),
-        ("0000:00:00.0", Nvml(), "0009:01:00.0"),
-        ("0000:00:00.0", Nvml("pci info"), ""),
+        ("0000:00:00.0", nvml(), "0009:01:00.0"),
+        ("0000:00:00.0", nvml("nvmlDeviceGetPciInfo"), ""),
         ("0000:00:00.0", None, ""),
     ],
 )
 def test_the_address_is_nvmls_where_torch_has_none(
-    monkeypatch: pytest.MonkeyPatch, reported: str, nvml: Any, address: str
+    monkeypatch: pytest.MonkeyPatch, reported: str, driver: Any, address: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert pci_address(GpuIdentity(0, "1234-abcd", reported)) == address
 
 
@@ -113,13 +88,13 @@ def test_the_host_and_this_process() -> None:
 
 @pytest.mark.parametrize(
     ("lacks", "percent"),
-    [((), {"gpu_percent": 64}), (("uuid",), {"gpu_percent": 64}), (("utilization",), {})],
+    [("", {"gpu_percent": 64}), (BY_UUID, {"gpu_percent": 64}), ("nvmlDeviceGetUtilizationRates", {})],
     ids=["by UUID", "by PCI bus", "what it does not tell is absent"],
 )
 def test_the_device_of_this_rank_whatever_its_index(
-    monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...], percent: dict[str, int]
+    monkeypatch: pytest.MonkeyPatch, lacks: str, percent: dict[str, int]
 ) -> None:
-    assert _sample(monkeypatch, Nvml(*lacks)) == {
+    assert _sample(monkeypatch, nvml(lacks)) == {
         **percent,
         "gpu_clock_mhz": 1064,
         "gpu_temperature_c": 54,
@@ -131,12 +106,12 @@ def test_the_device_of_this_rank_whatever_its_index(
 
 
 @pytest.mark.parametrize(
-    ("nvml", "gpu"),
-    [(None, GPU), (Nvml("init"), GPU), (Nvml("uuid", "pci"), GPU), (object(), None)],
+    ("driver", "gpu"),
+    [(None, GPU), (nvml("nvmlInit"), GPU), (nvml(BY_UUID, BY_BUS), GPU), (object(), None)],
     ids=["library", "driver", "device", "GPU: NVML is not asked"],
 )
-def test_without(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None) -> None:
-    assert _sample(monkeypatch, nvml, gpu) == {}
+def test_without(monkeypatch: pytest.MonkeyPatch, driver: Any, gpu: GpuIdentity | None) -> None:
+    assert _sample(monkeypatch, driver, gpu) == {}
 
 
 def test_torchs_device_by_uuid_and_bus_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,18 +20,10 @@ def _stat(root: Path, pid: int, letter: str, began: int) -> None:
     (folder / "stat").write_text(f"{pid} (a (b) c) {letter} {rest} {began} 0 0\n")
 
 
-@pytest.mark.parametrize(
-    ("letter", "expected"),
-    [
-        ("R", states.RUNNING),
-        ("S", states.RUNNING),
-        ("D", states.RUNNING),
-        ("T", states.STOPPED),
-        ("t", states.STOPPED),
-        ("Z", states.ZOMBIE),
-        ("X", states.GONE),
-    ],
-)
+LETTERS = {**dict.fromkeys("RSD", states.RUNNING), **dict.fromkeys("Tt", states.STOPPED), "Z": states.ZOMBIE}
+
+
+@pytest.mark.parametrize(("letter", "expected"), [*LETTERS.items(), ("X", states.GONE)])
 def test_states(letter: str, expected: str, tmp_path: Path) -> None:
     _stat(tmp_path, 5, letter, 99)
     assert states.started(5, tmp_path) == 99
