@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def test_a_name_that_is_taken_is_counted_up(tmp_path: Path) -> None:
         (tmp_path / name).touch()
 
 
+def _trace(folder: Path, window: Window, rank: int = 0, **how: Any) -> tuple[SpanTrace, Spans]:
+    spans = Spans(**how)
+    return SpanTrace(spans, folder, rank, "node", window, warn=pytest.fail), spans
+
+
 def _train(trace: SpanTrace, spans: Spans, first: int, last: int) -> None:
     for step in range(first, last + 1):
         trace.begin_step(step)
@@ -69,8 +75,7 @@ def _steps(path: Path) -> list[int]:
 
 @pytest.mark.parametrize("asked_at", range(6, 14))
 def test_a_window_asked_for_soon_after_another_takes_nothing_from_it(tmp_path: Path, asked_at: int) -> None:
-    spans = Spans()
-    trace = SpanTrace(spans, tmp_path, 0, "node", Window(3, 8), warn=pytest.fail)
+    trace, spans = _trace(tmp_path, Window(3, 8))
     _train(trace, spans, 1, asked_at)
     trace.record(Window(asked_at + 1, asked_at + 4))
     _train(trace, spans, asked_at + 1, 100)
@@ -80,19 +85,12 @@ def test_a_window_asked_for_soon_after_another_takes_nothing_from_it(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"),
-    [
-        (Window(3, 8), [0, *range(3, 9), *range(300 - LAST_STEPS + 1, 301)]),
-        (Window(291, 295), [0, *range(300 - LAST_STEPS + 1, 301)]),
-        (ALL, list(range(301))),
-        (Window(400, 500), [0, *range(300 - LAST_STEPS + 1, 301)]),
-        (OFF, [0, *range(300 - LAST_STEPS + 1, 301)]),
-    ],
+    ("window", "steps"),
+    [(Window(3, 8), range(3, 9)), (Window(291, 295), ()), (ALL, range(301)), (Window(400, 500), ()), (OFF, ())],
     ids=["early", "late", "all", "never", "empty"],
 )
-def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: Window, expected: list[int]) -> None:
-    spans = Spans()
-    trace = SpanTrace(spans, tmp_path, 3, "node", window, warn=pytest.fail)
+def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: Window, steps: Sequence[int]) -> None:
+    trace, spans = _trace(tmp_path, window, 3)
     with spans("evaluation"):
         pass
     path = tmp_path / "spans-rank-3.json"
@@ -101,7 +99,7 @@ def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: 
         assert _steps(path) == [0, *range(3, 9)], "it is on disk once it is over"
     _train(trace, spans, 11, 300)
     trace.close()
-    assert _steps(path) == expected
+    assert _steps(path) == sorted({0, *steps, *range(300 - LAST_STEPS + 1, 301)})
     names = [(event["name"], event["args"]["step"]) for event in _read(path) if event["ph"] == "X"]
     assert len(names) == len(set(names))
     assert {event["pid"] for event in _read(path)} == {3}
@@ -112,8 +110,7 @@ def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: 
 
 def test_many_spans_a_step_are_written_before_they_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.observe.span_trace.CAPACITY", 1 << 10)
-    spans = Spans(capacity=1 << 10)
-    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 200), warn=pytest.fail)
+    trace, spans = _trace(tmp_path, Window(1, 200), capacity=1 << 10)
     for step in range(1, 211):
         trace.begin_step(step)
         spans.step = step
@@ -125,8 +122,7 @@ def test_many_spans_a_step_are_written_before_they_are_dropped(tmp_path: Path, m
 
 
 def test_what_a_device_tells_a_step_late_is_in_the_window(tmp_path: Path) -> None:
-    spans = Spans()
-    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 3), warn=pytest.fail)
+    trace, spans = _trace(tmp_path, Window(1, 3))
     for step in range(1, 60):
         trace.begin_step(step)
         spans.step = step
@@ -137,8 +133,7 @@ def test_what_a_device_tells_a_step_late_is_in_the_window(tmp_path: Path) -> Non
 
 def test_a_later_start_adds_a_file(tmp_path: Path) -> None:
     for _ in range(2):
-        spans = Spans()
-        trace = SpanTrace(spans, tmp_path, 0, "node", ALL, warn=pytest.fail)
+        trace, spans = _trace(tmp_path, ALL)
         _train(trace, spans, 1, 3)
         trace.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spans-rank-0-1.json", "spans-rank-0.json"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,8 @@ MPI_T.MPI_Finalize()
 def test_ranks_know_who_they_are(tmp_path: Path, launcher: str, name: str | None) -> None:
     run(["-c", TELL], size=2, launcher=launcher, cwd=tmp_path)
     ranks = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in (0, 1)]
-    assert [(line["rank"], line["local_rank"]) for line in ranks] == [(0, 0), (1, 1)]
-    for line in ranks:
-        assert (line["size"], line["local_size"]) == (2, 2)
+    for rank, line in enumerate(ranks):
+        assert [line[name] for name in ("rank", "local_rank", "size", "local_size")] == [rank, rank, 2, 2]
         assert line["launcher"] == name if name else line["launcher"] in ("openmpi", "hydra")
         assert line["set"] == line["environ"]
         assert "OMP_NUM_THREADS" not in line["set"]  # the test's own
@@ -69,15 +69,13 @@ def test_the_settings_reach_open_mpi(tmp_path: Path) -> None:
     if "Open MPI" not in version or not libmpi.exists():
         pytest.skip(f"no libmpi.so.40 beside {program('mpirun')}")
     written = run(["-c", READ_BACK, str(libmpi)], size=2, cwd=tmp_path).stdout
-    said = [line.split()[-2:] for line in written.splitlines() if "READ" in line]
-    assert said.count(["mpi_yield_when_idle", "1"]) == 2
-    assert said.count(["coll_tuned_use_dynamic_rules", "1"]) == 2
-    assert said.count(["coll_tuned_allreduce_algorithm", "4"]) == 2
+    said = Counter(line.partition("READ ")[2] for line in written.splitlines() if "READ" in line)
+    names = ("mpi_yield_when_idle 1", "coll_tuned_use_dynamic_rules 1", "coll_tuned_allreduce_algorithm 4")
+    assert said == dict.fromkeys(names, 2)
 
 
 CHECK = """
 import sys
-import venv
 from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import rank_info, environ
@@ -118,13 +116,9 @@ def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, ow
     library = horovod(tmp_path, SONAME[built], runpath=str(libraries))
     own = ["env", f"LD_LIBRARY_PATH={libraries}"] if own_library_first else []
     over = ["--map-by", ":OVERSUBSCRIBE"] if launched == "openmpi5" else []
-    done = subprocess.run(
-        [mpis[launched] / "bin/mpirun", "-np", "2", *over, *own, sys.executable, "-c", CHECK, str(library)],
-        env=ENVIRONMENT | {"PATH": f"{mpis[launched]}/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    argv = [mpis[launched] / "bin/mpirun", "-np", "2", *over, *own, sys.executable, "-c", CHECK, str(library)]
+    environ = ENVIRONMENT | {"PATH": f"{mpis[launched]}/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": ""}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
     four_under_five = (launched, built) == ("openmpi5", "openmpi4")
     fits = (launched == built == "mpich") or ("mpich" not in (launched, built))
     fits = fits and not (four_under_five and own_library_first)
