@@ -132,32 +132,28 @@ def test_the_toolkit_that_is_named_goes_before_the_one_on_path(tmp_path: Path) -
         assert found is not None and (found.home, found.version) == (home, "12.6")
 
 
+def fake_nccl(home: Path, minor: int, lib: str = "lib") -> Path:
+    for name, text in (
+        ("include/nccl.h", f"#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n"),
+        (f"{lib}/libnccl.so.2", ""),
+    ):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).write_text(text)
+    return home
+
+
 @pytest.mark.parametrize("variable", ["HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "EBROOTNCCL", "CONDA_PREFIX"])
-def test_the_nccl_of_a_module_or_of_conda_is_found(tmp_path: Path, variable: str) -> None:
-    for name in ("include", "lib64"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "include/nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 26\n")
-    (tmp_path / "lib64/libnccl.so.2").write_text("")
-    found = probe.find_nccl({variable: str(tmp_path)}, None, tmp_path / "site")
-    assert found is not None
-    assert (found.version, found.in_site, found.library) == ("2.26", False, tmp_path / "lib64/libnccl.so.2")
-
-
-def test_torchs_nccl_precedes_the_systems(tmp_path: Path) -> None:
-    for home, minor in ((tmp_path / "site" / "nvidia" / "nccl", 29), (tmp_path / "system", 18)):
-        (home / "include").mkdir(parents=True)
-        (home / "lib").mkdir()
-        (home / "include" / "nccl.h").write_text(f"#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n")
-        (home / "lib" / "libnccl.so.2").write_text("")
-    environ = {"NCCL_HOME": str(tmp_path / "system")}
-    torch = FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "site" / "torch")
-    beside, system = (probe.find_nccl(environ, found, tmp_path / "site") for found in (torch, None))
-    assert beside is not None
+def test_the_nccl_of_a_module_or_of_conda_is_found_and_torchs_precedes_it(tmp_path: Path, variable: str) -> None:
+    home = fake_nccl(tmp_path / "system", 26, "lib64")
+    environ, site = {variable: str(home)}, tmp_path / "site"
+    fake_nccl(site / "nvidia" / "nccl", 29)
+    torch = FoundTorch(TorchBuild("2.12.1", "cu130"), site / "torch")
+    system, beside = (probe.find_nccl(environ, found, site) for found in (None, torch))
+    assert system is not None and beside is not None
+    assert (system.version, system.in_site, system.library) == ("2.26", False, home / "lib64/libnccl.so.2")
     assert (beside.version, beside.in_site) == ("2.29", True)
     shared = probe.find_nccl(environ, torch, tmp_path / "other")
     assert shared is not None and not shared.in_site, "torch of another environment, which this one shares"
-    assert system is not None
-    assert (system.version, system.in_site) == ("2.18", False)
 
 
 def test_this_machine_can_be_probed() -> None:

@@ -51,29 +51,13 @@ def test_the_truth_is_always_inside(
         assert abs(found.us - planted(offset_us, drift, at_us)) <= found.error_us + 0.05 + 1e-3 * found.error_us
 
 
-@pytest.mark.parametrize("drift", [0.0, 30e-6, -90e-6])
-def test_more_probes_make_it_more_certain(drift: float) -> None:
-    rng = random.Random(3)
-    fit = ClockFit()
-    errors = []
-    for number in range(1, 401):
-        at_us = HOUR_US + 1e5 * number
-        truth = planted(5e9, drift, at_us)
-        fit.at_most(at_us, truth + 100 + rng.expovariate(1 / 500))
-        fit.at_least(at_us, truth - 100 - rng.expovariate(1 / 500))
-        if number in (1, 20, 400):
-            found = fit.at(at_us)
-            assert found is not None and abs(found.us - truth) <= found.error_us
-            errors.append(found.error_us)
-    assert errors[0] > errors[1] > errors[2] and errors[2] < 150
-
-
 def test_an_old_bound_holds_less_the_longer_it_is_ago() -> None:
     fit = ClockFit()
     fit.at_least(HOUR_US, -10.0)
     fit.at_most(HOUR_US, 10.0)
     (now, later) = (fit.at(HOUR_US), fit.at(HOUR_US + 1e6))
     assert now is not None and later is not None
+    assert offset_at(0.0, np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])) is None, "bounds of no line"
     assert now.error_us == pytest.approx(10, abs=0.1)
     assert later.error_us == pytest.approx(10 + MAX_DRIFT * 1e6, abs=0.1)
 
@@ -94,8 +78,3 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(5000):
         fit.at_most(HOUR_US + 1e4 * number, rng.expovariate(1 / 500))
     assert len(fit._upper) <= KEPT
-
-
-def test_bounds_of_no_line_give_nothing() -> None:
-    lower, upper = np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])
-    assert offset_at(0.0, lower, upper) is None

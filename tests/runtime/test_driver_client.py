@@ -34,6 +34,14 @@ class Driver:
         """The next message of this type."""
         return next(message for message in self.messages if message["type"] == kind)
 
+    def start_round(self, **changes: Any) -> None:
+        self.channel.send("round", **{**PLACE, **changes})
+        self.client.join("started")
+
+    def requests(self) -> list[int]:
+        """What the rank wants, where no signal came."""
+        return self.client.requests(NOTHING, CHANGED, TERMINATE)
+
     def synchronize_state(self) -> None:
         """Return once what was sent before was heard: answers come in order."""
         self.channel.send("end", why="settled")
@@ -88,8 +96,7 @@ def test_a_rank_that_hangs_prints_its_stack(driver: Driver, capsys: pytest.Captu
 def test_a_broken_round_wakes_the_waiting_rank(driver: Driver) -> None:
     cuts: list[int] = []
     driver.client.wake = lambda: cuts.append(driver.client.round)
-    driver.channel.send("round", **PLACE)
-    driver.client.join("started")
+    driver.start_round()
     assert not driver.client.is_broken()
     driver.channel.send("broken", round=2, why="of an earlier one")
     driver.channel.send("broken", round=3, why="rank 0 is gone")
@@ -99,19 +106,17 @@ def test_a_broken_round_wakes_the_waiting_rank(driver: Driver) -> None:
 
 
 def test_a_change_of_the_driver_ends_the_round_at_a_step_boundary(driver: Driver) -> None:
-    driver.channel.send("round", **PLACE)
-    driver.client.join("started")
-    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING
+    driver.start_round()
+    assert driver.requests() == NOTHING
     driver.channel.send("changed", why="one more")
-    while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while driver.requests()[CHANGED] == 0:
         pass  # it is heard in another thread
     assert not driver.client.is_leaving()
     driver.channel.send("changed", why="no slot", leaves=True)  # crosses the rank's message that it has left
     while not driver.client.is_leaving():
         pass
-    driver.channel.send("round", **{**PLACE, "round": 4})
-    driver.client.join("changed")
-    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
+    driver.start_round(round=4)
+    assert driver.requests() == NOTHING  # that was of the round before
     assert not driver.client.is_leaving()
 
 
@@ -119,20 +124,19 @@ def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> N
     """It is sent only once: a rank that has not read its place yet must not treat it as an old one."""
     driver.channel.send("round", **PLACE)
     driver.channel.send("changed", why="one more")
-    while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while driver.requests()[CHANGED] == 0:
         pass
     driver.client.join("started")
-    assert driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
+    assert driver.requests()[CHANGED] == 1
 
 
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
     assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
     assert driver.client.is_leaving()
-    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
-    driver.channel.send("round", **PLACE)
-    driver.client.join("changed")  # there are too few without it: it stays until the driver says so
-    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING
+    assert driver.requests() == [0, 0, 0, 1]  # until it has left
+    driver.start_round()  # there are too few without it: it stays until the driver says so
+    assert driver.requests() == NOTHING
 
 
 def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> None:

@@ -95,14 +95,11 @@ def test_memory_that_ran_out_is_explained() -> None:
     shown = _text([replace(full, memory_holders=small)])
     assert "--train.micro_batch" not in shown and "bf16" not in shown and "expandable" not in shown
     assert "fewer ranks on this host" in shown and "nvidia-smi" not in shown
-
-
-@pytest.mark.parametrize(("outside", "has_others"), [(1500.0, False), (9000.0, True)])
-def test_memory_that_no_tensor_uses_is_explained(outside: float, has_others: bool) -> None:
-    unused = {"free": 3000.5, "largest": 20.0, "outside": outside}
-    shown = _text([_failed(MemoryError("no"), memory_holders={**HELD, "unused": unused})])
-    assert "3,000.5 MiB, in blocks of up to 20.0 MiB" in shown and f"{outside:,.1f} MiB: CUDA" in shown
-    assert ("nvidia-smi" in shown) is has_others
+    for outside, has_others in ((1500.0, False), (9000.0, True)):
+        unused = {"free": 3000.5, "largest": 20.0, "outside": outside}
+        shown = _text([_failed(MemoryError("no"), memory_holders={**HELD, "unused": unused})])
+        assert "3,000.5 MiB, in blocks of up to 20.0 MiB" in shown and f"{outside:,.1f} MiB: CUDA" in shown
+        assert ("nvidia-smi" in shown) is has_others
 
 
 def _essentials(text: str) -> list[str]:

@@ -44,8 +44,7 @@ def test_another_thread_sees_where_the_training_thread_is_and_whether_it_waits_f
         thread.join()
     assert (statement.kind, statement.step, statement.process.rank) == (STALLED, 7, 1)
     assert statement.is_waiting == (module == "hvdtrain.comm.horovod")
-    assert [name for name, _ in statement.open_spans] == ["wait"]
-    assert list(statement.in_flight) == ["gradients/0"]
+    assert statement.open_spans[0][0] == "wait" and list(statement.in_flight) == ["gradients/0"]
     assert statement.memory["rss"] > 0
     assert "".join(statement.stacks[TRAINING]).count("blocked(release)") == 1
 
@@ -53,11 +52,9 @@ def test_another_thread_sees_where_the_training_thread_is_and_whether_it_waits_f
 def test_a_failed_rank_says_what_it_was_in() -> None:
     spans = Spans()
     spans.step = 2
-    try:
-        with spans("forward"):
-            raise ValueError("no")
-    except ValueError as error:
-        statement = StatementMaker(this_process(0, "a"), spans, {}).failure(error)
+    with pytest.raises(ValueError, match="no") as caught, spans("forward"):
+        raise ValueError("no")
+    statement = StatementMaker(this_process(0, "a"), spans, {}).failure(caught.value)
     assert (statement.last_span, statement.open_spans, statement.step) == ("forward", [], 2)
 
 
