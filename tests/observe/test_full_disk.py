@@ -12,13 +12,6 @@ from hvdtrain.observe.past_journal import read_journal
 from tests.support.full_disk import room_for
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _record(step: int) -> dict[str, object]:
     return {"step": step, "filler": "x" * 100}
 
@@ -38,13 +31,13 @@ def test_a_line_that_finds_no_room_leaves_no_part_of_itself(tmp_path: Path) -> N
 
 
 def test_what_finds_no_room_waits_and_is_written_in_order(tmp_path: Path) -> None:
-    said, clock = list[str](), Clock()
-    journal = Journal(tmp_path / "j", said.append, clock=clock)
+    said, now_s = list[str](), [0.0]
+    journal = Journal(tmp_path / "j", said.append, clock=lambda: now_s[0])
     journal.write(_record(1))
     with room_for(tmp_path / "j", 250):
         for step in range(2, 7):
             journal.write(_record(step))
-            clock.now += 10.0
+            now_s[0] += 10.0
     assert _steps(tmp_path / "j") == [1, 2, 3]
     assert len(said) == 1 and "No space left" in said[0]
     journal.write(_record(7))
@@ -56,14 +49,14 @@ def test_what_finds_no_room_waits_and_is_written_in_order(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("later_s", [2.0, None])
 def test_it_is_not_tried_at_each_line_but_later_and_at_the_end(tmp_path: Path, later_s: float | None) -> None:
-    clock = Clock()
-    journal = Journal(tmp_path / "j", list[str]().append, clock=clock)
+    now_s = [0.0]
+    journal = Journal(tmp_path / "j", list[str]().append, clock=lambda: now_s[0])
     with room_for(tmp_path / "j", 0):
         journal.write(_record(1))
     journal.write(_record(2))
     assert _steps(tmp_path / "j") == []
     if later_s is not None:
-        clock.now = later_s
+        now_s[0] = later_s
         journal.write(_record(3))
         assert _steps(tmp_path / "j") == [1, 2, 3]
     journal.close()
@@ -71,13 +64,13 @@ def test_it_is_not_tried_at_each_line_but_later_and_at_the_end(tmp_path: Path, l
 
 
 def test_of_too_many_the_oldest_are_lost_and_counted_where_they_were(tmp_path: Path) -> None:
-    said, clock = list[str](), Clock()
-    journal = Journal(tmp_path / "j", said.append, limit=3, clock=clock)
+    said, now_s = list[str](), [0.0]
+    journal = Journal(tmp_path / "j", said.append, limit=3, clock=lambda: now_s[0])
     journal.write(_record(1))
     with room_for(tmp_path / "j", 0):
         for step in range(2, 8):
             journal.write(_record(step))
-    clock.now = 5.0
+    now_s[0] = 5.0
     journal.write(_record(8))
     found = [line.get("step") or (line["event"], line["lines"]) for line in read_journal(tmp_path / "j")]
     assert found == [1, ("lines_lost", 4), 6, 7, 8]

@@ -16,13 +16,10 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 class FakeHorovod:
     """Horovod's Timeline and its writer's thread; notes what is asked of them."""
 
-    started_threads: frozenset[int] = frozenset()
-
     def __init__(self, fails: str = "", content: str = "[{}]") -> None:
         self.calls: list[str] = []
         self._fails = fails
         self._content = content
-        self._path: Path | None = None
 
     def start_timeline(self, path: Path) -> None:
         self._call("start")
@@ -30,14 +27,13 @@ class FakeHorovod:
 
     def stop_timeline(self) -> None:
         self._call("stop")
-        assert self._path is not None
         self._path.write_text(self._content)
 
     def lower_priority(self, *, for_good: bool) -> None:
-        self.calls.append("rest for good" if for_good else "rest")
+        self._call("rest for good" if for_good else "rest")
 
     def restore_priority(self) -> None:
-        self.calls.append("work")
+        self._call("work")
 
     def _call(self, name: str) -> None:
         self.calls.append(name)

@@ -46,6 +46,10 @@ def alone(tmp_path: Path) -> tuple[Reporter, list[str]]:
     return _reporters(tmp_path, 1, shown)[0], shown
 
 
+def _card(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "failure.json").read_text()))
+
+
 def _fail(reporter: Reporter) -> None:
     reporter.report_error(ValueError(f"rank {reporter.mailbox.process.rank}"))
 
@@ -60,7 +64,7 @@ def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytes
     assert len(shown) == 1
     assert all(reporter.output.reported for reporter in reporters)
     assert (tmp_path / "failure.txt").read_text() == shown[0]
-    card = json.loads((tmp_path / "failure.json").read_text())
+    card = _card(tmp_path)
     assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1, 2, 3]
     assert card["size"] == 4 and card["kind"] == "exception"
 
@@ -80,16 +84,23 @@ def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     _fail(first)
-    card = json.loads((tmp_path / "failure.json").read_text())
+    card = _card(tmp_path)
     assert card["ranks"] == [0]
     assert [s["kind"] for s in card["statements"]] == ["failed", "here"]
 
 
-def test_an_interrupt_by_hand_is_no_failure(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
+def test_an_interrupt_by_hand_is_no_failure_and_the_card_of_an_earlier_start_is_set_aside(
+    alone: tuple[Reporter, list[str]], tmp_path: Path
+) -> None:
     reporter, shown = alone
     reporter.report_error(KeyboardInterrupt())
     assert not shown and not reporter.output.reported and not (tmp_path / "failure.txt").exists()
     assert reporter.mailbox.has_finished(0)
+    _fail(reporter)
+    archive_old_card(tmp_path)
+    assert not (tmp_path / "failure.txt").exists() and not (tmp_path / "failure.json").exists()
+    assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
+    archive_old_card(tmp_path)
 
 
 @pytest.mark.parametrize("lost", ["disk", "checkpoint", "statement"])
@@ -129,14 +140,6 @@ def test_memory_is_asked_for_only_where_it_ran_out(alone: tuple[Reporter, list[s
     assert "use of the host's memory" in shown[1] and asked == [error]
 
 
-def test_the_card_of_an_earlier_start_is_set_aside(alone: tuple[Reporter, list[str]], tmp_path: Path) -> None:
-    _fail(alone[0])
-    archive_old_card(tmp_path)
-    assert not (tmp_path / "failure.txt").exists() and not (tmp_path / "failure.json").exists()
-    assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
-    archive_old_card(tmp_path)
-
-
 def test_an_error_with_any_text_is_reported(tmp_path: Path) -> None:
     for number, error in enumerate((Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
         shown: list[str] = []
@@ -151,14 +154,14 @@ def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Pat
     reporter = _reporters(tmp_path, 3, shown)[0]
     reporter.mailbox = dataclasses.replace(reporter.mailbox, reachable=frozenset({0, 1}), visible=frozenset())
     reporter.report(reporter.post_state(STALLED), 0.0, shown.append)
-    card = json.loads((tmp_path / "failure.json").read_text())
+    card = _card(tmp_path)
     assert {s["who"]["rank"]: s["state"] for s in card["silent"]} == {1: UNKNOWN, 2: UNREACHABLE}
     assert card["ranks"] == [1]
     assert "reports for itself" in shown[0]
     (tmp_path / "failure.json").unlink()
     reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None, reachable=frozenset())
     reporter.report(reporter.post_state(STALLED), 1000.0, shown.append)
-    card = json.loads((tmp_path / "failure.json").read_text())
+    card = _card(tmp_path)
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
 
 
@@ -179,17 +182,15 @@ def test_a_rank_that_still_writes_the_card_is_waited_for(tmp_path: Path, monkeyp
     assert not shown and second.output.reported
 
 
-def test_many_ranks_are_waited_for_as_long_as_they_need_to_poll(tmp_path: Path) -> None:
-    reporter = _reporters(tmp_path, 1, [])[0]
-    for size in (1, 100, 10_000):
-        reporter.mailbox = dataclasses.replace(reporter.mailbox, ranks=reporter.mailbox.ranks[:1] * size)
-        assert reporter._statements_wait_s() > reporter.mailbox.poll_interval_s(0.0)
-
-
 def test_the_writer_of_the_card_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, now_s = list[int](), [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
     monkeypatch.setattr(Mailbox, "renew_claim", lambda mailbox, number: said.append(number))
-    _fail(_reporters(tmp_path, 2, [])[0])
+    reporter = _reporters(tmp_path, 2, [])[0]
+    for size in (1, 100, 10_000):
+        many = dataclasses.replace(reporter.mailbox, ranks=reporter.mailbox.ranks[:1] * size)
+        waits_s = dataclasses.replace(reporter, mailbox=many)._statements_wait_s()
+        assert waits_s > many.poll_interval_s(0.0), "many are waited for as long as they need to poll"
+    _fail(reporter)
     assert len(said) > 1, "the other rank never speaks"
