@@ -43,6 +43,10 @@ class Machine:
             (self.path / tool).symlink_to(found)
         self.fake("g++", "echo 12.2.0")
 
+    @property
+    def torch(self) -> Path:
+        return next((self.bundle / "packages").glob("torch-*"))
+
     def fake(self, tool: str, text: str) -> None:
         (self.path / tool).unlink(missing_ok=True)
         (self.path / tool).write_text(f"#!/bin/sh\n{text}\n")
@@ -68,19 +72,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return made
 
 
-def damage(machine: Machine) -> None:
-    path = next((machine.bundle / "packages").glob("torch-*"))
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-
-def lose(name: str) -> Callable[[Machine], None]:
-    return lambda machine: (machine.bundle / name).unlink()
-
-
-def add(name: str) -> Callable[[Machine], None]:
-    return lambda machine: (machine.bundle / name).touch()
-
-
 def needs(name: str) -> Callable[[Machine], None]:
     def change(machine: Machine) -> None:
         path, sums = machine.bundle / "install.sh", machine.bundle / "SHA256SUMS"
@@ -92,24 +83,8 @@ def needs(name: str) -> Callable[[Machine], None]:
     return change
 
 
-def says(tool: str, text: str) -> Callable[[Machine], None]:
-    return lambda machine: machine.fake(tool, text)
-
-
-def without(tool: str) -> Callable[[Machine], None]:
-    return lambda machine: (machine.path / tool).unlink()
-
-
-def lacks(what: str) -> str:
-    """Return a Python that is right but for one thing."""
-    return f'case "$2" in *"{what}"*) exit 1;; *) echo cpython {HERE.python};; esac'
-
-
-def thesis(machine: Machine) -> None:
-    machine.venv.mkdir()
-    (machine.venv / "thesis.tex").touch()
-
-
+LACKS = f'case "$2" in *"{{}}"*) exit 1;; *) echo cpython {HERE.python};; esac'
+"""A Python that is right but for one thing."""
 OLDER = f"--platform manylinux_2_{HERE.glibc_minor - 1}_{HERE.machine}"
 SMALL = "echo 'Filesystem 1024-blocks Used Available Capacity Mounted on'; echo 'd 9 9 2048 9% /'"
 OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
@@ -118,25 +93,31 @@ OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (damage, ["damaged", "packages/torch-2.13.0-py3-none-any.whl: FAILED", "copy the bundle"]),
-        (lose(f"packages/{SDIST}"), ["damaged", f"packages/{SDIST}"]),
-        (lose("manifest.json"), ["damaged", "manifest.json"]),
-        (lose("SHA256SUMS"), ["incomplete", "hvdtrain bundle"]),
-        (add("packages/small-9.9-py3-none-any.whl"), ["packages/small-9.9-py3-none-any.whl"]),
-        (says("uname", "echo sparc"), [f"Linux on {HERE.machine}", "sparc on sparc"]),
-        (says("getconf", OLD), [f"2.{HERE.glibc_minor} or newer", OLDER]),
-        (says("getconf", "exit 1"), ["no glibc", "container"]),
-        (without("g++"), ["apt-get install g++ make"]),
-        (says("g++", "echo 4.8.5"), ["gcc 9", "4.8.5", "set CXX"]),
-        (says("g++", "echo 8.5.0"), ["8.5.0", "module load gcc"]),
-        (without("make"), ["make is not installed", "apt-get install"]),
-        (says("df", SMALL), ["found: 2 MiB", "another disk"]),
-        (thesis, ["was not created by this script", "move "]),
+        (
+            lambda m: m.torch.write_bytes(m.torch.read_bytes()[:-1] + b"x"),
+            ["damaged", "packages/torch-2.13.0-py3-none-any.whl: FAILED", "copy the bundle"],
+        ),
+        (lambda m: (m.bundle / f"packages/{SDIST}").unlink(), ["damaged", f"packages/{SDIST}"]),
+        (lambda m: (m.bundle / "manifest.json").unlink(), ["damaged", "manifest.json"]),
+        (lambda m: (m.bundle / "SHA256SUMS").unlink(), ["incomplete", "hvdtrain bundle"]),
+        (lambda m: (m.bundle / "packages/small-9.9-py3-none-any.whl").touch(), ["packages/small-9.9-py3-none-any.whl"]),
+        (lambda m: m.fake("uname", "echo sparc"), [f"Linux on {HERE.machine}", "sparc on sparc"]),
+        (lambda m: m.fake("getconf", OLD), [f"2.{HERE.glibc_minor} or newer", OLDER]),
+        (lambda m: m.fake("getconf", "exit 1"), ["no glibc", "container"]),
+        (lambda m: (m.path / "g++").unlink(), ["apt-get install g++ make"]),
+        (lambda m: m.fake("g++", "echo 4.8.5"), ["gcc 9", "4.8.5", "set CXX"]),
+        (lambda m: m.fake("g++", "echo 8.5.0"), ["8.5.0", "module load gcc"]),
+        (lambda m: (m.path / "make").unlink(), ["make is not installed", "apt-get install"]),
+        (lambda m: m.fake("df", SMALL), ["found: 2 MiB", "another disk"]),
+        (lambda m: (m.venv / "thesis").mkdir(parents=True), ["was not created by this script", "move "]),
         (needs("nothing-such"), ["has no nothing-such", "install.sh VENV /path/to/python"]),
-        (says("other", "echo cpython 3.9"), [f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"]),
-        (says("other", "exit 1"), ["an interpreter that does not run"]),
-        (says("other", lacks("import venv")), ["venv", "-venv"]),
-        (says("other", lacks("Python.h")), ["Python.h", "-dev"]),
+        (
+            lambda m: m.fake("other", "echo cpython 3.9"),
+            [f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"],
+        ),
+        (lambda m: m.fake("other", "exit 1"), ["an interpreter that does not run"]),
+        (lambda m: m.fake("other", LACKS.format("import venv")), ["venv", "-venv"]),
+        (lambda m: m.fake("other", LACKS.format("Python.h")), ["Python.h", "-dev"]),
     ],
 )
 def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], told: list[str]) -> None:

@@ -105,9 +105,10 @@ def test_masks_of_a_launcher_that_binds_are_kept(allowed: list[str], tmp_path: P
 
 
 def test_a_machine_of_one_domain_is_bound_to_it_and_one_without_is_not(tmp_path: Path) -> None:
-    assert bind_to_domains([Seat(cpu_list("0-1"))], [cpu_list("0-1")]) == [Binding(cpu_list("0-1"))]
-    (found,) = bind_to_domains([Seat(cpu_list("0-1"))], numa_domains(tmp_path))
-    assert cores([found]) == ["0-1"] and "no NUMA domains" in found.kept
+    both = cpu_list("0-1")
+    assert bind_to_domains([Seat(both)], [both]) == [Binding(both)]
+    (found,) = bind_to_domains([Seat(both)], numa_domains(tmp_path))
+    assert found.cpus == both and "no NUMA domains" in found.kept
 
 
 @settings(max_examples=50)
@@ -148,19 +149,15 @@ def test_the_map_of_a_dgx_is_two_parts(tmp_path: Path) -> None:
     assert not list(problems(groups))
 
 
-def test_hosts_that_are_alike_share_a_line() -> None:
+def test_hosts_that_are_alike_share_a_line_and_problems_name_the_ranks() -> None:
     low, high = Binding(cpu_list("0-3")), Binding(cpu_list("4-7"))
     hosts = [host for host in "abcde" for _ in "12"]
-    lines = list(describe_map(binding_map([*hosts, "f"], [low, high] * 5 + [high])))
-    assert lines == [
+    assert list(describe_map(binding_map([*hosts, "f"], [low, high] * 5 + [high]))) == [
         "binding on a, b, c and 2 more: local rank 0 on cores 0-3, local rank 1 on cores\n  4-7",
         "binding on f: local rank 0 on cores 4-7",
     ]
-
-
-def test_problems_name_the_ranks() -> None:
     far = Binding(cpu_list("0-3"), kept="they may use none of the cores near their GPUs (4-7)")
-    groups = binding_map(list("aabb"), [Binding(cpu_list("0-3")), far, far, Binding(cpu_list("0-3"), kept=BY_LAUNCHER)])
+    groups = binding_map(list("aabb"), [low, far, far, Binding(cpu_list("0-3"), kept=BY_LAUNCHER)])
     (problem,) = problems(groups)
     assert problem.startswith(f"ranks 1-2 are not bound to cores: {far.kept}")
     assert "local rank 1 on cores 0-3 (as the launcher bound them)" in " ".join(list(describe_map(groups))[1].split())

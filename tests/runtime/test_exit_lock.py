@@ -55,10 +55,7 @@ def _tell(process: subprocess.Popen[str], line: str) -> None:
 def test_the_end_of_a_process_is_reported_whatever_its_cause(end: str) -> None:
     with _holder() as (process, lifeline):
         told, watcher = _watch(lifeline)
-        if end:
-            _tell(process, end)
-        else:
-            process.kill()
+        _tell(process, end) if end else process.kill()
         watcher.join(TIMEOUT_S)
         assert told.is_set()
 

@@ -55,9 +55,7 @@ def test_the_loaders_order_is_kept(tmp_path: Path) -> None:
 
 
 def path_of(library: Path, variables: dict[str, str]) -> Path | None:
-    found = mpi_library(library, variables)
-    assert found is not None
-    return found.path
+    return getattr(mpi_library(library, variables), "path", None)
 
 
 @pytest.mark.parametrize("major", [4, 5])
