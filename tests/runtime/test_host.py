@@ -97,11 +97,7 @@ def test_gpus_are_those_that_torch_may_use(
     assert read_host(environ, root).gpus == count
 
 
-def test_the_kernels_sets_are_read() -> None:
-    assert cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
-    assert cpu_list("\n") == set()
-
-
 def test_this_machine_has_a_core() -> None:
+    assert (cpu_list("0-3,8\n"), cpu_list("\n")) == ({0, 1, 2, 3, 8}, set())
     found = read_host({})
     assert 1 <= found.own_cores <= found.cores <= (os.cpu_count() or 1)

