@@ -178,26 +178,26 @@ def test_a_fetched_toolkit_gets_the_names_that_cmake_and_nvcc_look_for(planned: 
     assert names(other) == ["compile", "install", "proof"], "another torch needs no second fetch"
 
 
-def test_a_failed_compilation_shows_why_and_leaves_no_wheel(planned: BuildPlan) -> None:
-    broken = replaced(planned, "compile", "print('a.cc:1: fatal error: No space left on device'); raise SystemExit(2)")
-    refused(broken, "doing compile", "exit code 2", "fatal error", "free some disk space", str(planned.log))
-    assert not planned.wheel.exists() and not planned.scratch.exists()
-    assert "fatal error" in planned.log.read_text()
-    assert names(planned) == ["compile", "install", "proof"]
-
-
-def test_a_source_that_is_not_the_released_one_is_refused(planned: BuildPlan) -> None:
-    refused(replaced(planned, "sdist", f"open('sdist/{planned.sdist.name}', 'wb').write(b'forged')"), "checksum")
-    assert not planned.sdist.exists()
+FAILS = "print('a.cc:1: fatal error: No space left on device'); raise SystemExit(2)"
+WRONG = [RIGHT, *(f"hvdtrain-proof {RIGHT.replace(*wrong)}" for wrong in (("30.0", "31.0"), ("true", "false")))]
 
 
 @pytest.mark.parametrize(
-    "printed",
-    ["", RIGHT, *(f"hvdtrain-proof {RIGHT.replace(*wrong)}" for wrong in (("30.0", "31.0"), ("true", "false")))],
+    ("step", "program", "words"),
+    [
+        ("sdist", "open('sdist/horovod-0.28.1.tar.gz', 'wb').write(b'forged')", ["checksum"]),
+        ("compile", FAILS, ["doing compile", "exit code 2", "fatal error", "free some disk space", "log"]),
+        *(("proof", f"print({printed!r})", ["wrong sum"]) for printed in ["", *WRONG]),
+    ],
 )
-def test_a_wrong_sum_is_an_error(planned: BuildPlan, printed: str) -> None:
+def test_a_step_that_fails_shows_why_and_leaves_nothing(
+    step: str, program: str, words: list[str], planned: BuildPlan
+) -> None:
     proof.check_output(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
-    refused(replaced(planned, "proof", f"print({printed!r})"), "wrong sum")
+    refused(replaced(planned, step, program), *words)
+    assert (planned.sdist.exists(), planned.wheel.exists()) == (step != "sdist", step == "proof")
+    assert not planned.scratch.exists()
+    assert step != "compile" or "fatal error" in planned.log.read_text()
 
 
 def test_settings_of_other_builds_are_not_passed_on(planned: BuildPlan) -> None:

@@ -183,9 +183,12 @@ def test_a_run_without_progress_is_ended_and_reported(job: Job, capfd: pytest.Ca
     assert job.reporter.mailbox.statements({})[0].kind == STALLED
 
 
-def test_a_run_that_makes_progress_is_left_alone(job: Job) -> None:
+def test_a_run_that_makes_progress_is_left_alone_also_when_another_rank_came_to_its_end(job: Job) -> None:
     wait_for_looks = job.looks()
+    assert job.child.poll() is None
     with job.watch(0.001):
+        job.mailbox_of_rank_1.mark_finished()
+        job.child.communicate()
         wait_for_looks()
     assert not job.codes and not job.reporter.mailbox.has_statements()
     assert job.reporter.mailbox.heartbeats()[0]["step"] == 0
@@ -211,16 +214,6 @@ def test_a_dead_rank_is_reported(
     said = capfd.readouterr().err
     assert "rank 1 on a ended without an error message" in said and "watchdog failed" not in said
     assert job.card.exists()
-
-
-def test_a_rank_that_came_to_its_end_is_not_missed(job: Job) -> None:
-    wait_for_looks = job.looks()
-    assert job.child.poll() is None
-    with job.watch():
-        job.mailbox_of_rank_1.mark_finished()
-        job.child.communicate()
-        wait_for_looks()
-    assert not job.codes
 
 
 def test_another_ranks_failure_is_answered_once_and_followed(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
