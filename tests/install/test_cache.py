@@ -37,9 +37,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_entries_and_what_is_removed(root: Path) -> None:
     entries = cache_entries(os.environ)
-    assert [(entry.path.name, entry.about) for entry in entries] == [
-        *(("new", "500 tokens"), ("old", "500 tokens"), ("x.tmp-1", "incomplete"), ("key", "wheel of Horovod"))
-    ]
+    about = {"new": "500 tokens", "old": "500 tokens", "x.tmp-1": "incomplete", "key": "wheel of Horovod"}
+    assert {entry.path.name: entry.about for entry in entries} == about
     assert all(entry.size_bytes >= 1000 for entry in entries)
     removed = prune(entries, 30, now_s=1000.0 * DAY_S)
     assert [entry.path.name for entry in removed] == ["old", "x.tmp-1"]

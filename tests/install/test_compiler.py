@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -216,24 +217,26 @@ int main(int, char** argv) {
 """
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(folder: Path, sources: Iterable[tuple[str, str]], main: str = "") -> Path:
+    """Build a program of sources of Horovod's, by the marks of the changes that they are for."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("prompt")
+    for name, text in (("torch/handle_manager.h", HANDLES_H), ("common/tensor_queue.h", QUEUE_H), ("main.cc", main)):
+        (folder / "horovod" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "horovod" / name).write_text(text)
+    objects = [folder / "horovod/main.cc"]
     with pytest.MonkeyPatch.context() as patch:
-        sources = [
-            source_of(mark, folder, patch, text)
-            for mark, text in zip(PROMPT_MARKS, (CYCLE, HANDLES, WAIT), strict=True)
-        ]
-        (folder / "horovod/torch/handle_manager.h").write_text(HANDLES_H)
-        (folder / "horovod/common/tensor_queue.h").write_text(QUEUE_H)
-        for source in sources:
-            gxx("-Wall", "-Werror", "-O2", "-fPIC", "-c", source, "-o", source + ".o")
-    (folder / "main.cc").write_text(PROGRAM)
-    made, objects = folder / "program", [source + ".o" for source in sources]
-    gxx("-std=c++17", "-pthread", "-I", folder / "horovod", "-o", made, folder / "main.cc", *objects)
-    return made
+        for mark, text in sources:
+            objects.append(folder / f"{mark}.o")
+            gxx("-Wall", "-Werror", "-O2", "-c", source_of(mark, folder, patch, text), "-o", objects[-1])
+    gxx("-std=c++17", "-pthread", "-o", folder / "program", *objects)
+    return folder / "program"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = zip(PROMPT_MARKS, (CYCLE, HANDLES, WAIT), strict=True)
+    return built(tmp_path_factory.mktemp("prompt"), sources, PROGRAM)
 
 
 def waiting(program: Path, kind: str, period_ms: int, least: int, environment: dict[str, str]) -> list[float]:
@@ -316,13 +319,9 @@ int main() {
 """
 
 
-@needs_gxx
-def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of(PROMPT_MARKS[0], tmp_path, monkeypatch, MEETING)
-    (tmp_path / "horovod/common/tensor_queue.h").write_text(QUEUE_H)
-    gxx("-Wall", "-Werror", "-O2", "-c", source, "-o", source + ".o")
-    gxx("-pthread", "-o", tmp_path / "program", source + ".o")
-    done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path) -> None:
+    program = built(tmp_path, [(PROMPT_MARKS[0], MEETING)])
+    done = subprocess.run([program], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1", "3", "-1", "3"]), done.stderr
     assert "nobody is there" in done.stderr
 

@@ -46,6 +46,10 @@ def test_ranks_count_where_a_journal_names_no_devices(tmp_path: Path) -> None:
     assert found.device_hours == 5 and found.all_kwh is None
 
 
+def test_small_and_large_numbers() -> None:
+    assert [number(value) for value in (0.0, 0.0000123, 0.5, 1234.5)] == ["0", "0.0000123", "0.500", "1,234"]
+
+
 def test_without_a_price_in_each_start_there_is_no_sum_of_money(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "a", observe={"price_per_hour": 3.0}).start([1.0, 1.0], **HOUR)
     run.config = {**run.config, "observe": {}}
@@ -78,8 +82,3 @@ def test_a_damaged_journal_costs_no_report(tmp_path: Path, value: Any) -> None:
         run.write({"event": "energy", "at_step": value, "joules": value, "failed": value, "time": value})
         found = cost_of(read_journal_starts(run.folder / "journal.jsonl"))
         assert found is None or text(found)
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (0.0000123, "0.0000123"), (0.5, "0.500"), (1234.5, "1,234")])
-def test_small_and_large_numbers(value: float, shown: str) -> None:
-    assert number(value) == shown

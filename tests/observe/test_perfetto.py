@@ -20,12 +20,7 @@ def test_perfetto_reads_the_spans_of_a_run(tmp_path: Path) -> None:
         until(opened, lambda: "rank 0 on" in text(opened))
         until(opened, lambda: "training thread" in text(opened))
         assert import_errors(opened) == []
-
-
-def test_perfetto_says_what_is_wrong_with_a_trace(tmp_path: Path) -> None:
-    """So that the test above can fail."""
-    trace = tmp_path / "bad.json"
-    span = {"name": "a", "ph": "X", "pid": 0, "tid": 0}
-    trace.write_text(json.dumps([{**span, "ts": 0, "dur": 10}, {**span, "ts": 5, "dur": 10}, {**span, "ts": "x"}]))
-    with perfetto(trace, tmp_path) as opened:
-        assert import_errors(opened) != []
+    bad, span = tmp_path / "bad.json", {"name": "a", "ph": "X", "pid": 0, "tid": 0}
+    bad.write_text(json.dumps([{**span, "ts": 0, "dur": 10}, {**span, "ts": 5, "dur": 10}, {**span, "ts": "x"}]))
+    with perfetto(bad, tmp_path) as opened:
+        assert import_errors(opened) != [], "it says what is wrong"

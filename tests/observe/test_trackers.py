@@ -93,27 +93,23 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         _train("mlflow")
 
 
-def test_mlflow_has_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
-    _train("mlflow", stop_at=3)
-    _train("mlflow")
-    (run,) = mlflow.search_runs(experiment_names=["hvdtrain"], output_format="list")
-    assert run.info.status == "FINISHED" and run.data.params["train.global_batch"] == "4"
-    last = read_steps(Path("run/journal.jsonl"))[6]["loss"]
-    assert run.data.metrics["loss/train"] == pytest.approx(last)
-    points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss/heldout")
-    assert [point.step for point in points] == [0, 3, 6]
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_others_take_the_numbers(
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "trackio"])
+def test_those_that_are_installed_take_the_numbers(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
-    pytest.importorskip(name, reason=f"{name} is not installed")
+    for variable, value in (("WANDB_MODE", "offline"), ("TRACKIO_DIR", "trackio"), ("MLFLOW_ALLOW_FILE_STORE", "true")):
+        monkeypatch.setenv(variable, value)  # trackio reads its own when it is imported
+    tracker = pytest.importorskip(name, reason=f"{name} is not installed")
+    if name == "mlflow":
+        tracker.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    _train(name, stop_at=3)
     _train(name)
     assert "the metric sink" not in capfd.readouterr().out
-    assert list((tmp_path / ("run/wandb" if name == "wandb" else "trackio")).rglob("*"))
+    if name != "mlflow":
+        assert list(Path("run/wandb" if name == "wandb" else "trackio").rglob("*"))
+        return
+    (run,) = tracker.search_runs(experiment_names=["hvdtrain"], output_format="list")
+    assert run.info.status == "FINISHED" and run.data.params["train.global_batch"] == "4"
+    assert run.data.metrics["loss/train"] == pytest.approx(read_steps(Path("run/journal.jsonl"))[6]["loss"])
+    points = tracker.MlflowClient().get_metric_history(run.info.run_id, "loss/heldout")
+    assert [point.step for point in points] == [0, 3, 6]

@@ -31,21 +31,16 @@ def test_no_warning_where_that_server_is_not_used(environ: dict[str, str]) -> No
     assert describe_exposure(environ) == ""
 
 
-def test_a_job_of_our_driver_is_known_by_its_channel() -> None:
-    assert elastic({**OURS, "HVDTRAIN_CHANNEL": "5"})
-    assert not elastic(ELASTIC)
-
-
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("environ", "gloo", "ours"),
     [
-        ({}, False),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, False),
-        ({**STOCK, "HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "gloo"}, True),
-        ({"HOROVOD_RANK": "0"}, True),
-        ({"HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "MPI"}, False),
-        ({"HVDTRAIN_CHANNEL": "5"}, True),
+        ({}, False, False),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, False, False),
+        ({**ELASTIC, "HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "gloo"}, True, False),
+        ({"HOROVOD_RANK": "0"}, True, False),
+        ({"HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "MPI"}, False, False),
+        ({"HVDTRAIN_CHANNEL": "5"}, True, True),
     ],
 )
-def test_which_jobs_exchange_by_gloo(environ: dict[str, str], expected: bool) -> None:
-    assert by_gloo(environ) == expected
+def test_which_jobs_exchange_by_gloo_and_have_our_driver(environ: dict[str, str], gloo: bool, ours: bool) -> None:
+    assert (by_gloo(environ), elastic(environ)) == (gloo, ours)

@@ -151,6 +151,13 @@ def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+def test_many_ranks_look_less_often(tmp_path: Path) -> None:
+    mailbox = _mailboxes(tmp_path, 1)[0]
+    for size in (1, 8, 128, 4096):
+        many = dataclasses.replace(mailbox, ranks=mailbox.ranks * size)
+        assert many.poll_interval_s(0.5) >= 0.5 and size / many.poll_interval_s(0.05) <= 200
+
+
 def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mailboxes, read = _mailboxes(tmp_path), list[str]()
     get = Mailbox._get
@@ -161,11 +168,3 @@ def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         mailboxes[2].statements(known)
     assert sorted(read) == ["said/00000.failed", "said/00000.here", "said/00001.here"]
     assert [s.kind for s in mailboxes[2].statements(known)] == [FAILED, CURRENT]
-
-
-@pytest.mark.parametrize("size", [1, 8, 128, 4096])
-def test_many_ranks_look_less_often(size: int, tmp_path: Path) -> None:
-    mailbox = _mailboxes(tmp_path, 1)[0]
-    mailbox = dataclasses.replace(mailbox, ranks=mailbox.ranks * size)
-    assert mailbox.poll_interval_s(0.5) >= 0.5
-    assert size / mailbox.poll_interval_s(0.05) <= 200

@@ -53,14 +53,10 @@ def test_memory_in_mib(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1048576 kB\nMemAvailable: 524288 kB\nHugePages_Total: 0\n")
     assert states.memory(tmp_path) == {"rss": 2.0, "peak_rss": 4.0, "host_total": 1024.0, "host_available": 512.0}
     assert states.memory(tmp_path / "nothing") == {}
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
+    assert (states.oom_kills(tmp_path), states.oom_kills(tmp_path / "nothing")) == (3, 0)
     own = states.memory()
     assert 0 < own["rss"] <= own["peak_rss"] < own["host_total"]
-
-
-def test_kills_for_want_of_memory(tmp_path: Path) -> None:
-    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
-    assert states.oom_kills(tmp_path) == 3
-    assert states.oom_kills(tmp_path / "nothing") == 0
 
 
 @pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "EACCES", "ENOENT", "ESRCH"])
