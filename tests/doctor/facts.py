@@ -11,16 +11,17 @@ from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.facts.gpu import GpuFacts
 from hvdtrain.doctor.facts.installation import Installation
-from hvdtrain.doctor.facts.machine import Machine
+from hvdtrain.doctor.facts.machine import Limits, Machine
 from hvdtrain.doctor.facts.mpi import Mpi4py, MpiFacts
-from hvdtrain.doctor.facts.network import Interface, Network
+from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
 from hvdtrain.doctor.facts.storage import Storage
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.host import HostFacts
+from hvdtrain.runtime.host import HostFacts, cpu_list
 from hvdtrain.runtime.mpi import MpiLibrary
+from tests.support.sysfs import DGX_GPUS, SOCKETS
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"), 4)
 MPICH = MpiLibrary("libmpi.so.12", "mpich", Path("/m/lib/libmpi.so.12"))
@@ -30,8 +31,12 @@ ON_GPU = TORCH | {"version": "2.13.0", "cuda": "13.0", "gpus": ["H200", "H200"],
 DISK = {"folder": "/work", "type": "ext4", "free_bytes": 1 << 40, "mib_per_s": 500.0, "sync_ms": 1.0}
 LO, ETH0 = Interface("lo", "127.0.0.1", loopback=True), Interface("eth0", "10.0.0.1")
 DOCKER0 = Interface("docker0", "172.17.0.1", virtual=True)
+IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
+DGX = {"near": {gpu: cpu_list(SOCKETS[n // 4]) for n, gpu in enumerate(DGX_GPUS)}}
+TWO_SOCKETS = {"domains": tuple(map(cpu_list, SOCKETS)), "allowed": cpu_list("0-15")}
 GIB = 1 << 30
-GLOO = RankInfo("horovod-gloo", 0, 2, 0, 2, "node")
+ALONE, HOSTS = RankInfo(host="node"), RankInfo("openmpi", 0, 4, 0, 2, "node")
+GLOO, SRUN, TORCHRUN = (RankInfo(name, 0, 2, 0, 2, "node") for name in ("horovod-gloo", "slurm", "torchrun"))
 
 WELL = DoctorFacts(
     info=RankInfo("openmpi", 0, 2, 0, 2, "node"),
@@ -81,6 +86,42 @@ def changed(facts: DoctorFacts = WELL, **changes: Any) -> DoctorFacts:
         for name, value in changes.items()
     }
     return dataclasses.replace(facts, **new)
+
+
+def torch(values: dict[str, Any] = TORCH, **changes: Any) -> dict[str, Answer]:
+    """Change an installation's torch."""
+    return {"torch": Answer(values | changes)}
+
+
+def on_gpus(**changes: Any) -> dict[str, Answer]:
+    """Change an installation's torch to one that sees two GPUs."""
+    return torch(ON_GPU, **changes)
+
+
+def horovod(**changes: Any) -> dict[str, Answer]:
+    """Change an installation's Horovod."""
+    return {"horovod": Answer(HOROVOD | changes)}
+
+
+def horovod_says(error: str) -> dict[str, Answer]:
+    """Change an installation's Horovod to one that cannot be imported."""
+    return {"horovod": Answer(error=error)}
+
+
+def record(**changes: Any) -> dict[str, BuildRecord]:
+    """Change an installation's record of Horovod's build."""
+    assert WELL.installation.record is not None
+    return {"record": dataclasses.replace(WELL.installation.record, **changes)}
+
+
+def limits(**changes: int) -> dict[str, Limits]:
+    """Change a machine's limits."""
+    return {"limits": Limits(**changes)}
+
+
+def disk(**changes: Any) -> dict[str, Answer]:
+    """Change the disk of the run folder."""
+    return {"answer": Answer(DISK | changes)}
 
 
 def finding(name: str, facts: DoctorFacts) -> Finding:

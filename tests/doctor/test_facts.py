@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.facts.child import ask
+from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.facts.gpu import gpu_facts
 from hvdtrain.doctor.facts.machine import machine
 from hvdtrain.doctor.facts.network import RdmaPort, network
@@ -156,11 +156,9 @@ def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not found.verbs
 
 
-def test_the_real_network_has_a_loopback_and_addresses() -> None:
-    found = network()
-    (lo,) = [one for one in found.interfaces if one.loopback]
+def test_the_real_network_has_a_loopback() -> None:
+    (lo,) = [one for one in network().interfaces if one.loopback]
     assert (lo.name, lo.address) == ("lo", "127.0.0.1")
-    assert found.name == socket.gethostname()
 
 
 MOUNTS = """\
@@ -197,8 +195,8 @@ def test_a_folder_is_checked_in_a_separate_process(tmp_path: Path, monkeypatch: 
 
 
 def test_our_own_settings_are_not_attributed_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "__defaults__", (TIMEOUT_S,))
+    for topic in ("installation", "mpi"):
+        monkeypatch.setattr(f"hvdtrain.doctor.facts.{topic}.ask", lambda *_: Answer(error="not asked"))
     found = gather(RankInfo(), {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}
-    assert found.installation.python == sys.version_info[:2]
-    assert found.installation.torch.values["version"]
+    assert found.installation.python == sys.version_info[:2] and found.installation.torch.error == "not asked"

@@ -1,103 +1,170 @@
-"""What is known not to fit together: each is provoked, and doctor has to name it and its cure.
+"""What is known not to fit together, provoked for real: doctor has to name it and its cure.
 
-Really where that can be had: another mpirun first on PATH, a Horovod of another torch, a small /dev/shm. Else by facts
-that are made up. What only a build can meet stands at the end, with what the build does about it.
+Another mpirun first on PATH, a Horovod of another torch, a small /dev/shm. tests/install has what only a build meets.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvdtrain.install.build_plan import plan
-from hvdtrain.install.compiler import rewrite
-from hvdtrain.install.versions import MpiBuild
-from tests.doctor import rows_installation, rows_machine, rows_start
-from tests.doctor.facts import WELL
-from tests.doctor.provoke import MadeUp, Provoke, told
-from tests.install.probe_examples import NCCL, TOOLKIT, TORCH_CUDA, example_probe
+from tests.install.probe_examples import example_probe
+from tests.support.doctor import (
+    Findings,
+    as_in_a_container,
+    horovod_of_version,
+    horovod_that_does,
+    look,
+    on_path,
+    program,
+)
 
-
-def _slow_if_real(row: Any) -> Any:
-    """What is provoked for real takes processes that import torch."""
-    values, marks = (row.values, row.marks) if hasattr(row, "marks") else (row, ())
-    slow = () if isinstance(values[1], MadeUp) else (pytest.mark.slow,)
-    return pytest.param(*values, marks=[*marks, *slow])
-
-
-ROWS = list(map(_slow_if_real, [*rows_installation.ROWS, *rows_start.ROWS, *rows_machine.ROWS]))
-
-SAID = {
-    "the rendezvous server of horovodrun --gloo listens to all": "replace ranks' addresses",
-    "horovodrun --gloo writes secrets on command lines": "HF_TOKEN",
-    "an upgraded torch gives undefined symbols": "built for another torch",
-    "bf16, which Horovod does not know": "exchanges bf16 gradients itself",
-    "Horovod's wheel names the environment in which it was built, which is gone": "/gone/lib",
-    "a Timeline that was never switched off": "HOROVOD_TIMELINE=/tmp/timeline.json",
-    "an interface that is not there": "NCCL_SOCKET_IFNAME names =ib7",
-    "an interface that is not there, in a site's file": "names ib0",
-    "torch was changed after the build": "torch 1.13.0+cu117",
-    "mpirun of a wheel needs its prefix between hosts": "--prefix /venv",
-    "more ranks than cores": "the machine has 64",
-    "a host name that does not resolve": "nobody-knows-me does not resolve",
+BUILD = "hvdtrain build-horovod"
+HYDRA = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Mon"
+LEFT_OVER = {
+    "HOROVOD_TIMELINE": "/tmp/timeline.json",
+    "HOROVOD_AUTOTUNE": "1",
+    "HOROVOD_CACHE_CAPACITY": "0",
+    "HOROVOD_FUSION_THRESHOLD": "67108864",
+    "HOROVOD_LOG_LEVEL": "trace",
+    "THP_MEM_ALLOC_ENABLE": "0",
+    "OMPI_MCA_btl": "self,tcp",
+    "NCCL_SOCKET_IFNAME": "=ib7",
+    "OMP_NUM_THREADS": "4096",
+    "CUDA_LAUNCH_BLOCKING": "1",
 }
-"""Words of the finding itself, where its name and cure could be those of another."""
-
-
-@pytest.mark.parametrize(
-    ("row", "provoke", "name", "level", "cure"),
-    ROWS,
-    ids=lambda part: part if isinstance(part, str) and " " in part else "",
+ALL_LEFT = (
+    "HOROVOD_TIMELINE HOROVOD_LOG_LEVEL HOROVOD_FUSION_THRESHOLD HOROVOD_CACHE_CAPACITY HOROVOD_AUTOTUNE"
+    " THP_MEM_ALLOC_ENABLE"
 )
-def test_it_is_named_with_its_cure(
-    row: str, provoke: Provoke, name: str, level: str, cure: str, tmp_path: Path
-) -> None:
-    found = provoke(tmp_path)
-    assert name in found, f"nobody names: {row}"
-    finding = found[name]
-    assert finding["level"] == level, finding
-    assert cure in finding["mend"], finding
-    assert level == "ok" or (finding["mend"] and finding["why"]), "what, why and the cure"
-    assert SAID.get(row, "") in f"{finding['found']} {finding['why']}", finding
+NOWHERE = {"OPAL_PREFIX": "/nowhere", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+SRUN = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+}
+STALE = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+UNDEFINED = "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at4_ops5zeros4callEv')"
+Provoke = Callable[[Path], Findings]
 
 
-def test_on_a_machine_that_is_well_none_of_them_is_named() -> None:
-    assert not [finding for finding in told(WELL).values() if finding["level"] != "ok"]
+def mpirun(folder: Path, says: str) -> Findings:
+    return look(environment=on_path(program(folder, "mpirun", says).parent))
 
 
-CPU, CUDA = example_probe(), example_probe(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ={"PATH": "/usr/bin"})
-CALLED = ["-std=c++14", "-c", "/src/x.cc"]
+PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
+    "a Horovod of stock sources": (
+        lambda folder: look(environment=horovod_of_version(folder, "0.28.1")),
+        [("horovod_build", "warning", "", BUILD)],
+    ),
+    "torch was changed after the build": (
+        lambda folder: look(environment=horovod_of_version(folder, "0.28.1+torch1.13.0.cu117.openmpi4.1.8")),
+        [("horovod", "broken", "torch 1.13.0+cu117", BUILD)],
+    ),
+    "an upgraded torch gives undefined symbols": (
+        lambda folder: look(environment=horovod_that_does(folder, UNDEFINED)),
+        [("horovod", "broken", "built for another torch", BUILD)],
+    ),
+    "no programs on PATH": (
+        lambda folder: look(environment={"PATH": "/no/programs"}),
+        [("mpirun", "warning", "none on PATH", "export PATH="), ("horovodrun", "warning", "PATH", "PATH=")],
+    ),
+    "mpirun of MPICH": (lambda folder: mpirun(folder, HYDRA), [("mpirun", "broken", "another MPI", "PATH")]),
+    "mpirun of Open MPI 5": (
+        lambda folder: mpirun(folder, "mpirun (Open MPI) 5.0.11"),
+        [("mpirun", "warning", "5.0.11", BUILD), ("horovodrun", "warning", "5.0.11", "horovodrun --gloo")],
+    ),
+    "a container without ssh": (
+        lambda folder: look(environment={"PATH": str(Path(sys.executable).parent)}),
+        [("remote_shell", "warning", "ssh", "only: export OMPI_MCA_plm_rsh_agent=/bin/false")],
+    ),
+    "srun without any PMI": (
+        lambda folder: look(environment=SRUN),
+        [("launcher", "broken", "", "hvdtrain launch --to srun")],
+    ),
+    "srun with PMI-2": (
+        lambda folder: look(environment=SRUN | {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"}),
+        [("srun", "warning", "PMIX_RANK", "--mpi=pmix")],
+    ),
+    "variables of another launcher": (
+        lambda folder: look(environment=STALE, launcher="mpirun", size=2),
+        [("launcher_variables", "broken", "of 2", "unset HOROVOD_RANK HOROVOD_SIZE")],
+    ),
+    "Gloo is asked for under mpirun": (
+        lambda folder: look(environment={"HOROVOD_CONTROLLER": "gloo"}, launcher="mpirun", size=2),
+        [("controller", "broken", "gloo", "unset HOROVOD_CONTROLLER")],
+    ),
+    "folders that are not there": (
+        lambda folder: look("--run_dir", "/proc/runs", environment=NOWHERE),
+        [
+            ("opal_prefix", "broken", "/nowhere", "unset OPAL_PREFIX"),
+            ("run_dir", "broken", "not writable", "another folder"),
+            *([("mpi4py", "warning", "no MPI", "export MPI4PY_LIBMPI=")] if find_spec("mpi4py") else []),
+        ],
+    ),
+    "horovodrun --gloo": (
+        lambda folder: look(environment={"HF_TOKEN": "x"}, launcher="horovodrun --gloo", size=2),
+        [
+            ("rendezvous", "warning", "replace ranks' addresses", "hvdtrain launch"),
+            ("secrets", "warning", "HF_TOKEN", "hvdtrain launch"),
+        ],
+    ),
+    "variables that are left over": (
+        lambda folder: look(environment=LEFT_OVER),
+        [
+            ("variables", "warning", "HOROVOD_TIMELINE=/tmp/timeline.json", f"unset {ALL_LEFT}"),
+            ("oversubscription", "warning", "4096", "OMP_NUM_THREADS"),
+            ("btl", "warning", "self,tcp", "OMPI_MCA_btl=^openib"),
+            ("named_interfaces", "broken", "NCCL_SOCKET_IFNAME names =ib7", "unset NCCL_SOCKET_IFNAME"),
+        ],
+    ),
+    "a container": (
+        lambda folder: look(before=as_in_a_container("64m", "nobody-knows-me")),
+        [
+            ("shm", "warning", "64 MiB", "--shm-size"),
+            ("host_name", "warning", "nobody-knows-me does not resolve", "/etc/hosts"),
+        ],
+    ),
+    "few open files": (
+        lambda folder: look(before=["prlimit", "--nofile=100:200"]),
+        [("files", "warning", "100", "limits.conf")],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "does"),
-    [
-        ("C++14 is forced, torch needs a newer one", lambda: rewrite(CALLED, "c++20", ())[0] == "-std=c++20"),
-        ("nvcc needs the standard it names", lambda: rewrite(["-D__CUDACC__", *CALLED], "c++20", ())[1:] == CALLED),
-        ("GCC 13 wants headers included", lambda: {"stdexcept", "string"} <= set(rewrite(CALLED, "c++20", ()))),
-        ("CMake 4 refuses old projects", lambda: "CMAKE_POLICY_VERSION_MINIMUM=3.5" in str(plan(CPU))),
-        (
-            "suffixes of architectures break the build",
-            lambda: "HOROVOD_BUILD_CUDA_CC_LIST=75,80,90,100,120" in str(plan(CUDA)),
-        ),
-        ("NCCL's wheel has no libnccl.so", lambda: "nccl/lib/libnccl.so -> " in str(plan(CUDA))),
-        ("NCCL has to be found at run time", lambda: "$ORIGIN/../../nvidia/nccl/lib" in plan(CUDA).wrapper),
-        (
-            "a CUDA toolkit adds CUDA by itself",
-            lambda: plan(example_probe(torch=TORCH_CUDA, cuda=TOOLKIT), "none").gpu == "copy",
-        ),
-        (
-            "the label tells torch, MPI and NCCL",
-            lambda: str(plan(CUDA).label) == "torch2.12.1.cu130.openmpi4.1.8.nccl2.29",
-        ),
-    ],
-)
-def test_our_build_meets_requirements_that_only_a_build_can_meet(row: str, does: Callable[[], bool]) -> None:
-    assert does(), row
+def _check(found: Findings, expected: list[tuple[str, str, str, str]]) -> None:
+    for name, level, said, cure in expected:
+        one = found[name]
+        assert one["level"] == level and said in f"{one['found']} {one['why']}" and cure in one["mend"], one
 
 
-def test_the_build_names_the_mpi_that_it_is_for() -> None:
-    assert plan(example_probe()).label.mpi == MpiBuild("openmpi", "4.1.8")
+@pytest.mark.slow
+@pytest.mark.parametrize("what", PROVOKED)
+def test_it_is_named_with_its_cure(what: str, tmp_path: Path) -> None:
+    provoke, expected = PROVOKED[what]
+    _check(provoke(tmp_path), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 and "CI" not in os.environ, reason="this user is not root")
+def test_root_may_not_run_mpirun_without_two_variables() -> None:
+    _check(look(without=ROOT), [("root", "warning", "root", f"export {ROOT[0]}=1 {ROOT[1]}=1")])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_plain_mpirun_binds_a_rank_to_one_core() -> None:
+    _check(look(launcher="mpirun", size=1), [("binding", "warning", "1 core", "--bind-to none")])
+
+
+def test_our_build_lets_cmake_4_configure_old_projects() -> None:
+    assert "CMAKE_POLICY_VERSION_MINIMUM=3.5" in str(plan(example_probe()))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import doctor
+from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.facts import WELL, changed
-from tests.doctor.provoke import told
 
 HEAD = """
 Mon Jan 1 some other program's line, via NET/Socket/0 too
@@ -45,9 +45,8 @@ def read(text: str) -> NcclLog:
 
 
 def judged(text: str) -> dict[str, tuple[str, str, str]]:
-    found = told(changed(nccl_log=read(text)))
-    own = {name: f for name, f in found.items() if name.startswith("nccl_")}
-    return {name: (f["level"], f"{f['found']} {f['why']}", f["mend"]) for name, f in own.items()}
+    own = [one for one in examine(changed(nccl_log=read(text))) if one.name.startswith("nccl_")]
+    return {one.name: (one.level, f"{one.found} {one.why}", one.fix) for one in own}
 
 
 def test_every_part_of_a_log_is_read() -> None:
@@ -75,12 +74,9 @@ def test_all_is_well_on_infiniband() -> None:
     assert "4 ranks" in found["nccl_log"][1]
 
 
-def test_tcp_has_no_gpu_direct() -> None:
-    assert "nccl_gpudirect" not in judged(SOCKET)
-
-
-def test_without_a_log_nothing_is_reported() -> None:
-    assert not [name for name in told(WELL) if name.startswith("nccl_")]
+def test_what_a_log_does_not_tell_is_not_reported() -> None:
+    assert "nccl_gpudirect" not in judged(SOCKET), "TCP has none"
+    assert not [one for one in examine(WELL) if one.name.startswith("nccl_")], "there is no log"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,8 +21,10 @@ from hvdtrain.doctor import deadline
 from hvdtrain.doctor.nccl_log import fabric
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
 from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.test_nccl_log import HEAD, INFINIBAND, SOCKET, read
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 GOOD = HostCheck("a", 4, 4, ("H100",) * 4, 400 << 30, inside=200e9, between=40e9)
 
@@ -80,9 +84,17 @@ class MemoryStore(dict[str, str]):
         return all(key in self or key == "preflight/1" for key in keys)
 
 
-def test_at_the_deadline_rank_0_hears_who_still_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of deadlines, in its only item."""
     for name in ("_EVERY_S", "_LISTEN_S"):
-        monkeypatch.setattr(deadline, name, 0.05)
+        monkeypatch.setattr(deadline, name, 0.01)
+    now_s = [0.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
+def test_at_the_deadline_rank_0_hears_who_still_reports(now_s: list[float]) -> None:
     store, ended, heard = MemoryStore(), Event(), []
 
     def end(alive: dict[int, bool] | None, running: dict[int, list[str]]) -> None:
@@ -90,18 +102,21 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(monkeypatch: pytest.Monk
         ended.set()
 
     store.set("preflight/2", json.dumps([7, ["link/bytes/1"]]))  # it reported once
-    deadline.Deadline(0.5, 0, end).connect(store, 4, {"link/together": 0.0})
+    deadline.Deadline(5.0, 0, end).connect(store, 4, {"link/together": 0.0})
+    now_s[0] = 5.1
     assert ended.wait(TIMEOUT_S)
     running = {0: ["link/together"], 1: ["link/bytes/65536"], 2: ["link/bytes/1"]}
     assert heard == [({0: False, 1: True}, running)]
 
 
-def test_a_deadline_that_is_closed_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "_EVERY_S", 0.01)
+def test_a_deadline_that_is_closed_does_nothing(now_s: list[float]) -> None:
     heard: list[object] = []
-    made = deadline.Deadline(0.0, 0, lambda *found: heard.append(found))
-    made.close()
-    assert heard in ([], [(None, {})])  # it may have been over before
+    deadline.Deadline(5.0, 0, lambda *found: heard.append(found)).close()
+    now_s[0] = 5.1
+    for thread in threading.enumerate():
+        if thread.name == "preflight deadline":
+            thread.join(TIMEOUT_S)
+    assert heard == []
 
 
 def test_the_fabric_of_nccl() -> None:
@@ -128,6 +143,26 @@ def _launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
+def test_each_host_is_measured_by_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hvdtrain.comm.host_probe.SIZES", (1 << 10, 1 << 12))
+    monkeypatch.setattr("hvdtrain.comm.torch_store.store_over", lambda comm: None)
+    options = preflight_command.parser().parse_args(["--gpus", "1"])
+    facts = [{"host": "aab"[rank], "gpus": {}, "free_bytes": 9 - rank} for rank in range(3)]
+    connected: list[int] = []
+    ending = SimpleNamespace(connect=lambda store, size, in_flight: connected.append(size))
+
+    def body(comm: ThreadComm) -> Preflight:
+        return preflight_command._measure(comm, options, RankInfo(), facts, tmp_path / "none.log", ending)
+
+    found, *others = on_ranks(3, body)
+    assert found == others[0] == others[1] and connected == [3, 3, 3]
+    a, b = found.hosts
+    assert (a.host, a.ranks, a.free_bytes, b.host, b.ranks, b.free_bytes) == ("a", 2, 8, "b", 1, 7)
+    assert a.inside and a.between and b.between and b.inside is None and found.everyone
+    assert found.bad == {"a": ("0 of 1 GPUs",), "b": ("0 of 1 GPUs",)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["openmpi", "hvdtrain"])
 def test_ranks_measure_their_host(target: str, tmp_path: Path) -> None:
     if target == "openmpi":
@@ -156,43 +191,57 @@ def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["h0", "h1", "h2"] and all(float(row[5]) > 0 for row in rows)
 
 
+HANGS = """
+import os, signal, sys, time
+from types import SimpleNamespace
+from hvdtrain.comm import host_probe
+from hvdtrain.doctor import deadline
+from hvdtrain.__main__ import main
+
+# The deadline comes when rank 1 has stopped, and rank 0 then listens until rank 2 has reported again.
+deadline.time = SimpleNamespace(monotonic=lambda: 1e9 if os.path.exists("stopped") else 0.0)
+measure, reports, before = host_probe.measure_hosts, deadline._reports, []
+
+def stop(*words):
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        deadline.Deadline._report = lambda *_: None
+        open("stopped", "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return measure(*words)
+
+def listen(store, size):
+    while 2 not in (found := reports(store, size)) or (before and found[2] == before[0][2]):
+        time.sleep(0.1)
+    before.append(found)
+    return found
+
+host_probe.measure_hosts, deadline._reports = stop, listen
+os.environ["SLURMD_NODENAME"] = "h" + os.environ["OMPI_COMM_WORLD_RANK"]
+sys.exit(main(["preflight", "--timeout", "25", "--write", "bad"]))
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=2)
 def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     """Its rank stops as soon as it is connected."""
     program("mpirun")
-    code = (
-        "import os, signal, sys\n"
-        "from hvdtrain.comm import host_probe\n"
-        "from hvdtrain.__main__ import main\n"
-        "measure = host_probe.measure_hosts\n"
-        "def stop(*words):\n"
-        "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "    return measure(*words)\n"
-        "host_probe.measure_hosts = stop\n"
-        "os.environ['SLURMD_NODENAME'] = 'h' + os.environ['OMPI_COMM_WORLD_RANK']\n"
-        "sys.exit(main(['preflight', '--timeout', '25', '--write', 'bad']))\n"
-    )
-    done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "python", "-c", code)
+    done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "python", "-c", HANGS)
     assert done.returncode == 3, done.stderr
     assert "did not answer within 25 s: h1" in done.stderr
     assert "preflight: rank 0 waits for " in done.stderr
     assert (tmp_path / "bad").read_text() == "h1\n"
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("pipe", "missing/bad", "."):
         with pytest.raises(ConfigError, match=r"--write "):
             preflight_command._write(tmp_path / path, ())
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "preflight", "--write", "pipe"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 2 and "name another file" in done.stderr and "GB/s" not in done.stdout
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_it_is_refused_before_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.comm.start.start_rounds", lambda *_, **__: pytest.fail("ranks meet"))
+    options = preflight_command.parser().parse_args(["--write", str(tmp_path)])
+    with pytest.raises(ConfigError, match="--write"):
+        preflight_command._examine(options, RankInfo(), tmp_path / "log")

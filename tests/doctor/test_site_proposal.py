@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.cli import doctor
 from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_site import merge
 from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
@@ -20,10 +19,10 @@ from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
 from hvdtrain.files import create_text
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.site import Site, parse_site
+from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.facts import DOCKER0, ETH0, LO
 from tests.support.doctor import program
 from tests.support.jobs import MPICH, OPEN_MPI_4
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 
 SINFO = """\
 cpu|128|515000|(null)|cn[001-300]
@@ -136,12 +135,6 @@ def test_an_mpi_without_pmi_is_left_out() -> None:
     assert "  # srun --mpi=list has none, pmix, and Horovod uses MPICH 5.0.2\n  # pmi: pmix\n" in text
 
 
-def doctor(folder: Path, file: str, variables: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "hvdtrain", "doctor", "--write-site", file, *more]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize(
     ("programs", "queue"),
     [
@@ -150,22 +143,33 @@ def doctor(folder: Path, file: str, variables: dict[str, str], *more: str) -> su
         ({"bparams": "Default Queues:  normal idle\nMBD_SLEEP_TIME used for calculations:  20 seconds"}, "normal"),
     ],
 )
-def test_a_file_is_written_once(programs: dict[str, str], queue: str, tmp_path: Path) -> None:
+def test_a_file_is_written_once(
+    programs: dict[str, str],
+    queue: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """From programs on PATH alone: this machine may have those of another scheduler."""
+
+    def run(*options: str) -> tuple[int, str]:
+        return doctor.main(["--write-site", *options]), capsys.readouterr().out
+
     for name, says in programs.items():
         program(tmp_path / "bin", name, says)
     (tmp_path / "bin/cat").symlink_to(str(shutil.which("cat")))
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])
-    done = doctor(tmp_path, "my site.yaml", {"PATH": path})
-    file = tmp_path / "my site.yaml"
-    assert done.returncode == 0 and "hvdtrain launch --site 'my site.yaml' --dry-run" in done.stdout, done.stderr
-    text = file.read_text()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "prepare", lambda: (RankInfo(), []))
+    status, out = run("my site.yaml")
+    assert status == 0 and "hvdtrain launch --site 'my site.yaml' --dry-run" in out
+    text = Path("my site.yaml").read_text()
     assert f"  queue: {queue}\n" in text and ("  pmi: pmix\n" in text) == ("srun" in programs)
-    done = doctor(tmp_path, "my site.yaml", {"PATH": path})
-    assert done.returncode == 2 and "File exists" in done.stdout and file.read_text() == text
-    for name, more, said in (("site", (), "expected: NAME.yaml"), ("b.yaml", ("--hosts", "a"), "describes this host")):
-        done = doctor(tmp_path, name, {"PATH": path}, *more)
-        assert done.returncode == 2 and said in done.stdout and not (tmp_path / name).exists()
+    status, out = run("my site.yaml")
+    assert status == 2 and "File exists" in out and Path("my site.yaml").read_text() == text
+    for options, said in ((["site"], "NAME.yaml"), (["b.yaml", "--hosts", "a"], "omit --hosts")):
+        status, out = run(*options)
+        assert status == 2 and said in out and not Path(options[0]).exists()
 
 
 def test_only_the_owner_may_write_a_new_file(tmp_path: Path) -> None:
