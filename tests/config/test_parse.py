@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hvdtrain.config import spelling
 from hvdtrain.config.parse import list_changes, parse_argv, parse_object, task_spec
@@ -37,7 +36,8 @@ def test_flags_yaml_and_dicts_mean_the_same(tmp_path: Path) -> None:
         assert (run.config.train.steps, run.config.train.micro_batch, run.config.optimizer.lr) == (7, 2, 0.5)
         assert run.config.precision == "bf16"
         assert run.task_args == {"hidden": 3, "act": "relu"}
-    assert parsed[0].resolved == parsed[1].resolved == parsed[2].resolved
+    assert parsed[0] == parsed[1] == parsed[2] == parse_object(parsed[0].resolved, build)
+    assert parse_argv(["--config", str(file), "--train.steps", "9"], build).config.train.steps == 9, "flags win"
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,6 @@ def test_text_that_looks_like_a_number_is_read_back_as_text(option: str, text: s
     (tmp_path / "run.yaml").write_text(yaml_text(run.resolved))
     assert parse_argv(["--config", str(tmp_path / "run.yaml")], build).resolved == run.resolved
     assert read_yaml(tmp_path / "run.yaml") == run.resolved
-
-
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("train: {steps: 7}")
-    assert parse_argv(["--config", str(file), "--train.steps", "9"], build).config.train.steps == 9
-
-
-def test_the_resolved_config_gives_the_same_run_again() -> None:
-    run = parse_argv(["--train.steps", "9", "--hidden", "5"], build)
-    again = parse_object(run.resolved, build)
-    assert again == run
 
 
 def test_defaults_are_those_of_the_schema() -> None:
@@ -81,29 +69,6 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(name: str) -> None:
     assert default.config.optimizer.lr == LEARNING_RATES[name] == OptimizerConfig(name=name).peak_lr  # type: ignore[arg-type]
     assert given == default and given.identity() == default.identity() != other.identity()
     assert f"{LEARNING_RATES[name]} for {name}" in " ".join(str(OptimizerConfig.__doc__).split())
-
-
-def test_a_default_learning_rate_does_not_identify_a_run() -> None:
-    """So a version that has it finds the runs of one that had none."""
-    run = parse_argv([], build)
-    optimizer = {name: value for name, value in run.resolved["optimizer"].items() if name != "lr"}
-    assert replace(run, resolved={**run.resolved, "optimizer": optimizer}).identity() == run.identity()
-
-
-@pytest.mark.parametrize(
-    ("flag", "what", "near"),
-    [
-        ("--observe.timelin=3:4", "no option --observe.timelin", "--observe.timeline"),  # nor the beginning of one
-        ("--train.stpes=5", "no option --train.stpes", "--train.steps"),
-        ("--hiden=5", "no option --hiden", "--hidden"),
-        ("--optimiser.lr=5", "no option --optimiser.lr", "--optimizer.lr"),
-    ],
-)
-def test_a_misspelt_flag_names_the_nearest(flag: str, what: str, near: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_argv([flag], build)
-    assert what in caught.value.what
-    assert f"did you mean {near}?" == caught.value.next_step
 
 
 @pytest.mark.parametrize("ours", spelling.ELSEWHERE)
@@ -137,16 +102,28 @@ def test_one_name_or_a_list_of_them() -> None:
     assert caught.value.expected == "a list such as '[A, B]' or text"
 
 
-def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("observe.timelin=3:4", "observe.timeline"),  # nor the beginning of one
+        ("train.stpes=5", "train.steps"),
+        ("hiden=5", "hidden"),
+        ("optimiser.lr=5", "optimizer.lr"),
+    ],
+)
+def test_a_misspelt_option_names_the_nearest_and_the_file(given: str, near: str, tmp_path: Path) -> None:
+    name, _, value = given.partition("=")
     file = tmp_path / "run.yaml"
-    file.write_text("train: {steps: 4, stop_ad: 3}")
-    with pytest.raises(ConfigError) as caught:
-        parse_argv(["--config", str(file)], build)
-    assert "--train.stop_ad" in caught.value.what
+    file.write_text(f"{name}: '{value}'")
+    for read in (
+        lambda: parse_argv([f"--{given}"], build),
+        lambda: parse_object({name: value}, build),
+        lambda: parse_argv(["--config", str(file)], build),
+    ):
+        with pytest.raises(ConfigError, match=f"no option --{re.escape(name)}") as caught:
+            read()
+        assert caught.value.next_step == f"did you mean --{near}?"
     assert str(file) in caught.value.what
-    assert caught.value.next_step == "did you mean --train.stop_at?"
-    with pytest.raises(ConfigError, match=r"did you mean --train\.stop_at"):
-        parse_object({"train": {"stop_ad": 3}}, build)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +133,6 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--optimizer.lr=fast", "a number or null", "fast"),
         ("--precision=fp8", "one of fp32, bf16, fp16, bf16-weights", "fp8"),
         ("--train.eval_every=x", "a whole number or null", "x"),
-        ("--train.micro_batch=x", "a whole number or auto", "x"),
         ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
@@ -200,9 +176,8 @@ def test_a_window_of_steps_means_the_same_from_a_flag_and_from_quoted_yaml(windo
 def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"observe: {{timeline: {window}}}")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"--observe\.timeline") as caught:
         parse_argv(["--config", str(file)], build)
-    assert "--observe.timeline" in caught.value.what
     assert "quotes" in str(caught.value.next_step)
 
 
@@ -227,7 +202,7 @@ def test_compiled_blocks_leave_no_gradients_for_later() -> None:
         ("train.steps: 4\ntrain: {steps: 5}", "has the key train.steps twice"),
         ("train: {steps: 4}\ntrain: {clip: 5}", "has the key train twice"),
         ("train: &t {again: *t}", "nested too deeply"),
-        ("train: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("train: " + "[" * 1000 + "]" * 1000, "nested too deeply"),
         (
             "a: &a [1, 1]\n"
             + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]\n" for a, b in ("ab", "bc", "cd", "de")),
@@ -243,18 +218,6 @@ def test_yaml_with_duplicate_keys_or_endless_nesting_is_refused(content: str, wh
             read()
 
 
-def test_a_config_file_names_no_other_one(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("config: other.yaml")
-    with pytest.raises(ConfigError, match="refers to another config file"):
-        parse_argv(["--config", str(tmp_path / "run.yaml")], build)
-
-
-@pytest.mark.parametrize("value", [5, [], None])
-def test_a_section_with_a_value_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="train is a section"):
-        parse_object({"train": value}, build)
-
-
 @pytest.mark.parametrize("option", ["train.steps", "train.global_batch", "loader.workers", "loader.prefetch"])
 def test_counts_that_no_machine_holds_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=f"--{option} is "):
@@ -266,14 +229,24 @@ def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "run.yaml")["train"] == {"steps": 4}
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
-    for content, words in (("- a\n- b", "not a mapping"), ("a: [", "not YAML"), (None, "cannot read")):
-        file = tmp_path / "run.yaml"
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_text(content)
-        with pytest.raises(ConfigError, match=words):
-            parse_argv(["--config", str(file)], build)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("- a\n- b", "not a mapping"),
+        ("a: [", "not YAML"),
+        (None, "cannot read"),
+        ("config: other.yaml", "refers to another config file"),
+        ("train: 5", "train is a section"),
+        ("train: []", "train is a section"),
+        ("train:", "train is a section"),
+    ],
+)
+def test_files_that_are_no_config(content: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        parse_argv(["--config", str(file)], build)
 
 
 def test_a_parameter_named_like_an_option_is_refused() -> None:
@@ -292,27 +265,22 @@ def test_the_last_task_wins(tmp_path: Path) -> None:
     assert task_spec(["--task", "b.py:g", f"--config={file}"]) == "a.py:f"
 
 
-@settings(max_examples=20)  # each parses five times
-@given(
-    st.integers(1, 10**6),
-    st.floats(1e-6, 10),
-    st.sampled_from(
-        ["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3", "memory.offload=optimizer"]
-    ),
+@pytest.mark.parametrize(
+    "other", ["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3", "memory.offload=optimizer"]
 )
-def test_identity_ignores_only_options_that_may_change(steps: int, lr: float, other: str) -> None:
-    options = [f"--train.steps={steps}", f"--optimizer.lr={lr}"]
-    run = parse_argv(options, build)
-    assert parse_argv([*options, f"--{other}"], build).identity() == run.identity()
-    assert parse_argv([*options, "--seed=1"], build).identity() != run.identity()
-    assert parse_argv([*options, "--hidden=65"], build).identity() != run.identity()
-
-
-def test_a_run_is_found_by_a_version_with_more_options() -> None:
+def test_identity_ignores_only_options_that_may_change(other: str) -> None:
     run = parse_argv(["--train.steps=7"], build)
-    train = {name: value for name, value in run.resolved["train"].items() if name != "clip"}
-    assert replace(run, resolved={**run.resolved, "train": train}).identity() == run.identity()
-    assert parse_argv(["--train.steps=7", "--train.clip=0.5"], build).identity() != run.identity()
+    assert parse_argv(["--train.steps=7", f"--{other}"], build).identity() == run.identity()
+    for changed in ("seed=1", "hidden=65", "train.steps=8", "train.clip=0.5"):
+        assert parse_argv(["--train.steps=7", f"--{changed}"], build).identity() != run.identity(), changed
+
+
+@pytest.mark.parametrize(("section", "name"), [("train", "clip"), ("optimizer", "lr")])
+def test_a_run_is_found_by_a_version_with_more_options(section: str, name: str) -> None:
+    """Also by one that has a default learning rate."""
+    run = parse_argv(["--train.steps=7"], build)
+    known = {key: value for key, value in run.resolved[section].items() if key != name}
+    assert replace(run, resolved={**run.resolved, section: known}).identity() == run.identity()
 
 
 def test_changes_are_reported_by_option() -> None:

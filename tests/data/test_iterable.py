@@ -64,6 +64,14 @@ class Saved(Plain):
             yield torch.tensor([index, self.epoch, torch.rand(()).item()], dtype=torch.float64)
 
 
+class Eager(Plain):
+    """It draws its order when a pass is opened, not when the first sample is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(7 + self.epoch).tolist()
+        return iter([torch.tensor([index, self.epoch], dtype=torch.float64) for index in order])
+
+
 class Divided(Plain):
     """It reads less in the second loader process, and draws otherwise in the first."""
 
@@ -99,7 +107,7 @@ def _equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> 
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", [Plain, Saved])
+@pytest.mark.parametrize("kind", [Plain, Saved, Eager])
 def test_any_number_of_ranks_gives_the_same_batches(kind: Any) -> None:
     one, _ = _draw(kind(), 1)
     assert all(_equal(one, _draw(kind(), size)[0]) for size in (2, 3, 5))
@@ -111,7 +119,7 @@ def test_any_number_of_ranks_gives_the_same_batches(kind: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 def test_one_loader_process_reads() -> None:
-    assert _equal(_draw(Divided(), 2)[0], _draw(Divided(), 2, workers=3)[0])
+    assert _equal(_draw(Divided(), 1, steps=3)[0], _draw(Divided(), 1, steps=3, workers=3)[0])
 
 
 @pytest.mark.parametrize("kind", [Plain, Saved])
@@ -175,6 +183,8 @@ def test_earlier_positions_are_read_again() -> None:
     assert not MADE
     assert torch.equal(samples[9], rows[9]) and torch.equal(samples[3], rows[3])
     assert torch.equal(samples[30], _draw(Plain(), 1)[0][3][0][0])
+    resumed = IterableSamples(Plain(), 4, 2, {"epoch": 1, "begin": 7, "position": 9})
+    assert torch.equal(resumed[9], rows[9]) and torch.equal(resumed[3], rows[3])
 
 
 def test_a_second_reader_does_not_disturb_the_first() -> None:

@@ -1,13 +1,17 @@
-"""Loader processes that fail, end or hang: the rank says which, and ends."""
+"""Loader processes that fail, end or hang: the rank says which, and ends. They hear no signals of a job's end."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.data.loader_processes import batches_of_processes, signals_blocked
+from hvdtrain.errors import DataError
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 
 PROGRAM = """
@@ -37,15 +41,57 @@ if __name__ == "__main__":
 """
 
 
+class Ending:
+    """A process that has ended when it is looked at for the third time."""
+
+    looks = 0
+
+    @property
+    def exitcode(self) -> int | None:
+        self.looks += 1
+        return -9 if self.looks > 2 else None
+
+
+def failing(error: Exception) -> Iterator[int]:
+    yield 1
+    raise error
+
+
+def test_a_lost_connection_is_reported_as_the_end_of_the_process() -> None:
+    batches = batches_of_processes(failing(RuntimeError("lost connection")), [Ending()])  # type: ignore[list-item]
+    assert next(batches) == 1
+    with pytest.raises(DataError, match="a loader process has died") as caught:
+        next(batches)
+    assert "signal 9" in caught.value.found or "SIGKILL" in caught.value.found
+
+
+def test_an_exception_of_the_data_set_is_itself() -> None:
+    process = Ending()
+    with pytest.raises(ValueError, match="sample 3 is bad"):
+        list(batches_of_processes(failing(ValueError("Caught ValueError: sample 3 is bad")), [process]))  # type: ignore[list-item]
+    assert not process.looks, "it waits for no end"
+
+
+def test_processes_start_with_the_signals_of_a_job_s_end_blocked() -> None:
+    def blocked() -> set[int]:
+        return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    before = blocked()
+    with signals_blocked():
+        assert blocked() >= {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
+    assert blocked() == before
+
+
 RAISES, ENDS, HANGS = "raise ValueError('sample 3 is bad')", "sys.exit(4)", "time.sleep(1000)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "draws", "said"),
     [
         (RAISES, 8, ["ValueError: sample 3 is bad"]),
         (ENDS, 8, ["DataError: a loader process has died", "found: ended with exit code 4"]),
-        pytest.param(HANGS, 0, [], marks=pytest.mark.slow),  # the rank needs no sample any more
+        (HANGS, 0, []),  # the rank needs no sample any more
     ],
     ids=["raises", "ends", "hangs"],
 )

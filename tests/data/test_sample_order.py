@@ -89,7 +89,8 @@ def test_a_mixture_is_its_parts():
 
 
 @pytest.mark.parametrize(
-    ("weights", "whole"), [([0.7, 0.3], (7, 3)), ([2, 4], (1, 2)), ([1], (1,)), ([1e-3, 0.999], (1, 999))]
+    ("weights", "whole"),
+    [([0.7, 0.3], (7, 3)), ([0.25, 0.2], (5, 4)), ([2, 4], (1, 2)), ([1], (1,)), ([1e-3, 0.999], (1, 999))],
 )
 def test_weights_are_exact(weights, whole):
     assert whole_weights(weights, len(weights)) == whole

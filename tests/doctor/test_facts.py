@@ -196,7 +196,7 @@ def test_a_folder_is_checked_in_a_separate_process(tmp_path: Path, monkeypatch: 
 
 def test_our_own_settings_are_not_attributed_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for topic in ("installation", "mpi"):
-        monkeypatch.setattr(f"hvdtrain.doctor.facts.{topic}.ask", lambda *_: Answer(error="not asked"))
+        monkeypatch.setattr(sys.modules[f"hvdtrain.doctor.facts.{topic}"], "ask", lambda *_: Answer(error="not asked"))
     found = gather(RankInfo(), {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}
     assert found.installation.python == sys.version_info[:2] and found.installation.torch.error == "not asked"

@@ -148,12 +148,12 @@ def test_prompt_and_completion_are_two_messages(tmp_path: Path) -> None:
 
 
 def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
-    rows = [talk("q", "a" * 100), talk("q" * 100, "a"), talk("only a question"), talk("q", "a")]
+    rows = [talk("q", "a" * 100), talk("q" * 100, "a"), talk("only a question"), talk("q", "a" * 19)]  # of 40 tokens
     chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in rows))
     for _ in range(2):  # the second time from the cache
         corpus = open_corpus(TextConfig(chat=chat, seq_len=39, heldout=0))
         assert "2 conversations, 1 of them truncated to 40 tokens; 2 without" in corpus.note
-    assert sum(sum(counted) for _, counted, _ in samples(corpus.train)) == 40 - len("user: q\nassistant: ") + len("a|")
+    assert sum(sum(counted) for _, counted, _ in samples(corpus.train)) == (40 - 19) + (19 + 1)
 
 
 @pytest.mark.parametrize(

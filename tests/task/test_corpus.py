@@ -3,6 +3,7 @@
 import codecs
 import os
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,9 +90,10 @@ def test_several_patterns_count_a_file_once(texts):
     assert len(found) == len(set(found)) == len({*texts.glob("a/*.txt"), *texts.glob("*/1*.txt")})
 
 
-def test_changed_files_are_read_again(texts):
+def test_changed_files_and_another_split_are_read_again(texts):
     config = TextConfig(text=f"{texts}/**/*.txt", seq_len=16)
     first = open_corpus(config)
+    assert open_corpus(replace(config, heldout=0.3)).heldout.count > 2 * first.heldout.count
     path = texts / "a" / "0.txt"
     path.write_bytes(path.read_bytes()[::-1])
     os.utime(path, ns=(0, 10**18))

@@ -74,9 +74,10 @@ def test_targets_are_ends_of_names() -> None:
     assert adapted == {f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)} | {
         "model.layers.1.mlp.shared_experts.up_proj"
     }
-    with pytest.raises(ConfigError, match="no linear layer 'experts'") as caught:
-        _model(lora="rank=2,targets=o_proj+experts")
-    assert "o_proj" in str(caught.value.expected)
+    for wrong in ("experts", "a_proj"):  # no linear layer, and the end of q_a_proj only
+        with pytest.raises(ConfigError, match=f"no linear layer '{wrong}'") as caught:
+            _model(lora=f"rank=2,targets=o_proj+{wrong}")
+        assert "o_proj" in str(caught.value.expected)
     with pytest.raises(ConfigError, match="no linear layers to adapt"):
         add_adapters(nn.Sequential(nn.Embedding(3, 3)), LoraOptions(2, 4.0))
 

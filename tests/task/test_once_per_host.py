@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -102,12 +103,16 @@ def test_killed_half_way_leaves_nothing_wrong(texts, tmp_path, cache):
     assert found.train.file.map().size == sum(path.stat().st_size + 1 for path in texts.iterdir())
 
 
-def test_a_damaged_cache_is_rebuilt(texts):
+def test_a_damaged_cache_is_rebuilt_and_a_whole_one_is_marked_as_used(texts):
     config = TextConfig(text=f"{texts}/*.txt", seq_len=8)
     first = open_corpus(config)
     os.truncate(first.train.file.path, 100)
     assert open_corpus(config).train.file == first.train.file  # in the same place
     assert first.train.file.map().size == first.train.count + first.heldout.count
+    folder = Path(first.train.file.path).parent
+    os.utime(folder, (0, 0))
+    assert open_corpus(config).train.file == first.train.file
+    assert folder.stat().st_mtime > 0
 
 
 def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(texts, tmp_path, monkeypatch):

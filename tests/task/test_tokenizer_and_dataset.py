@@ -127,9 +127,9 @@ def test_rows_of_ids(tmp_path, datasets):
     assert corpus.train.file.vocabulary == 70_100
 
 
-@pytest.mark.parametrize("held", ["validation", "test"])
-def test_splits_are_kept(tmp_path, datasets, held):
-    parts = {"train": ["aaaa"] * 50, held: ["b"] * 20, "other": ["c"] * 20}
+@pytest.mark.parametrize(("held", "unused"), [("validation", "test"), ("validation", "other"), ("test", "other")])
+def test_splits_are_kept(tmp_path, datasets, held, unused):
+    parts = {unused: ["c"] * 20, "train": ["aaaa"] * 50, held: ["b"] * 20}
     made = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
     made.save_to_disk(str(tmp_path / "d"))
     corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from hvdtrain.task.token_file import TokenFile, Windows, write_tokens
 
@@ -57,12 +56,6 @@ def test_pickles_as_a_place_not_as_tokens(file):
     carried = pickle.dumps(windows)
     assert len(carried) < 1000
     assert torch.equal(pickle.loads(carried)[5], windows[5])
-
-
-def test_loader_workers_see_the_same(file):
-    windows = Windows(file, 0, file.train, 7)
-    loader = DataLoader(windows, batch_size=50, num_workers=1, multiprocessing_context="forkserver")
-    assert torch.equal(torch.cat(list(loader)), torch.stack(list(windows)))
 
 
 @pytest.mark.parametrize(("vocabulary", "itemsize"), [(257, 2), (1 << 16, 2), ((1 << 16) + 1, 4)])
