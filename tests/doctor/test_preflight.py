@@ -163,18 +163,14 @@ def test_each_host_is_measured_by_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["openmpi", "hvdtrain"])
-def test_ranks_measure_their_host(target: str, tmp_path: Path) -> None:
-    if target == "openmpi":
-        program("mpirun")
-    done = _launch(
-        tmp_path, "-np", "2", "--to", target, "--", "preflight", "--seconds", "1", "--write", "bad", "--json"
-    )
+def test_ranks_without_mpi_measure_their_host(tmp_path: Path) -> None:
+    options = ("--seconds", "1", "--write", "bad", "--json")
+    done = _launch(tmp_path, "-np", "2", "--to", "hvdtrain", "--", "preflight", *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [host["ranks"] for host in found["hosts"]] == [2]
     assert found["everyone"] > 0 and found["hosts"][0]["inside"] > 0
-    assert found["by"] == ("MPI" if target == "openmpi" else "Gloo") + ", of tensors on CPUs"
+    assert found["by"] == "Gloo, of tensors on CPUs"
     assert (tmp_path / "bad").read_text() == ""
 
 
@@ -187,6 +183,7 @@ def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
     done = _launch(tmp_path, "-np", "3", "--to", "openmpi", "--", "sh", "-c", rank, "sh", *own)
     assert done.returncode == 3, done.stderr
     assert (tmp_path / "bad").read_text() == "h0\nh1\nh2\n", done.stderr
+    assert "MPI, of tensors on CPUs" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith(" BAD")]
     assert [row[0] for row in rows] == ["h0", "h1", "h2"] and all(float(row[5]) > 0 for row in rows)
 
@@ -198,12 +195,13 @@ from hvdtrain.comm import host_probe
 from hvdtrain.doctor import deadline
 from hvdtrain.__main__ import main
 
-# The deadline comes when rank 1 has stopped, and rank 0 then listens until rank 2 has reported again.
-deadline.time = SimpleNamespace(monotonic=lambda: 1e9 if os.path.exists("stopped") else 0.0)
+# The deadline of rank 0 comes when rank 1 has stopped; rank 0 then listens until rank 2 has reported again.
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+deadline.time = SimpleNamespace(monotonic=lambda: 1e9 if rank == "0" and os.path.exists("stopped") else 0.0)
 measure, reports, before = host_probe.measure_hosts, deadline._reports, []
 
 def stop(*words):
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    if rank == "1":
         deadline.Deadline._report = lambda *_: None
         open("stopped", "w").close()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -216,7 +214,7 @@ def listen(store, size):
     return found
 
 host_probe.measure_hosts, deadline._reports = stop, listen
-os.environ["SLURMD_NODENAME"] = "h" + os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["SLURMD_NODENAME"] = "h" + rank
 sys.exit(main(["preflight", "--timeout", "25", "--write", "bad"]))
 """
 

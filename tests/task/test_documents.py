@@ -107,23 +107,21 @@ def test_the_end_of_documents(tmp_path: Any) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 200)
     np.save(tmp_path / "t.npy", np.arange(1000) % 100)
-    text, tokens = f"{tmp_path}/*.txt", str(tmp_path / "t.npy")
-    assert open_corpus(TextConfig(text=text, seq_len=8)).end is None
-    assert open_corpus(TextConfig(text=text, seq_len=8, documents="separate")).end == 256
-    assert open_corpus(TextConfig(tokens=tokens, seq_len=8, documents="separate", end_token=99)).end == 99
-    with pytest.raises(ConfigError, match="last token of a document is unknown"):
-        open_corpus(TextConfig(tokens=tokens, seq_len=8, documents="separate"))
-    with pytest.raises(ConfigError, match="no effect"):
-        open_corpus(TextConfig(tokens=tokens, seq_len=8, end_token=99))
+    text, tokens = {"text": f"{tmp_path}/*.txt", "seq_len": 8}, {"tokens": str(tmp_path / "t.npy"), "seq_len": 8}
+    assert open_corpus(TextConfig(**text)).end is None
+    assert open_corpus(TextConfig(**text, documents="separate")).end == 256
+    for more, words in (({"documents": "separate"}, "is unknown"), ({"end_token": 99}, "no effect")):
+        with pytest.raises(ConfigError, match=words):
+            open_corpus(TextConfig(**tokens, **more))
 
 
-def test_data_without_an_end_of_documents_is_reported(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("end", "reported"), [(99, False), (100, True)])
+def test_data_without_an_end_of_documents_is_reported(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, end: int, reported: bool
+) -> None:
     np.save(tmp_path / "t.npy", np.arange(1000) % 100)
-    for end, reported in ((99, False), (100, True)):
-        caplog.clear()
-        data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=8, documents="separate", end_token=end)
-        assert open_corpus(data).end == end
-        assert ("not separate" in caplog.text) == reported
+    data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=8, documents="separate", end_token=end)
+    assert open_corpus(data).end == end and ("not separate" in caplog.text) == reported
 
 
 def test_separate_documents_are_asked_for(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from hvdtrain.task.causal_lm import ModelConfig, causal_lm, load_model
 from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import SavedModel
-from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import (
     MARKS,
     MtpLoss,
@@ -30,9 +30,8 @@ from hvdtrain.task.token_loss import (
     token_loss,
 )
 from tests.support.gallery import Recorded
-from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
-from tests.task.test_sequence import sequence_part
+from tests.task.test_sequence import check_parts
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,22 +195,18 @@ def test_new_layers_join_existing_weights(tmp_path: Path) -> None:
     assert more.model.layers[2].eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_a_layer_that_lacks_a_weight_is_an_error(tmp_path: Path) -> None:
-    made = _model()
+def test_a_folder_that_lacks_a_weight_or_is_damaged_is_an_error(tmp_path: Path) -> None:
+    made, options = _model(), ModelConfig(from_=str(tmp_path), mtp_layers=2)
     kept = {name: value for name, value in made.state_dict().items() if name != "model.layers.2.enorm.weight"}
     made.save_pretrained(tmp_path, state_dict=kept)
-    with pytest.raises(TaskError, match="are not those of the model") as caught:
-        causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=2), vocabulary=257, seq_len=TOKENS)
+    with pytest.raises(TaskError, match="not those of the model") as caught:
+        causal_lm(options, vocabulary=257, seq_len=TOKENS)
     assert "model.layers.2.enorm.weight" in str(caught.value.found)
-
-
-def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
-    _model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(TaskError, match="cannot create the model of") as caught:
-        causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=2), vocabulary=257, seq_len=TOKENS)
-    assert caught.value.next_step == "copy the folder of the model again"
+        causal_lm(options, vocabulary=257, seq_len=TOKENS)
+    assert "copy the folder" in str(caught.value.next_step)
 
 
 def test_such_layers_of_other_models_are_left_out(tmp_path: Path) -> None:
@@ -230,52 +225,27 @@ def test_such_layers_of_other_models_are_left_out(tmp_path: Path) -> None:
         ({"mtp_layers": 1, "mtp_weight": -0.5}, "mtp_weight is -0.5"),
         ({"mtp_layers": 1, "mtp_weight": float("nan")}, "mtp_weight is nan"),
         ({"mtp_layers": 1, "lora": "rank=2"}, "mtp_layers and --model.lora conflict"),
+        ({"mtp_layers": 1, "config": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}}, "llama"),
+        ({"mtp_layers": 1, "config": {"model_type": "bailing_hybrid"}}, "bailing_hybrid"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], found: str) -> None:
+def test_bad_options_and_models_without_such_layers_are_refused(
+    tmp_path: Path, options: dict[str, Any], found: str
+) -> None:
+    if "config" in options:
+        (tmp_path / "config.json").write_text(json.dumps(options["config"] | {"vocab_size": 300}))
+        options = options | {"config": str(tmp_path / "config.json")}
     with pytest.raises(ConfigError, match=found):
         causal_lm(replace(ModelConfig("tiny"), **options), vocabulary=257, seq_len=TOKENS)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 257}',
-        '{"model_type": "bailing_hybrid", "vocab_size": 300}',
-    ],
-)
-def test_models_without_such_layers_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    options = ModelConfig(config=str(tmp_path / "config.json"), mtp_layers=1)
-    with pytest.raises(ConfigError, match="mtp_layers 1 does not support a model of type"):
-        causal_lm(options, vocabulary=257, seq_len=TOKENS)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_ranks_with_parts_of_a_sequence_have_the_same_losses(apart: bool) -> None:
     rows = ROWS.clone()
     rows[0, 4] = rows[1, 5] = rows[1, 6] = rows[2, 0] = END
-    whole = _model()
-    targets = partial(separate_targets, end=END, config=whole.config) if apart else joined_targets
-    loss, weight = token_loss(whole, rows, targets=targets, mtp=MTP)
-    loss.backward()
-    total, number = mtp_metrics(whole, rows, targets=targets, count=2)["mtp_loss"]
+    targets = partial(separate_targets, end=END, config=_model().config) if apart else joined_targets
 
-    def body(comm: ThreadComm) -> tuple[float, float, list[float], Any]:
-        model = _model()
-        divide_attention(model, sequence_part(comm), TOKENS, apart=apart)
-        options: dict[str, Any] = {"targets": targets, "part": sequence_part(comm)}
-        loss, weight = token_loss(model, rows, mtp=MTP, **options)
-        loss.backward()
-        sums = [each.item() for each in mtp_metrics(model, rows, count=2, **options)["mtp_loss"]]
-        return loss.item(), float(weight), sums, model
+    def metrics(model: Any, rows: Tensor, part: Any) -> Any:
+        return mtp_metrics(model, rows, targets=targets, count=2, part=part)["mtp_loss"]
 
-    found = on_ranks(2, body)
-    assert sum(each[0] for each in found) == pytest.approx(loss.item(), rel=1e-6)
-    assert sum(each[1] for each in found) == float(weight)
-    assert [sum(each[2][index] for each in found) for index in (0, 1)] == pytest.approx([total.item(), number.item()])
-    parts = [dict(model.named_parameters()) for *_, model in found]
-    for name, parameter in whole.named_parameters():
-        grads = [part[name].grad for part in parts]
-        assert parameter.grad is not None and all(grad is not None for grad in grads)
-        torch.testing.assert_close(torch.stack(grads).sum(dim=0), parameter.grad, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+    check_parts(_model, [rows], apart=apart, metrics=metrics, targets=targets, mtp=MTP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,15 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.sequence import _attend, divide_attention
-from hvdtrain.task.token_loss import IGNORED, MARKS, chat_targets, next_token_loss, separate_targets, token_loss
+from hvdtrain.task.token_loss import (
+    IGNORED,
+    MARKS,
+    chat_targets,
+    joined_targets,
+    next_token_loss,
+    separate_targets,
+    token_loss,
+)
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.task.test_documents import a_model
 
@@ -40,27 +49,45 @@ def sequence_part(comm: Any) -> SequencePart:
     return SequencePart(comm.rank, comm.size, partial(_exchange, rows=rows_by_comm(comm, "sequences"), count=comm.size))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_and_gradients_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
-    whole = a_model(tmp_path, name)
-    loss, weight = next_token_loss(whole, ROWS)
-    loss.backward()
+def check_parts(
+    make: Callable[[], Any],
+    passes: Sequence[torch.Tensor],
+    *,
+    apart: bool = False,
+    metrics: Callable[..., Any] = lambda model, rows, part: (),
+    **options: Any,
+) -> None:
+    """Check that two ranks with a part of each sequence have the losses, metrics and gradients of the whole.
 
-    def body(comm: ThreadComm) -> tuple[float, float, Any]:
-        model = a_model(tmp_path, name)
-        divide_attention(model, sequence_part(comm), TOKENS)
-        loss, weight = next_token_loss(model, ROWS, sequence_part(comm))
-        loss.backward()
-        return loss.item(), weight, model
+    In the last of the passes: each may have documents of its own.
+    """
+    tokens = passes[-1].shape[1] - 1
 
+    def run(model: Any, part: SequencePart | None) -> tuple[Any, ...]:
+        for rows in passes:
+            model.zero_grad()
+            loss, weight = token_loss(model, rows, part=part, **options)
+            loss.backward()
+        return model, loss.item(), float(weight), *(each.item() for each in metrics(model, rows, part=part))
+
+    def body(comm: ThreadComm) -> tuple[Any, ...]:
+        model = make()
+        divide_attention(model, sequence_part(comm), tokens, apart=apart)
+        return run(model, sequence_part(comm))
+
+    whole, *sums = run(make(), None)
     found = on_ranks(2, body)
-    assert sum(loss for loss, _, _ in found) == pytest.approx(loss.item(), rel=1e-6)
-    assert sum(weight for _, weight, _ in found) == weight
-    parts = [dict(model.named_parameters()) for _, _, model in found]
+    assert [sum(each) for each in list(zip(*found, strict=True))[1:]] == pytest.approx(sums, rel=1e-6)
+    parts = [dict(model.named_parameters()) for model, *_ in found]
     for key, parameter in whole.named_parameters():
         grads = [part[key].grad for part in parts if part[key].grad is not None]
         if parameter.grad is not None:
             torch.testing.assert_close(torch.stack(grads).sum(dim=0), parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+    check_parts(lambda: a_model(tmp_path, name), [ROWS], targets=joined_targets)
 
 
 def test_targets_of_a_conversation_are_counted_by_part() -> None:
@@ -103,42 +130,41 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 @pytest.mark.parametrize(
-    ("count", "tokens", "name", "sizes", "found"),
+    ("count", "name", "sizes", "found"),
     [
-        (5, TOKENS, "llama", SMALL, "cannot divide the 24 tokens of a sequence"),
-        (3, TOKENS, "llama", SMALL, "cannot divide the 4 heads of attention"),
-        (4, TOKENS, "llama", {**SMALL, "num_key_value_heads": 2}, "cannot divide the 2 heads of keys of attention"),
-        (2, TOKENS, "llama", {**SMALL, "attention_dropout": 0.1}, "a dropout of attention weights of 0.1"),
-        (2, TOKENS, "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "no attention by sdpa"),
-        (2, TOKENS, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "attention"),
-        (2, TOKENS, "lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers other than attention"),
+        (5, "llama", SMALL, "24 tokens of a sequence"),
+        (3, "llama", SMALL, "4 heads of attention"),
+        (4, "llama", {**SMALL, "num_key_value_heads": 2}, "2 heads of keys of attention"),
+        (2, "llama", {**SMALL, "attention_dropout": 0.1}, "dropout of attention weights"),
+        (2, "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "no attention by sdpa"),
+        (2, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "attention"),
+        (2, "lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers other than attention"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, count: int, tokens: int, name: str, sizes: dict[str, Any], found: str
+    tmp_path: Path, count: int, name: str, sizes: dict[str, Any], found: str
 ) -> None:
     model = _with(tmp_path, name, **sizes)
     with pytest.raises(ConfigError, match=found):
-        divide_attention(model, SequencePart(0, count, lambda *_: pytest.fail("refused first")), tokens)
+        divide_attention(model, SequencePart(0, count, lambda *_: pytest.fail("refused first")), TOKENS)
 
 
-def test_eager_attention_is_refused(tmp_path: Path) -> None:
+def test_eager_attention_and_documents_in_sliding_windows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eager attention"):
-        divide_attention(a_model(tmp_path, "llama", "eager"), SequencePart(0, 2, lambda *_: None), TOKENS)
+        divide_attention(a_model(tmp_path, "llama", "eager"), PART, TOKENS)
+    with pytest.raises(ConfigError, match="sliding_attention of Mistral"):
+        divide_attention(a_model(tmp_path, "mistral"), PART, TOKENS, apart=True)
 
 
-def test_heads_on_a_rank_that_cannot_be_divided_are_refused() -> None:
-    """Ranks that divide matrices have fewer than the model."""
-    query, key = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)
-    with pytest.raises(ConfigError, match="cannot divide the 3 heads of attention on a rank"):
-        _attend(nn.Identity(), query, key, key, None, part=PART, inner=None, name="sdpa")
-
-
-@pytest.mark.parametrize("option", ["s_aux", "position_bias"])
-def test_values_for_each_head_are_refused(option: str) -> None:
-    heads = torch.zeros(1, 4, 4, 8)
-    with pytest.raises(ConfigError, match=f"attention with {option}"):
-        _attend(nn.Identity(), heads, heads, heads, None, part=PART, inner=None, name="sdpa", **{option: heads})
+@pytest.mark.parametrize(
+    ("heads_of_keys", "options", "found"),
+    [(3, {}, "3 heads of attention on a rank"), (4, {"s_aux": 1}, "s_aux"), (4, {"position_bias": 1}, "position_bias")],
+)
+def test_attention_that_cannot_be_divided_is_refused(heads_of_keys: int, options: Any, found: str) -> None:
+    """Ranks that divide matrices have fewer heads than the model; values for each head are not divided."""
+    query, key = torch.zeros(1, 6, 4, 8), torch.zeros(1, heads_of_keys, 4, 8)
+    with pytest.raises(ConfigError, match=found):
+        _attend(nn.Identity(), query, key, key, None, part=PART, inner=None, name="sdpa", **options)
 
 
 def test_a_kernel_sees_its_own_name_and_the_module() -> None:
@@ -157,7 +183,7 @@ def test_a_kernel_sees_its_own_name_and_the_module() -> None:
 
 def test_a_mask_of_the_task_is_refused(tmp_path: Path) -> None:
     model = a_model(tmp_path, "llama")
-    divide_attention(model, SequencePart(0, 2, lambda tensor, *_: tensor), TOKENS)
+    divide_attention(model, PART, TOKENS)
     with pytest.raises(TaskError, match="attention mask"):
         model(input_ids=ROWS, attention_mask=torch.ones_like(ROWS).tril(), use_cache=False)
 
@@ -214,29 +240,5 @@ def test_separate_documents_do_not_see_each_other_across_parts(
     """The second row has other documents; one of the first is in both parts."""
     rows = ROWS.clone().clamp(min=2)
     rows[0, list(ends)] = rows[1, 17] = 1
-    whole = a_model(tmp_path, name)
-    targets = partial(separate_targets, end=1, config=whole.config)
-    loss, weight = token_loss(whole, rows, targets=targets)
-    loss.backward()
-
-    def body(comm: ThreadComm) -> tuple[float, float, Any]:
-        model = a_model(tmp_path, name)
-        divide_attention(model, sequence_part(comm), TOKENS, apart=True)
-        for given in (rows.flip(0), rows):  # the second pass has documents of its own
-            model.zero_grad()
-            loss, weight = token_loss(model, given, targets=targets, part=sequence_part(comm))
-            loss.backward()
-        return loss.item(), float(weight), model
-
-    found = on_ranks(2, body)
-    assert sum(loss for loss, _, _ in found) == pytest.approx(loss.item(), rel=1e-6)
-    assert sum(weight for _, weight, _ in found) == float(weight)
-    for key, parameter in whole.named_parameters():
-        grads = [grad for _, _, model in found if (grad := dict(model.named_parameters())[key].grad) is not None]
-        if parameter.grad is not None:
-            torch.testing.assert_close(sum(grads), parameter.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_separate_documents_in_sliding_windows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="separate documents does not support sliding_attention of Mistral"):
-        divide_attention(a_model(tmp_path, "mistral"), PART, TOKENS, apart=True)
+    targets = partial(separate_targets, end=1, config=SimpleNamespace(_attn_implementation="sdpa"))
+    check_parts(lambda: a_model(tmp_path, name), [rows.flip(0), rows], apart=True, targets=targets)

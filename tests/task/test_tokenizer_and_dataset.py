@@ -71,26 +71,18 @@ def test_documents_stay_in_order_in_any_batch(tmp_path, monkeypatch, batch_chara
     assert made.decode(all_ids(open_corpus(config)), skip_special_tokens=False) == "".join(t + "</s>" for t in texts)
 
 
-def test_progress_is_reported(tmp_path, text, monkeypatch, caplog):
+def test_another_tokenizer_makes_other_tokens_and_a_wrong_one_none(tmp_path, text, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr("hvdtrain.task.corpus._PROGRESS_S", 0.0)
-    train_tokenizer(tmp_path / "tokenizer.json")
-    open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16))
-    assert "tokenizing text.txt: 0.0 million tokens, 0 s" in caplog.text
-
-
-def test_another_tokenizer_makes_other_tokens(tmp_path, text):
     config = TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16)
     train_tokenizer(tmp_path / "tokenizer.json")
     first = open_corpus(config)
+    assert "tokenizing text.txt: 0.0 million tokens" in caplog.text, "progress"
     train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
     assert open_corpus(config).train.file.digest != first.train.file.digest
-
-
-def test_what_is_no_tokenizer(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(DataError, match="is not a tokenizer"):
-        open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json")))
+        open_corpus(config)
 
 
 @pytest.mark.parametrize("piece_bytes", [5, 1 << 20])
@@ -116,7 +108,7 @@ def test_rows_of_text(tmp_path, datasets):
     datasets.Dataset.from_dict({"text": rows, "n": list(range(100))}).save_to_disk(str(tmp_path / "d"))
     corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
     assert all_ids(corpus) == [token for row in rows for token in [*row.encode(), 256]]
-    assert corpus.heldout.count == len(all_ids(corpus)) // 20
+    assert corpus.heldout.count == len(all_ids(corpus)) // 20 and corpus.tokenizer
 
 
 def test_rows_of_ids(tmp_path, datasets):
@@ -124,24 +116,17 @@ def test_rows_of_ids(tmp_path, datasets):
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "d"))
     corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
     assert all_ids(corpus) == [token for row in rows for token in row]
-    assert corpus.train.file.vocabulary == 70_100
+    assert corpus.train.file.vocabulary == 70_100 and not corpus.tokenizer, "it is unknown"
 
 
-@pytest.mark.parametrize(("held", "unused"), [("validation", "test"), ("validation", "other"), ("test", "other")])
+@pytest.mark.parametrize(("held", "unused"), [("validation", "test"), ("test", "other"), (None, "other")])
 def test_splits_are_kept(tmp_path, datasets, held, unused):
-    parts = {unused: ["c"] * 20, "train": ["aaaa"] * 50, held: ["b"] * 20}
+    parts = {unused: ["c"] * 20, "train": ["aaaa"] * 200} | ({held: ["b"] * 20} if held else {})
     made = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
     made.save_to_disk(str(tmp_path / "d"))
     corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
-    assert (corpus.train.count, corpus.heldout.count) == (250, 40)
-    assert set(all_ids(corpus)[250:]) == {ord("b"), 256}
-
-
-def test_a_dict_of_train_alone_is_split(tmp_path, datasets):
-    made = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["aaaa"] * 200})})
-    made.save_to_disk(str(tmp_path / "d"))
-    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
-    assert (corpus.train.count, corpus.heldout.count) == (950, 50)
+    assert (corpus.train.count, corpus.heldout.count) == ((1000, 40) if held else (950, 50)), "a twentieth if none is"
+    assert set(all_ids(corpus)[-40:]) == {ord("b" if held else "a"), 256}
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,3 @@ def test_ids_of_an_unknown_tokenizer_get_no_files(tmp_path: Path) -> None:
     data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=4)
     assert open_corpus(data).tokenizer == {}
     assert open_corpus(data, str(tmp_path / TOKENIZER)).tokenizer.keys() == {TOKENIZER, SETTINGS}
-
-
-@pytest.mark.parametrize(("column", "known"), [("text", True), ("input_ids", False)])
-def test_datasets_of_text_or_of_ids(tmp_path: Path, column: str, known: bool) -> None:
-    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
-    rows = {"text": ["some text"] * 9, "input_ids": [[1, 2, 3]] * 9}
-    datasets.Dataset.from_dict({column: rows[column]}).save_to_disk(str(tmp_path / "set"))
-    assert bool(open_corpus(TextConfig(dataset=str(tmp_path / "set"), seq_len=4)).tokenizer) == known

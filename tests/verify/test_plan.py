@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from hvdtrain.config.parse import parse_argv, task_spec
@@ -41,39 +42,35 @@ def test_equal_gradients(options: tuple[str, ...]) -> None:
     assert not check.wrong and check.to_text().endswith("the gradients are equal")
 
 
+def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Tensor], Any], ranks: Sequence[int]) -> None:
+    """Change a parameter's gradient on some ranks, at the end of its exchange."""
+    finish = ExchangeEngine.finish
+
+    def wrong(self: ExchangeEngine) -> list[Tensor]:
+        found = finish(self)
+        own = dict(self.reducer._known)[name]
+        assert own.grad is not None
+        if self.reducer._comm.rank in ranks:
+            spoil(own.grad)
+        return found
+
+    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+
+
 @pytest.mark.parametrize(
-    ("factor", "text"),
-    [(2.0, "the gradient is 2 times as large"), (0.0, "the gradient is missing"), (0.5, "is 0.5 times as large")],
+    ("factor", "text"), [(2.0, "2 times as large"), (0.0, "the gradient is missing"), (0.5, "0.5 times as large")]
 )
 def test_a_wrong_factor_is_told(factor: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = ExchangeEngine.finish
-
-    def wrong(self: ExchangeEngine) -> list[Tensor]:
-        found = finish(self)
-        own = dict(self.reducer._known)["model.layers.1.mlp.experts.down_proj"]
-        assert own.grad is not None
-        own.grad *= factor
-        return found
-
-    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+    name = "model.layers.1.mlp.experts.down_proj"
+    _spoil(monkeypatch, name, lambda grad: grad.mul_(factor), (0, 1))
     (each,) = [each for each in _compare() if each.wrong]
-    assert each.parameter == "model.layers.1.mlp.experts.down_proj" and text in each.wrong
+    assert each.parameter == name and text in each.wrong
     lines = PlanCheck("a model", 2, [each]).to_text().splitlines()
-    assert lines[1].startswith(f"WRONG: {each.parameter}: ") and lines[-1] == "the gradients differ"
+    assert lines[1].startswith(f"WRONG: {name}: ") and lines[-1] == "the gradients differ"
 
 
-def test_a_wrong_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = ExchangeEngine.finish
-
-    def wrong(self: ExchangeEngine) -> list[Tensor]:
-        found = finish(self)
-        if torch.distributed.is_available() and self.reducer._comm.rank == 1:  # only on one copy
-            own = dict(self.reducer._known)["lm_head.weight"]
-            assert own.grad is not None
-            own.grad[0] = 0
-        return found
-
-    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+def test_a_wrong_part_on_one_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _spoil(monkeypatch, "lm_head.weight", lambda grad: grad[0].zero_(), (1,))
     (each,) = [each for each in _compare() if each.wrong]
     assert each.parameter == "lm_head.weight" and "differs by" in each.wrong
 
