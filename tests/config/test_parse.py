@@ -86,20 +86,20 @@ def test_options_of_other_trainers_are_answered_with_ours(ours: str) -> None:
 def test_options_of_other_trainers_mean_one_of_ours() -> None:
     names = [name for theirs in spelling.ELSEWHERE.values() for name in theirs.split()]
     assert len(names) == len(set(names))
-    with pytest.raises(ConfigError, match="no option --lr") as caught:
-        parse_object({"lr": 0.1}, build)
-    assert caught.value.next_step == "did you mean --optimizer.lr?"
-    with pytest.raises(ConfigError) as caught:
-        parse_argv(["--lora=8"], build)  # a task without this option
-    assert "lora" not in (caught.value.next_step or "")
+    for read, wanted in (
+        (lambda: parse_object({"lr": 0.1}, build), "did you mean --optimizer.lr?"),
+        (lambda: parse_argv(["--lora=8"], build), None),  # a task without this option
+    ):
+        with pytest.raises(ConfigError, match="no option --l") as caught:
+            read()
+        assert caught.value.next_step == wanted or (wanted is None and "lora" not in str(caught.value.next_step))
 
 
 def test_one_name_or_a_list_of_them() -> None:
     assert parse_argv(["--callbacks=a.py:A"], build).config.callbacks == "a.py:A"
     assert parse_argv(["--observe.sinks=[a.py:A, b:B]"], build).config.observe.sinks == ["a.py:A", "b:B"]
-    with pytest.raises(ConfigError, match=r"invalid --callbacks") as caught:
+    with pytest.raises(ConfigError, match=r"invalid --callbacks"):
         parse_object({"callbacks": 5}, build)
-    assert caught.value.expected == "a list such as '[A, B]' or text"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,29 @@ def test_a_wrong_value_names_the_expected_one(flag: str, expected: str, found: s
     assert caught.value.expected == expected and found in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "wrong", "words"),
+    [
+        (["--train.epochs=2"], "--train.steps=400", "both set the length of training"),
+        (["--parallel.pp=2", "--parallel.zero_bubble=true"], "--train.compile=true", "zero_bubble true does not"),
+        ([], "--train.steps=99999999999", "--train.steps is "),
+        ([], "--train.global_batch=99999999999", "--train.global_batch is "),
+        ([], "--loader.workers=99999999999", "--loader.workers is "),
+        ([], "--loader.prefetch=99999999999", "--loader.prefetch is "),
+    ],
+)
+def test_options_that_do_not_go_together_and_counts_that_no_machine_holds_are_refused(
+    options: list[str], wrong: str, words: str
+) -> None:
+    parse_argv(options, build)
+    with pytest.raises(ConfigError, match=words):
+        parse_argv([*options, wrong], build)
+
+
+def test_null_takes_an_option_back() -> None:
+    assert parse_argv(["--train.epochs=2", "--train.steps=400", "--train.epochs=null"], build).config.train.steps == 400
+
+
 @pytest.mark.parametrize("window", ["off", "auto", "all", "10:20"])
 def test_a_window_of_steps_means_the_same_from_a_flag_and_from_quoted_yaml(window: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
@@ -181,19 +204,6 @@ def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str
     assert "quotes" in str(caught.value.next_step)
 
 
-def test_steps_and_epochs_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="both set the length of training"):
-        parse_argv(["--train.steps=400", "--train.epochs=2"], build)
-    assert parse_argv(["--train.epochs=2", "--train.steps=400", "--train.epochs=null"], build).config.train.steps == 400
-
-
-def test_compiled_blocks_leave_no_gradients_for_later() -> None:
-    options = ["--parallel.pp=2", "--parallel.zero_bubble=true"]
-    assert parse_argv(options, build).config.parallel.zero_bubble
-    with pytest.raises(ConfigError, match=r"zero_bubble true does not support --train.compile true"):
-        parse_argv([*options, "--train.compile=true"], build)
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -201,13 +211,9 @@ def test_compiled_blocks_leave_no_gradients_for_later() -> None:
         ("train:\n  steps: 4\n  steps: 5", "has the key train.steps twice"),
         ("train.steps: 4\ntrain: {steps: 5}", "has the key train.steps twice"),
         ("train: {steps: 4}\ntrain: {clip: 5}", "has the key train twice"),
-        ("train: &t {again: *t}", "nested too deeply"),
-        ("train: " + "[" * 1000 + "]" * 1000, "nested too deeply"),
-        (
-            "a: &a [1, 1]\n"
-            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]\n" for a, b in ("ab", "bc", "cd", "de")),
-            "nested",
-        ),
+        ("train: &t {again: *t}", "nested"),
+        ("train: " + "[" * 1000 + "]" * 1000, "nested"),
+        ("a: &a [1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 20}]\n" for a, b in ("ab", "bc", "cd", "de")), "nested"),
     ],
 )
 def test_yaml_with_duplicate_keys_or_endless_nesting_is_refused(content: str, what: str, tmp_path: Path) -> None:
@@ -216,17 +222,8 @@ def test_yaml_with_duplicate_keys_or_endless_nesting_is_refused(content: str, wh
     for read in (lambda: task_spec(["--config", str(file)]), lambda: parse_argv([f"--config={file}"], build)):
         with pytest.raises(ConfigError, match=what):
             read()
-
-
-@pytest.mark.parametrize("option", ["train.steps", "train.global_batch", "loader.workers", "loader.prefetch"])
-def test_counts_that_no_machine_holds_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{option} is "):
-        parse_argv([f"--{option}=99999999999"], build)
-
-
-def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("train: &t {steps: 4}\nnotes: {<<: *t}")
-    assert read_yaml(tmp_path / "run.yaml")["train"] == {"steps": 4}
+    file.write_text("train: &t {steps: 4}\nnotes: {<<: *t}")
+    assert read_yaml(file)["notes"] == {"steps": 4}, "a mapping may be used twice"
 
 
 @pytest.mark.parametrize(

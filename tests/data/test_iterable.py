@@ -87,7 +87,7 @@ class Wrong(Saved):
         pass
 
 
-def _draw(dataset: Any, size: int, *, position: int = 0, steps: int = 6, state: Any = None, workers: int = 0) -> Any:
+def draw(dataset: Any, size: int, *, position: int = 0, steps: int = 6, state: Any = None, workers: int = 0) -> Any:
     """The micro-batches of each step, those of all ranks in order; and for each step the first one of each rank."""
     by_step: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     firsts: list[list[HostBatch]] = [[] for _ in range(steps)]
@@ -102,15 +102,15 @@ def _draw(dataset: Any, size: int, *, position: int = 0, steps: int = 6, state: 
     return by_step, firsts
 
 
-def _equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
+def equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
     pairs = zip(itertools.chain(*some), itertools.chain(*others), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", [Plain, Saved, Eager])
 def test_any_number_of_ranks_gives_the_same_batches(kind: Any) -> None:
-    one, _ = _draw(kind(), 1)
-    assert all(_equal(one, _draw(kind(), size)[0]) for size in (2, 3, 5))
+    one, _ = draw(kind(), 1)
+    assert all(equal(one, draw(kind(), size)[0]) for size in (2, 3, 5))
     rows = torch.cat(list(itertools.chain(*one)))
     passes = [rows[rows[:, 1] == epoch][:, 0].tolist() for epoch in range(6)]
     assert [sorted(found) for found in passes] == [list(range(7 + epoch)) for epoch in range(6)]
@@ -119,39 +119,39 @@ def test_any_number_of_ranks_gives_the_same_batches(kind: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 def test_one_loader_process_reads() -> None:
-    assert _equal(_draw(Divided(), 1, steps=3)[0], _draw(Divided(), 1, steps=3, workers=3)[0])
+    assert equal(draw(Divided(), 1, steps=3)[0], draw(Divided(), 1, steps=3, workers=3)[0])
 
 
 @pytest.mark.parametrize("kind", [Plain, Saved])
 @pytest.mark.parametrize("taken", [0, 2, 3])
 def test_a_resume_reads_the_same_samples(kind: Any, taken: int) -> None:
     """From the state of any rank's first micro-batch of a step: on at that step, or at the next one."""
-    whole, firsts = _draw(kind(), 3)
+    whole, firsts = draw(kind(), 3)
     for first, ahead in itertools.product(firsts[taken], (0, 1)):
         state, position = orjson.loads(first.data_state), 10 * (taken + ahead)
-        again, _ = _draw(kind(), 2, position=position, steps=6 - taken - ahead, state=state)
-        assert _equal(whole[taken + ahead :], again)
+        again, _ = draw(kind(), 2, position=position, steps=6 - taken - ahead, state=state)
+        assert equal(whole[taken + ahead :], again)
 
 
 def test_a_state_saves_reading() -> None:
     """Without a state, a resume reads the pass from its beginning; with one, from a place before the position."""
     for kind, least in ((Plain, 10), (Saved, 3)):
-        _, firsts = _draw(kind(), 1)
+        _, firsts = draw(kind(), 1)
         state = orjson.loads(firsts[3][0].data_state)
         assert state["position"] == 30 and state["begin"] == 24
         MADE.clear()
-        _, again = _draw(kind(), 1, position=30, steps=1, state=state)
+        _, again = draw(kind(), 1, position=30, steps=1, state=state)
         assert orjson.loads(again[0][0].data_state)["position"] <= 30  # so that a repeated step can begin there
         assert len(MADE) == least + (6 if kind is Plain else 7)  # 30 to 39, of two passes
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_state_that_leads_elsewhere_is_not_used() -> None:
-    whole, firsts = _draw(Wrong(), 1)
+    whole, firsts = draw(Wrong(), 1)
     state = orjson.loads(firsts[3][0].data_state)
     with pytest.warns(UserWarning, match="leads to other samples than before"):
-        again, _ = _draw(Wrong(), 1, position=30, steps=3, state=state)
-    assert _equal(whole[3:], again)
+        again, _ = draw(Wrong(), 1, position=30, steps=3, state=state)
+    assert equal(whole[3:], again)
     second = Stream(Wrong(), 3, 10, 3, 1, 2, data_state=state)  # only rank 0 warns
     assert all(torch.equal(a, b) for (_, _, [a, *_]), b in zip(fetch_step(second, 30), [whole[3][2][0]], strict=False))
 
@@ -162,27 +162,24 @@ def test_iterable_data_sets_of_datasets() -> None:
     """Its shuffling buffer is not in its state; a loader process would read it in another order."""
     rows = pytest.importorskip("datasets").Dataset.from_dict({"x": list(range(25))}).to_iterable_dataset(num_shards=3)
 
-    def draw(size: int, **options: Any) -> Any:
-        by_step, firsts = _draw(rows.shuffle(seed=3, buffer_size=8), size, **options)
+    def numbers(size: int, **options: Any) -> Any:
+        by_step, firsts = draw(rows.shuffle(seed=3, buffer_size=8), size, **options)
         return [[batch["x"].tolist() for batch in step] for step in by_step], firsts
 
-    whole, firsts = draw(1)
-    assert draw(3)[0] == draw(2, workers=1)[0] == whole
+    whole, firsts = numbers(1)
+    assert numbers(3)[0] == numbers(2, workers=1)[0] == whole
     for step in range(1, 6):
-        assert (
-            draw(2, position=10 * step, steps=6 - step, state=orjson.loads(firsts[step][0].data_state))[0]
-            == whole[step:]
-        )
+        state = orjson.loads(firsts[step][0].data_state)
+        assert numbers(2, position=10 * step, steps=6 - step, state=state)[0] == whole[step:]
 
 
 def test_earlier_positions_are_read_again() -> None:
     samples = IterableSamples(Plain(), 4, 2, {})
     rows = [samples[position] for position in range(12)]
     MADE.clear()
-    assert torch.equal(samples[11], rows[11]) and torch.equal(samples[10], rows[10])
-    assert not MADE
+    assert torch.equal(samples[11], rows[11]) and torch.equal(samples[10], rows[10]) and not MADE
     assert torch.equal(samples[9], rows[9]) and torch.equal(samples[3], rows[3])
-    assert torch.equal(samples[30], _draw(Plain(), 1)[0][3][0][0])
+    assert torch.equal(samples[30], draw(Plain(), 1)[0][3][0][0])
     resumed = IterableSamples(Plain(), 4, 2, {"epoch": 1, "begin": 7, "position": 9})
     assert torch.equal(resumed[9], rows[9]) and torch.equal(resumed[3], rows[3])
 
@@ -229,17 +226,17 @@ class Odd(Saved):
 )
 def test_data_that_cannot_serve(dataset: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        _draw(dataset, 1)
+        draw(dataset, 1)
 
 
 def test_hashes_of_samples() -> None:
     samples: list[Any] = [
         *(1, 1.5, "1", b"1", None, [1, 2], {"a": 1}, {"a": 2}, np.zeros(3), np.ones(3), Plain()),
-        *(torch.zeros(3), torch.ones(3), torch.ones(()), torch.ones(3, dtype=torch.bfloat16), (torch.ones(3), 0)),
+        *(torch.ones(3), torch.ones(()), torch.ones(3, dtype=torch.bfloat16), (torch.ones(3), 0)),
     ]
     hashes = [sample_hash(sample) for sample in samples]
     assert hashes == [sample_hash(sample) for sample in samples]
-    assert len(set(hashes) - {sample_hash(torch.zeros(3))}) >= len(samples) - 2  # zeros of equal bytes are alike
+    assert len({*hashes}) == len(samples) - 1, "a dict's values count, not its keys; 1 and {'a': 1} are alike"
 
 
 class Rows(IterableDataset[Any]):

@@ -18,6 +18,7 @@ from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
 from hvdtrain.data.mixture import Mixture, sample_order
 from hvdtrain.errors import DataError
+from tests.data.test_iterable import draw, equal
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -33,28 +34,14 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-def _batches(size: int, *, position: int = 0, steps: int = 5, length: int = 23) -> list[list[torch.Tensor]]:
-    """By step, the micro-batches of all ranks in order."""
-    by_step: list[list[torch.Tensor]] = [[] for _ in range(steps)]
-    for rank in range(size):
-        stream = Stream(Numbers(length), 3, 10, 3, rank, size)
-        batches = train_batches(stream, position, steps, LoaderConfig(), None, on_cuda=False)
-        for step in range(steps):
-            by_step[step] += [next(batches).batch for _ in stream.step(position + 10 * step)]
-        assert next(batches, None) is None
-    return by_step
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_any_number_of_ranks_gives_the_same_batches(size: int) -> None:
-    for one, many in zip(_batches(1), _batches(size), strict=True):
-        assert len(one) == len(many) == 4
-        assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    one = draw(Numbers(23), 1)[0]
+    assert equal(one, draw(Numbers(23), size)[0]) and {len(step) for step in one} == {4}
 
 
 def test_any_position_to_go_on_from_gives_the_same_batches() -> None:
-    for later, again in zip(_batches(2)[3:], _batches(2, position=30, steps=2), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(later, again, strict=True))
+    assert equal(draw(Numbers(23), 2)[0][3:], draw(Numbers(23), 2, position=30, steps=3)[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
@@ -70,7 +57,7 @@ def test_worker_processes_give_the_same_batches_each_with_its_indices() -> None:
 
 def test_law_4_every_sample_once_an_epoch() -> None:
     """Law 4: over 23 steps of 10, which are 10 epochs of 23, each sample comes 10 times; in order, once an epoch."""
-    seen = [int(row[0]) for step in _batches(3, steps=23) for batch in step for row in batch]
+    seen = [int(row[0]) for step in draw(Numbers(23), 3, steps=23)[0] for batch in step for row in batch]
     assert Counter(seen) == Counter(dict.fromkeys(range(23), 10))
     for epoch in range(10):
         assert sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23))

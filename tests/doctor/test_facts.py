@@ -37,68 +37,45 @@ def files(root: Path, texts: dict[str, str]) -> Path:
     ("limits", "found"),
     [
         ({}, None),
-        ({"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/memory.max": "max\n"}, None),
-        ({"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/memory.max": f"{GIB}\n"}, GIB),
+        ({"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": f"{GIB}\n"}, GIB),
         (
-            {
-                "proc/self/cgroup": "0::/pod/c1\n",
-                "sys/fs/cgroup/pod/c1/memory.max": f"{4 * GIB}\n",
-                "sys/fs/cgroup/pod/memory.max": f"{2 * GIB}\n",
-            },
+            {"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": f"{4 * GIB}", "pod/memory.max": f"{2 * GIB}"},
             2 * GIB,
         ),
-        ({"proc/self/cgroup": "4:memory:/job\n", "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{GIB}"}, GIB),
-        (
-            {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str((1 << 63) - 4096)},
-            None,
-        ),
+        ({"proc/self/cgroup": "4:memory:/job\n", "memory/job/memory.limit_in_bytes": f"{GIB}"}, GIB),
+        ({"proc/self/cgroup": "4:memory:/\n", "memory/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
     ],
 )
 def test_the_lowest_limit_of_memory_counts(limits: dict[str, str], found: int | None, tmp_path: Path) -> None:
-    assert machine({}, files(tmp_path, limits)).memory_limit_bytes == found
+    texts = {name if name.startswith("proc") else f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
+    assert machine({}, files(tmp_path, texts)).memory_limit_bytes == found
 
 
 def test_the_machine_is_read(tmp_path: Path) -> None:
-    root = files(
-        tmp_path,
-        {
-            "proc/cpuinfo": "processor : 0\nmodel name : Some CPU\nflags : fpu amx_bf16\n\nprocessor : 1\nflags : x\n",
-            "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
-            "dev/shm/here": "",
-        },
-    )
-    found = machine({}, root)
+    cpus = "processor : 0\nmodel name : Some CPU\nflags : fpu amx_bf16\n\nprocessor : 1\nflags : x\n"
+    huge = {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}
+    found = machine({}, files(tmp_path, {"proc/cpuinfo": cpus, "dev/shm/here": "", **huge}))
     assert found.system["cpu"] == "Some CPU" and "amx_bf16" in found.cpu_flags and "x" not in found.cpu_flags
     assert found.huge_pages == "never"
     assert found.shm_bytes is not None and found.shm_free_bytes is not None
     assert 0 < found.shm_free_bytes <= found.shm_bytes
-    assert machine({}, tmp_path / "nothing").shm_bytes is None
-    assert machine({}, tmp_path / "nothing").huge_pages == ""
+    nothing = machine({}, tmp_path / "nothing")
+    assert (nothing.shm_bytes, nothing.huge_pages) == (None, "")
 
 
 def test_gpus_are_found_without_torch(tmp_path: Path) -> None:
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\n"
-    root = files(
-        tmp_path,
-        {
-            "dev/nvidia0": "",
-            "dev/nvidia1": "",
-            "dev/nvidiactl": "",
-            "proc/driver/nvidia/version": version,
-            "sys/bus/pci/devices/0/vendor": "0x10de\n",
-            "sys/bus/pci/devices/0/class": "0x030200\n",
-            "sys/bus/pci/devices/1/vendor": "0x10de\n",
-            "sys/bus/pci/devices/1/class": "0x068000\n",
-            "sys/bus/pci/devices/2/vendor": "0x8086\n",
-            "sys/bus/pci/devices/2/class": "0x030000\n",
-            "sys/module/nvidia_peermem/version": "580",
-        },
-    )
-    found = gpu_facts(root)
+    texts = {"proc/driver/nvidia/version": version, "sys/module/nvidia_peermem/version": "580"}
+    texts |= dict.fromkeys(("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl"), "")
+    for number, (vendor, kind) in enumerate((("0x10de", "0x030200"), ("0x10de", "0x068000"), ("0x8086", "0x030000"))):
+        device = f"sys/bus/pci/devices/{number}"
+        texts |= {f"{device}/vendor": f"{vendor}\n", f"{device}/class": f"{kind}\n"}
+    found = gpu_facts(files(tmp_path, texts))
     assert (found.count, found.driver) == (2, "580.65.06")
     assert found.peer_memory and not found.gdrcopy
-    shutil.rmtree(root / "dev")
-    assert gpu_facts(root).count == 1, "on the bus"
+    shutil.rmtree(tmp_path / "dev")
+    assert gpu_facts(tmp_path).count == 1, "on the bus"
     nothing = gpu_facts(tmp_path / "nothing")
     assert (nothing.count, nothing.driver, nothing.driver_cuda) == (0, None, None)
 

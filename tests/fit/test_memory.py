@@ -237,39 +237,51 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
 EXPERTS = (*("--model.preset=tiny", "--data.seq_len=16", "--train.micro_batch=2", "--train.global_batch=16"),)
 
 
-def _lines(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """Return the lines of a table by their mesh, or else by what is divided. A process makes one table: torch keeps
-    groups of matrices that are divided by name.
-    """
-    printed = run(["-m", "hvdtrain", "fit", *options, *EXPERTS, "--json"], cwd=folder).stdout
-    return {line["mesh"] or line["shard"]: line for line in json.loads(printed)}
+WITH_FSDP = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp", "pp2xfsdp"]
+
+
+@pytest.mark.parametrize(
+    ("mib", "meshes", "proposed"),
+    [
+        (16, ["none"], "none"),
+        (8, ["none", "ep2", "tp2", "cp2", "pp2", *WITH_FSDP], "cp2"),
+        (4, ["none", "ep2", "ep4", "tp2", "cp2", "cp4", "pp2", "pp4", *WITH_FSDP], "cp4"),
+    ],
+)
+def test_each_dimension_is_divided_until_it_fits_if_nothing_else_does(
+    mib: int, meshes: list[str], proposed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that fit, the one is proposed for which ranks wait least."""
+
+    def predict(run: RunConfig, build: Any, ranks: int) -> Memory:
+        given = run.config.parallel
+        if given.tp == 4:
+            raise ConfigError("cannot divide the heads")
+        peak = (16 << 20) // (given.ep * given.tp * given.cp * given.pp * (4 if given.engine == "fsdp" else 1))
+        waited_for = 3 * (given.ep > 1) + 4 * (given.tp > 1) + 2 * (given.cp > 1) + (given.engine == "fsdp")
+        return Memory(0, 0, peak, waited_for=waited_for, bubble=0.3 if given.pp > 1 else 0.0)
+
+    monkeypatch.setattr("hvdtrain.fit.memory.predict_memory", predict)
+    options = ["--ranks=4", f"--gib={mib / 1024}", "--shards=none", *EXPERTS, "--json"]
+    assert main(options) == 0
+    lines = {line["mesh"] or line["shard"]: line for line in json.loads(capsys.readouterr().out)}
+    assert [*lines] == meshes and [name for name, line in lines.items() if line["proposed"]] == [proposed]
+    for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
+        with pytest.raises(ConfigError, match=message):
+            main([*options, "--meshes=ep2", wrong])
 
 
 @pytest.mark.slow
-def test_a_mesh_is_proposed_where_nothing_else_fits(tmp_path: Path) -> None:
-    """Of those that fit, the one for which ranks wait least. Each dimension is divided until it fits."""
-    every = _lines(tmp_path, "--ranks=4", "--meshes=ep2,ep4,tp2,tp4,cp2", "--shards=none")
+def test_meshes_take_less_memory(tmp_path: Path) -> None:
+    """In a process of its own: torch keeps groups of matrices that are divided by name."""
+    options = ("--ranks=4", "--meshes=ep2,ep4,tp2,tp4,cp2,cp2xfsdp", "--shards=none", *EXPERTS, "--json")
+    printed = run(["-m", "hvdtrain", "fit", *options], cwd=tmp_path).stdout
+    every: dict[str, Any] = {line["mesh"] or line["shard"]: line for line in json.loads(printed)}
     assert "cannot divide the 2 num_attention_heads" in every.pop("tp4")["refused"]
     peaks = {name: line["memory"]["peak"] for name, line in every.items()}
     assert peaks["tp2"] < peaks["cp2"] < min(peaks["ep4"], peaks["ep2"], peaks["none"])
+    assert every["cp2xfsdp"]["memory"]["optimizer"] < 0.6 * every["cp2"]["memory"]["optimizer"]
     assert not any(line["proposed"] for line in every.values()), "without --gib"
-    few = ("--ranks=4", f"--gib={peaks['cp2'] / 2**30}", "--shards=none")
-    found = _lines(tmp_path, *few)
-    with_fsdp = ["ep2xfsdp", "tp2xfsdp", "cp2xfsdp", "pp2xfsdp"]
-    assert [*found] == ["none", "ep2", "ep4", "tp2", "cp2", "pp2", *with_fsdp], "and no larger ones of those that fit"
-    for name in ("ep2", "tp2", "cp2", "pp2"):
-        assert found[f"{name}xfsdp"]["memory"]["optimizer"] < 0.6 * found[name]["memory"]["optimizer"]
-    fitting = {name: each for name, line in found.items() if (each := line["memory"])["peak"] <= peaks["cp2"]}
-    assert 2 < len(fitting) < len(found)
-    assert min(fitting, key=lambda name: fitting[name]["waited_for"]) == "pp2", "which waits for other stages, too"
-    best = min(fitting.keys() - {"pp2", "pp2xfsdp"}, key=lambda name: fitting[name]["waited_for"])
-    assert [name for name, line in found.items() if line["proposed"]] == [best]
-    more = _lines(tmp_path, "--ranks=4", f"--gib={peaks['ep2'] / 2**30}", "--shards=none")
-    assert [*more] == ["none", "ep2", "tp2", "cp2", "pp2", *with_fsdp], "not ep4, as ep2 fits"
-    assert [*_lines(tmp_path, "--ranks=4", "--gib=1", "--shards=none")] == ["none"], "no mesh, as it fits without"
-    for wrong, message in (("--meshes=ep2x4", "invalid --meshes"), ("--parallel.tp=2", "the options have a mesh")):
-        with pytest.raises(ConfigError, match=message):
-            main([*few, "--meshes=ep2", wrong, *EXPERTS])
 
 
 @pytest.mark.usefixtures("ranks")
@@ -283,23 +295,30 @@ def test_what_a_rank_sends_is_counted(passes: int) -> None:
 
     model: Any = _parsed(*EXPERTS)[1]().model
     held = 4 * sum(p.numel() for p in model.parameters())
-    plain, halves = memory(), memory("--parallel.compression=fp16", "--parallel.shard=gradients")
+    plain = memory()
     assert plain.sent == pytest.approx(2 * held, rel=0.01) and plain.waited_for == 0
-    assert halves.sent == pytest.approx((passes / 2 + 1) * held, rel=0.1)
+    assert memory("--parallel.shard=gradients").sent == pytest.approx((passes + 1) * held, rel=0.1)
     config, experts = model.config, memory("--parallel.ep=4")
     layers = config.num_hidden_layers - config.first_k_dense_replace
     pairs = 2 * 16 * config.num_experts_per_tok
     assert experts.waited_for == 4 * passes * layers * pairs * config.hidden_size * 4
     assert experts.sent < plain.sent + experts.waited_for
+    if passes == 2:
+        assert memory("--parallel.compression=fp16").sent == pytest.approx(held, rel=0.01)
+        assert memory("--parallel.engine=fsdp").waited_for == 0
 
 
-def test_what_cannot_be_predicted_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the memory of --train.micro_batch auto"):
-        predict_memory(*_parsed(*LANGUAGE, "--train.micro_batch=auto"), 2)
-    with pytest.raises(ConfigError, match=r"does not predict --parallel.sync diloco:8"):
-        predict_memory(*_parsed(*LANGUAGE, "--parallel.sync=diloco:8", "--parallel.workers=2"), 2)
-    with pytest.raises(ConfigError, match=r"ddp does not support --parallel.compression int8"):
-        predict_memory(*_parsed(*LANGUAGE, "--parallel.engine=ddp", "--parallel.compression=int8"), 2)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--train.micro_batch=auto",), r"--train.micro_batch auto"),
+        (("--parallel.sync=diloco:8", "--parallel.workers=2"), r"--parallel.sync diloco:8"),
+        (("--parallel.engine=ddp", "--parallel.compression=int8"), r"--parallel.compression int8"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        predict_memory(*_parsed(*LANGUAGE, *options), 2)
 
 
 WIDE = (f"--task={Path(stack.__file__)}:wide", "--train.micro_batch=2")

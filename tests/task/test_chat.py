@@ -40,11 +40,7 @@ def talk(*contents: str) -> list[dict[str, str]]:
 
 def encoder(template: str | None) -> ChatEncoder:
     files = dict(chat_files(ByteEncoder()))
-    about = json.loads(files[SETTINGS])
-    if template is None:
-        del about["chat_template"]
-    else:
-        about["chat_template"] = template
+    about = {**json.loads(files[SETTINGS]), "chat_template": template}
     return ChatEncoder({**files, SETTINGS: json.dumps(about).encode()})
 
 
@@ -77,16 +73,21 @@ def test_bytes_have_a_template_whose_assistant_ends_with_the_separator() -> None
     assert turns(found) == ["Grüße €|", "y|"]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED.replace("\n{%- endgen", "{%- endgen")])
-def test_marks_and_prefixes_find_the_assistant_s_tokens(template: str) -> None:
-    found = encoder(template).encode(Conversation(talk("a", "b €", "c", "d"), ""))
-    end = "\n" if template is PLAIN else ""
-    assert turns(found) == [f"b €{end}", f"d{end}"]
+BARE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 
-def test_the_first_token_has_no_loss() -> None:
-    bare = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    assert turns(encoder(bare).encode(Conversation(talk("abc", "d"), ""))) == ["bcd"]
+@pytest.mark.parametrize(
+    ("template", "contents", "expected"),
+    [
+        (PLAIN, ("a", "b €", "c", "d"), ["b €\n", "d\n"]),
+        (MARKED, ("a", "b €", "c", "d"), ["b €", "d"]),
+        (BARE, ("abc", "d"), ["bcd"]),  # the first token has no loss
+    ],
+)
+def test_marks_and_prefixes_find_the_assistant_s_tokens(
+    template: str, contents: tuple[str, ...], expected: list[str]
+) -> None:
+    assert turns(encoder(template).encode(Conversation(talk(*contents), ""))) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,15 +137,6 @@ def test_a_sample_holds_as_many_conversations_as_fit(tmp_path: Path, spare: int,
     corpus = open_corpus(TextConfig(chat=chat, seq_len=2 * length + spare - 1, heldout=0))
     assert len(corpus.train) == rows
     assert sum(sum(counted) for _, counted, _ in samples(corpus.train)) == 4 * len("a|")
-
-
-def test_prompt_and_completion_are_two_messages(tmp_path: Path) -> None:
-    chat = [
-        write(tmp_path / f"{i}.jsonl", row)
-        for i, row in enumerate(({"prompt": "p", "completion": "c"}, {"messages": talk("p", "c"), "id": 7}))
-    ]
-    one, other = (open_corpus(TextConfig(chat=name, seq_len=64, heldout=0)) for name in chat)
-    assert one.train[0].tolist() == other.train[0].tolist()
 
 
 def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
@@ -216,12 +208,14 @@ def test_a_checkpoint_has_the_template(tmp_path: Path) -> None:
 
 
 def test_weights_of_chat_files(tmp_path: Path) -> None:
-    names = [
-        write(tmp_path / f"{name}.jsonl", *({"prompt": name * 20, "completion": name} for _ in range(9)))
-        for name in "xy"
-    ]
+    rows: dict[str, Any] = {
+        "x": {"prompt": "x" * 20, "completion": "x"},
+        "y": {"messages": talk("x" * 20, "x"), "id": 7},  # the same in other words
+    }
+    names = [write(tmp_path / f"{name}.jsonl", *[row] * 9) for name, row in rows.items()]
     corpus = open_corpus(TextConfig(chat=names, weights=[2, 1], seq_len=48))
     assert [weight for _, weight in corpus.train.sources] == [2, 1]
+    assert corpus.train[0].tolist() == corpus.train[len(corpus.train) - 1].tolist()
     with pytest.raises(ConfigError, match="in two sources"):
         open_corpus(TextConfig(chat=[names[0], f"{tmp_path}/*.jsonl"], weights=[2, 1], seq_len=48))
     with pytest.raises(ConfigError, match="no effect"):

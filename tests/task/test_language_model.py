@@ -16,6 +16,7 @@ from hvdtrain.errors import ConfigError, DataError, TaskError
 from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.image import image
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.lora import LoraOptions, add_adapters
 from hvdtrain.task.token_loss import next_token_loss
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
@@ -242,6 +243,7 @@ def test_model_options_that_are_wrong(options):
     [
         ("transformers", "lm", lambda text: language_model(TINY, TextConfig(text=text, seq_len=8))),
         ("transformers", "image", lambda text: image()),
+        ("peft", "lm", lambda text: add_adapters(tiny(), LoraOptions(2, 4.0))),
         ("sklearn.datasets", "image", lambda text: image()),
     ],
 )

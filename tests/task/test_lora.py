@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.errors import CheckpointError, ConfigError, TaskError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
 from hvdtrain.task.lora import LoraOptions, add_adapters, parse_lora
@@ -46,9 +46,8 @@ def test_values(text: str, options: LoraOptions) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "16", "rank", "rank=", "rank=0", "rank=-1", "rank=1.5", "alpha=16", "rank=4,alpha=0", "rank=4,alpha=inf",
-     "rank=4,alpha=nan", "rank=4,dropout=1", "rank=4,dropout=-0.1", "rank=4,rank=8", "rank=4,layers=2",
-     "rank=4,targets=", "rank=4,targets=a+", "rank=4,"],
+    ["", "16", "rank=", "rank=0", "rank=1.5", "alpha=16", "rank=4,alpha=0", "rank=4,alpha=inf", "rank=4,alpha=nan",
+     "rank=4,dropout=1", "rank=4,dropout=-0.1", "rank=4,rank=8", "rank=4,layers=2", "rank=4,targets=a+", "rank=4,"],
 )  # fmt: skip
 def test_values_that_are_wrong(text: str, tmp_path: Path) -> None:
     """They are refused before data is looked for."""
@@ -59,11 +58,8 @@ def test_values_that_are_wrong(text: str, tmp_path: Path) -> None:
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
     model = _model(lora="rank=2")
     adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
-    plain = _model()
-    linear = {name for name, each in plain.named_modules() if isinstance(each, nn.Linear)}
-    assert adapted == linear - {"lm_head"}
-    assert {name.rpartition(".")[2] for name in adapted} > {"q_a_proj", "kv_b_proj", "o_proj", "gate_proj", "down_proj"}
-    assert any("shared_experts" in name for name in adapted)
+    linear = {name for name, each in _model().named_modules() if isinstance(each, nn.Linear)}
+    assert adapted == linear - {"lm_head"} and any("shared_experts" in name for name in adapted)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
 
@@ -150,16 +146,17 @@ def test_law_1_holds_with_dropout(tmp_path: Path) -> None:
 
 def test_other_weights_and_full_checkpoints_are_refused(tmp_path: Path) -> None:
     lora = "--model.lora=rank=4"
-    resume = f"--resume={_train(tmp_path / 'early', lora, stop=1).run}"
-    with pytest.raises(CheckpointError, match="frozen parameters of this run are not those"):
-        _train(tmp_path / "seed", lora, resume, "--seed=7")
-    with pytest.raises(CheckpointError, match="only the trained parameters"):
-        _train(tmp_path / "full", resume)
-    full = _train(tmp_path / "whole", stop=1)
-    with pytest.raises(CheckpointError, match="all parameters"):
-        _train(tmp_path / "lora", lora, f"--resume={full.run}")
-    with pytest.raises(CheckpointError, match="does not match the model"):
-        _train(tmp_path / "rank", "--model.lora=rank=8", resume)
+    adapters, full = (f"--resume={_train(tmp_path / f'from{len(more)}', *more, stop=1).run}" for more in ((lora,), ()))
+    for number, (options, words) in enumerate(
+        (
+            ((lora, adapters, "--seed=7"), "frozen parameters of this run are not those"),
+            ((adapters,), "only the trained parameters"),
+            ((lora, full), "all parameters"),
+            (("--model.lora=rank=8", adapters), "does not match the model"),
+        )
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            _train(tmp_path / str(number), *options)
 
 
 def test_a_checkpoint_loads_into_a_model_of_transformers(one: Recorded) -> None:
@@ -181,10 +178,3 @@ def test_transformers_refuses_a_checkpoint_of_adapters(one: Recorded) -> None:
     (folder,) = (one.run / "checkpoints").glob("step-*")
     with pytest.raises(ValueError, match="Unrecognized model"):
         AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(TaskError, match="needs the peft library") as caught:
-        _model(lora="rank=2")
-    assert caught.value.next_step == 'pip install "hvdtrain[lm]"'

@@ -83,7 +83,7 @@ SOURCES: dict[str, Callable[[Recorded, Path], Path]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_weights_are_equal_bit_for_bit(source: str, job: Recorded, tmp_path: Path) -> None:
-    model, step = _model(SOURCES[source](job, tmp_path / "source")), 2 if "older" in source else 4
+    model, step = _model(SOURCES[source](job, tmp_path / "source")), 2 if "an older" in source else 4
     stored, found = load(_step(job, step)).tensors["model"], model.state_dict()
     assert found.keys() == stored.keys() and all(torch.equal(found[name], tensor) for name, tensor in stored.items())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
