@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def test_every_size_where_there_is_time() -> None:
     sizes = (1 << 10, 1 << 14, 1 << 18)
-    for mine in on_ranks(2, lambda comm: link.probe_link(comm, CPU, 1e9, sizes)):
+    for mine in on_ranks(2, lambda comm: link.probe_link(comm, CPU, 1e9, sizes=sizes)):
         assert [size for size, _ in mine] == list(sizes) and all(seconds > 0 for _, seconds in mine)
 
 

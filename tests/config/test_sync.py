@@ -105,6 +105,7 @@ def test_ranks_share_out_workers_and_micro_batches(count: int, parts: tuple[int,
         alone = [list(share) for share in Workers(count, 1, parts).shares(batches, 0)]
         assert [sorted(of_worker[worker]) for worker in range(count)] == alone
         assert list(chain.from_iterable(alone)) == list(range(batches))
+        assert [len(share) for share in alone] == apportion(batches, parts or (1,) * count)
     served = [list(workers.ranks_of(worker)) for worker in range(count)]
     assert workers.leaders() == sorted({ranks[0] for ranks in served})
     groups = [group for group in [*served, workers.leaders()] if len(group) > 1]

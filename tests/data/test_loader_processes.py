@@ -72,14 +72,16 @@ def test_an_exception_of_the_data_set_is_itself() -> None:
     assert not process.looks, "it waits for no end"
 
 
-def test_processes_start_with_the_signals_of_a_job_s_end_blocked() -> None:
-    def blocked() -> set[int]:
-        return signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-    before = blocked()
-    with signals_blocked():
-        assert blocked() >= {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
-    assert blocked() == before
+@pytest.mark.parametrize("before", [set(), {signal.SIGTERM}])
+def test_processes_start_with_the_signals_of_a_job_s_end_blocked(before: set[int]) -> None:
+    """Then those are blocked that were before."""
+    own = signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        with signals_blocked():
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        after = signal.pthread_sigmask(signal.SIG_SETMASK, own)
+    assert blocked >= {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT} and after == before
 
 
 RAISES, ENDS, HANGS = "raise ValueError('sample 3 is bad')", "sys.exit(4)", "time.sleep(1000)"

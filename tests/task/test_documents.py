@@ -87,20 +87,15 @@ def _cut(row: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("mamba", {"state_size": 4, "num_hidden_layers": 2, "hidden_size": 32}), ("bloom", {"n_layer": 2, "n_head": 4})],
+    [("mamba", {"state_size": 4, "num_hidden_layers": 2}), ("bloom", {"n_layer": 2, "n_head": 4})],
 )
 def test_a_model_that_ignores_positions_is_refused(tmp_path: Any, name: str, shape: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": name, "hidden_size": 32, "vocab_size": 257, **shape})
-    )
-    (tmp_path / "text.txt").write_text("line\n" * 500)
-    torch.manual_seed(0)
-    data = TextConfig(text=str(tmp_path / "text.txt"), documents="separate", seq_len=16)
-    task = language_model(ModelConfig(config=str(tmp_path / "config.json")), data)
-    assert task.prepare is not None
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": name, "hidden_size": 32, "vocab_size": 257, **shape}))
+    model = causal_lm(ModelConfig(config=str(config)), vocabulary=257, seq_len=16)
     with pytest.raises(TaskError, match="cannot keep the documents of a sample separate"):
-        task.prepare(torch.device("cpu"), torch.float32)
-    assert task.model.training
+        check_separation(model)
+    assert model.training
 
 
 def test_the_end_of_documents(tmp_path: Any) -> None:
@@ -124,7 +119,7 @@ def test_data_without_an_end_of_documents_is_reported(
     assert open_corpus(data).end == end and ("not separate" in caplog.text) == reported
 
 
-def test_separate_documents_are_asked_for(tmp_path: Any) -> None:
+def test_separate_documents_are_asked_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("line\n" * 500)
     torch.manual_seed(0)
     data = TextConfig(text=str(tmp_path / "text.txt"), documents="separate", seq_len=16)
@@ -134,3 +129,7 @@ def test_separate_documents_are_asked_for(tmp_path: Any) -> None:
     joined, all_tokens = next_token_loss(task.model, batch)
     assert (float(weight), all_tokens) == (15, 16)
     assert loss.item() != pytest.approx(joined.item(), rel=1e-3)
+    checked: list[Any] = []
+    monkeypatch.setattr("hvdtrain.task.language_model.check_separation", checked.append)
+    assert task.prepare is not None and task.prepare(torch.device("cpu"), torch.float32)
+    assert checked == [task.model]

@@ -44,11 +44,16 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-def test_a_folder_for_transformers(job: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_for_transformers_and_one_file_of_safetensors(
+    job: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
     assert main([str(job.run), str(tmp_path / "out")]) == 0
     assert "step-000004" in capsys.readouterr().out
+    model = load_model(find_model(str(job.run)))
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(_logits(read), _logits(load_model(find_model(str(job.run)))))
+    assert torch.equal(_logits(read), _logits(model))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("a ü").input_ids == list("a ü".encode())
     names = {name.name for name in (tmp_path / "out").iterdir()}
@@ -57,6 +62,10 @@ def test_a_folder_for_transformers(job: Recorded, tmp_path: Path, capsys: pytest
     evaluations = {event["at_step"]: event["loss"] for event in job.events("evaluation")}
     assert f"| last | 4 | {evaluations[4]:.4f} |" in card and f"| first | 0 | {evaluations[0]:.4f} |" in card
     assert "32 samples in all" in card and f"torch {torch.__version__}" in card and "preset: tiny" in card
+    main([str(job.run), str(tmp_path / "a.safetensors"), "--format=safetensors"])
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_card_has_the_losses_up_to_its_step(tmp_path: Path) -> None:
@@ -66,16 +75,6 @@ def test_a_card_has_the_losses_up_to_its_step(tmp_path: Path) -> None:
     path = save(CheckpointStore(tmp_path / "checkpoints", pytest.fail), 20, StateDict({"model": {}}, {}))
     rows = [line for line in model_card(path).splitlines() if line.startswith("|")][2:]
     assert rows == ["| first | 0 | 5.0000 |", "| best | 10 | 2.0000 |", "| last | 20 | 3.0000 |"]
-
-
-def test_one_file_of_safetensors(job: Recorded, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    main([str(job.run), str(tmp_path / "a.safetensors"), "--format=safetensors"])
-    model = load_model(find_model(str(job.run)))
-    found = load_file(tmp_path / "a.safetensors")
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_what_cannot_be_exported_leaves_nothing(job: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

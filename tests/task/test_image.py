@@ -145,16 +145,6 @@ def test_the_defaults_learn_the_digits(tmp_path):
     assert shares[-1] > 0.95
 
 
-def test_weights_follow_from_the_seed_alone():
-    def weights(seed):
-        torch.manual_seed(seed)
-        return image().model.state_dict()
-
-    first, again, other = weights(3), weights(3), weights(4)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["classifier.1.weight"], other["classifier.1.weight"])
-
-
 @pytest.mark.parametrize("options", [{"heldout": 1.0}, {"heldout": -0.1}, {"source": "synthetic", "size": 31}])
 def test_options_that_are_wrong(options):
     with pytest.raises(ConfigError, match=r"data\.(heldout|size)"):

@@ -91,22 +91,6 @@ def test_a_new_model_knows_nothing_and_can_learn_in_every_parameter(preset):
     assert model.training
 
 
-def test_a_tiny_model_learns(text):
-    torch.manual_seed(0)
-    task = language_model(TINY, TextConfig(text=text, seq_len=32))
-    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-2)
-    batch = torch.stack([task.train_data[i] for i in range(8)])
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss, weight = task.loss(task.model, batch)
-        (loss / weight).backward()
-        optimizer.step()
-        losses.append(loss.item() / weight)
-    assert losses[-1] < losses[0] / 2
-    assert (task.unit, task.nominal_weight) == ("tokens", 32)
-
-
 def test_weights_follow_from_the_seed_alone(text):
     def weights(seed):
         torch.manual_seed(seed)
@@ -130,69 +114,52 @@ def test_dropout_follows_from_the_seed():
 def test_the_vocabulary_follows_the_tokens(tmp_path):
     np.save(tmp_path / "t.npy", np.arange(1000) % 901)
     task = language_model(TINY, TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=16))
-    assert task.model.config.vocab_size == 960
+    assert task.model.config.vocab_size == 960 and (task.unit, task.nominal_weight) == ("tokens", 16)
 
 
-def gpt2(path, **options):
+def gpt2(path):
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 257}
-    config = transformers.GPT2Config(**{**shape, **options})
-    config.dtype = "bfloat16"
-    config.architectures = ["GPT2LMHeadModel"]
+    config = transformers.GPT2Config(**shape)
+    config.dtype, config.architectures = "bfloat16", ["GPT2LMHeadModel"]
     config.to_json_file(path / "config.json")
     return str(path / "config.json")
 
 
-def test_any_config_json(tmp_path, text):
-    torch.manual_seed(0)
-    config = ModelConfig(config=gpt2(tmp_path), dropout=0.25)
-    task = language_model(config, TextConfig(text=text, seq_len=32))
-    loss, weight = task.loss(task.model, tokens())
-    assert type(task.model).__name__ == "GPT2LMHeadModel"
+def test_any_config_json(tmp_path):
+    model = tiny(config=gpt2(tmp_path), dropout=0.25)
+    loss, weight = next_token_loss(model, tokens())
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.config.attn_pdrop == 0.25
     assert loss.item() / weight == pytest.approx(math.log(257), abs=0.15)
-    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
-    assert task.model.config.attn_pdrop == 0.25
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_deepseek_config_with_its_default_of_mtp_layers_has_no_idle_parameter(tmp_path):
     content = {**tiny().config.to_dict(), "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    torch.manual_seed(0)
-    model = causal_lm(ModelConfig(config=str(tmp_path / "config.json")), vocabulary=257, seq_len=32)
+    model = tiny(config=str(tmp_path / "config.json"))
     next_token_loss(model, tokens())[0].backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-@pytest.fixture
-def pretrained(tmp_path):
-    torch.manual_seed(5)
-    model = causal_lm(TINY, vocabulary=257, seq_len=32)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    return tmp_path / "model", model.float()
-
-
-def test_training_continues_in_float32_from_a_pretrained_folder_in_bfloat16(pretrained, text):
-    folder, saved = pretrained
-    task = language_model(ModelConfig(from_=str(folder)), TextConfig(text=text, seq_len=32))
-    loaded = task.model.state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in saved.state_dict().items())
-    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
-    assert task.model.training
-
-
-def test_pickled_weights_are_not_read(pretrained, text):
-    (pretrained[0] / "model.safetensors").unlink()
-    torch.save(pretrained[1].state_dict(), pretrained[0] / "pytorch_model.bin")
+def test_a_folder_in_bfloat16_is_trained_in_float32_and_pickled_weights_are_not_read(tmp_path):
+    saved = tiny().to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    loaded = tiny(from_=str(tmp_path))
+    assert all(torch.equal(value.float(), loaded.state_dict()[name]) for name, value in saved.state_dict().items())
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32} and loaded.training
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(TaskError, match="safetensors"):
-        language_model(ModelConfig(from_=str(pretrained[0])), TextConfig(text=text, seq_len=32))
+        tiny(from_=str(tmp_path))
 
 
-def test_code_next_to_a_config_is_not_run(tmp_path, text):
+def test_code_next_to_a_config_is_not_run(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     for options in ({"config": str(tmp_path / "config.json")}, {"from_": str(tmp_path)}):
         with pytest.raises(ConfigError, match="does not describe a model"):
-            language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))
+            tiny(**options)
     assert not (tmp_path / "ran").exists()
 
 
@@ -208,34 +175,29 @@ def test_code_next_to_a_config_is_not_run(tmp_path, text):
         ('{"model_type": "deepseek_v3", "hidden_size": "large"}', "hidden_size"),
     ],
 )
-def test_a_config_json_that_is_wrong(tmp_path, text, content, message):
+def test_a_config_json_that_is_wrong(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises((ConfigError, TaskError), match=message):
-        language_model(ModelConfig(config=str(tmp_path / "config.json")), TextConfig(text=text, seq_len=32))
+        tiny(config=str(tmp_path / "config.json"))
 
 
-def test_tokens_beyond_the_model_s_vocabulary(tmp_path):
-    np.save(tmp_path / "t.npy", np.arange(1000))
-    data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=32)
-    with pytest.raises(DataError, match="vocabulary is too small") as caught:
-        language_model(ModelConfig(config=gpt2(tmp_path)), data)
-    assert "1000" in caught.value.expected and "257" in caught.value.found
-    np.save(tmp_path / "t.npy", np.arange(1000) << 24)
-    with pytest.raises(DataError, match="the preset model has a vocabulary of"):
-        language_model(TINY, data)
-
-
-def test_more_tokens_at_a_time_than_the_model_takes(tmp_path, text):
-    with pytest.raises(DataError, match="at most 64"):
-        language_model(ModelConfig(config=gpt2(tmp_path)), TextConfig(text=text, seq_len=65))
-    assert language_model(ModelConfig(config=gpt2(tmp_path)), TextConfig(text=text, seq_len=64))
-
-
-@pytest.mark.parametrize("options", [{"config": "a", "from_": "b"}, {"dropout": 1.0}, {"dropout": -0.1}])
-def test_model_options_that_are_wrong(options):
-    with pytest.raises(ConfigError, match="model"):
-        causal_lm(ModelConfig(**options), vocabulary=257, seq_len=32)
+@pytest.mark.parametrize(
+    ("options", "vocabulary", "seq_len", "words"),
+    [
+        ({"config": "a", "from_": "b"}, 257, 32, "model.config and model.from"),
+        ({"dropout": 1.0}, 257, 32, "model.dropout"),
+        ({"dropout": -0.1}, 257, 32, "model.dropout"),
+        ({"config": gpt2}, 1000, 32, "vocabulary is too small"),
+        ({}, 1000 << 24, 32, "the preset model has a vocabulary of"),
+        ({"config": gpt2}, 257, 65, "at most 64"),
+    ],
+)
+def test_options_that_are_wrong_and_data_that_a_model_cannot_take(tmp_path, options, vocabulary, seq_len, words):
+    options = {name: value(tmp_path) if value is gpt2 else value for name, value in options.items()}
+    with pytest.raises((ConfigError, DataError), match=words):
+        causal_lm(ModelConfig(**options), vocabulary=vocabulary, seq_len=seq_len)
+    assert causal_lm(ModelConfig(config=gpt2(tmp_path)), vocabulary=257, seq_len=64)
 
 
 @pytest.mark.parametrize(

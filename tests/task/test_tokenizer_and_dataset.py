@@ -49,21 +49,12 @@ def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_
     assert corpus.train.file.vocabulary == made.get_vocab_size() > max(ids)
 
 
-def test_a_document_ends_with_the_vocabulary_s_own_end(tmp_path, text):
-    made = train_tokenizer(tmp_path / "tokenizer.json", special=["<unk>", "</s>"])
-    (tmp_path / "other.txt").write_text("another one")
-    corpus = open_corpus(
-        TextConfig(text=f"{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json"), seq_len=1, heldout=0)
-    )
-    end = made.token_to_id("</s>")
-    assert all_ids(corpus).count(end) == 2
-    assert all_ids(corpus)[-1] == end
-
-
 @pytest.mark.parametrize("batch_characters", [1, 40, 1 << 23])
-def test_documents_stay_in_order_in_any_batch(tmp_path, monkeypatch, batch_characters):
+def test_documents_stay_in_order_in_any_batch_each_with_the_vocabulary_s_own_end(
+    tmp_path, monkeypatch, batch_characters
+):
     monkeypatch.setattr("hvdtrain.task.encode._BATCH_CHARACTERS", batch_characters)
-    made = train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
+    made = train_tokenizer(tmp_path / "tokenizer.json", special=["<unk>", "</s>"])
     texts = [f"document {i} says {'word ' * (i % 5)}" if i % 4 else "" for i in range(30)]
     for i, content in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_text(content)

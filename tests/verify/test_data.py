@@ -111,11 +111,11 @@ CORRUPTIONS: dict[str, Callable[[list[Any], int, int], None]] = {
     "a range begins elsewhere": lambda lines, at, by: _moved(lines[at], 0, by),
     "a range ends elsewhere": lambda lines, at, by: _moved(lines[at], 1, by),
     "a range more": lambda lines, at, by: lines[at][1].append([by, by + 1]),
-    "another seed": lambda lines, at, by: lines[0].__setitem__("seed", lines[0]["seed"] + by),
-    "another position": lambda lines, at, by: lines[0].__setitem__("position", lines[0]["position"] + by),
+    "another seed": lambda lines, at, by: _add(lines, "seed", by),
+    "another position": lambda lines, at, by: _add(lines, "position", by),
     "another size of an epoch": lambda lines, at, by: lines[0].__setitem__("samples", lines[0]["samples"] << by),
     "sources with weights": lambda lines, at, by: lines[0].__setitem__("sources", [[10**6, by], [3, by + 1]]),
-    "another global batch": lambda lines, at, by: lines[0].__setitem__("global_batch", lines[0]["global_batch"] + by),
+    "another global batch": lambda lines, at, by: _add(lines, "global_batch", by),
     "what nobody left out": lambda lines, at, by: _left_out(lines, at),
 }
 
@@ -124,6 +124,10 @@ def _left_out(lines: list[Any], at: int) -> None:
     assume(lines[at][1])
     begin = lines[at][1][0][0]
     lines[0]["left_out"] = [[begin, begin + 1]]
+
+
+def _add(lines: list[Any], name: str, by: int) -> None:
+    lines[0][name] += by
 
 
 def _moved(line: list[Any], side: int, by: int) -> None:

@@ -55,16 +55,14 @@ def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
             return open_hosts.survey()
 
 
-def test_a_wrong_clock_is_reported_with_its_offset(tmp_path: Path) -> None:
-    found = found_of(tmp_path, "plus400", "minus2", "right")
-    assert not found.lost
-    for host, seconds in (("plus400", 400), ("minus2", -2), ("right", 0)):
+def test_a_wrong_clock_is_reported_with_its_offset_and_noise_of_login_scripts_is_ignored(tmp_path: Path) -> None:
+    found = found_of(tmp_path, "plus400", "minus2", "noisy")
+    assert not found.lost and found.facts.keys() == {"plus400", "minus2", "noisy"}
+    for host, seconds in (("plus400", 400), ("minus2", -2), ("noisy", 0)):
         offset = found.offsets[host]
         assert abs(offset.ahead_s - seconds) <= offset.error_s
-    apart_s = found.offsets["plus400"].ahead_s - found.offsets["minus2"].ahead_s
     (clocks,) = [finding for finding in examine(found) if finding.name == "clocks"]
-    assert clocks.level == "warning" and clocks.found.startswith(f"plus400 is {apart_s:.0f} s ahead of minus2")
-    assert "munge" in clocks.why
+    assert clocks.level == "warning" and "ahead of minus2" in clocks.found and "munge" in clocks.why
 
 
 def test_a_host_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +72,6 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pyte
     assert "timed out" in found.lost["mute"] and not found.facts
     left = [process for process in psutil.Process().children(recursive=True) if process not in before]
     assert not psutil.wait_procs(left, timeout=TIMEOUT_S)[1]
-
-
-def test_output_of_login_scripts_is_ignored(tmp_path: Path) -> None:
-    found = found_of(tmp_path, "noisy")
-    assert list(found.facts) == ["noisy"] and not found.lost
 
 
 def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Outliers among measured links, and the table of links."""
+"""Which pairs of hosts measure in which round, outliers among measured links, and the table of links."""
 
 from __future__ import annotations
 
 import json
-from itertools import permutations
+from itertools import combinations, permutations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hvdtrain.doctor.links.link_pairs import MOST_ROUNDS, MOST_S, budget_s, rounds
 from hvdtrain.doctor.links.measured import Direction, Links, check_links, gbit, link_table
 
 GBIT = 1.25e8
@@ -81,3 +84,29 @@ def test_of_many_hosts_the_slowest_ways_are_listed() -> None:
 @pytest.mark.parametrize(("number", "text"), [(0.0953, "95.3 Mbit/s"), (0.9999, "1 Gbit/s"), (12.34, "12.3 Gbit/s")])
 def test_bandwidth_in_words(number: float, text: str) -> None:
     assert gbit(number) == text
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 40))
+def test_all_pairs_meet_once_and_no_host_is_twice_in_a_round(count: int) -> None:
+    found = rounds(count)
+    assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
+    for pairs in found:
+        there = [host for pair in pairs for host in pair]
+        assert len(there) == len(set(there))
+    assert len(found) <= count
+
+
+@settings(max_examples=15)
+@given(st.integers(66, 200))
+def test_of_many_each_host_is_measured_with_as_many_as_there_is_time_for(count: int) -> None:
+    found = rounds(count)
+    assert len(found) == MOST_ROUNDS
+    pairs = [pair for pairs in found for pair in pairs]
+    assert len(pairs) == len(set(pairs)) and {host for pair in pairs for host in pair} == set(range(count))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 150))
+def test_all_of_it_ends_in_time(count: int) -> None:
+    assert 0 < budget_s(count) * (2 * len(rounds(count)) + 1) <= MOST_S + 1e-9
