@@ -87,7 +87,7 @@ def test_groups_are_no_part_of_an_id() -> None:
 
 
 def test_rooms_are_those_that_a_file_imports_or_starts() -> None:
-    assert rooms_of("from hvdtrain.launch.spec import Job\nimport hvdtrain.files") == {"launch", "files"}
+    assert rooms_of("from hvdtrain.launch.spec import JobSpec\nimport hvdtrain.files") == {"launch", "files"}
     assert rooms_of('run(["-m", "hvdtrain", "doctor"])') == {"doctor"}
     assert "exchange" in rooms_of("def test_x(gallery): pass")
     assert rooms_of("import os\n'a launcher of doctors'") == frozenset()

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -56,31 +55,30 @@ LAYERS = {
 """A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
 
 
+pytestmark = pytest.mark.xdist_group("structure")  # one process reads all files
+
+
 @cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def _nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
 
 
-def _imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """Modules that `file` imports, and whether that is at the top level, run whenever it is imported."""
-    tree = _tree(file)
-    top = {id(node) for node in tree.body}
+@cache
+def _imports(file: Path) -> list[str]:
+    """Modules that `file` imports, but for those that only a type checker reads."""
     typing_only = {
         id(child)
-        for node in tree.body
+        for node in _nodes(file)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for child in ast.walk(node)
     }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in top
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in top
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", id(node) in top
+    found: list[str] = []
+    for node in _nodes(file):
+        if isinstance(node, ast.Import) and id(node) not in typing_only:
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and id(node) not in typing_only:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def _name(file: Path) -> str:
@@ -96,7 +94,7 @@ def test_rooms_import_downwards() -> None:
     wrong = []
     for file in FILES:
         room = _room(file)
-        for module, _ in _imports(file) if room not in ("__init__", "__main__") else ():
+        for module in _imports(file) if room not in ("__init__", "__main__") else ():
             ours, _, rest = module.partition(".")
             other = rest.partition(".")[0]
             if ours == "hvdtrain" and other in LAYERS and other != room and LAYERS[other] >= LAYERS[room]:
@@ -110,7 +108,7 @@ def _only_in(name: str, *places: str) -> list[str]:
         _name(file)
         for file in FILES
         if not _name(file).startswith(places)
-        and any(module == name or module.startswith(f"{name}.") for module, _ in _imports(file))
+        and any(module == name or module.startswith(f"{name}.") for module in _imports(file))
     ]
 
 
@@ -125,7 +123,7 @@ WITHOUT_TORCH = (
 
 
 def test_rooms_without_torch() -> None:
-    found = [_name(f) for f in FILES if any(module.split(".")[0] == "torch" for module, _ in _imports(f))]
+    found = [_name(f) for f in FILES if any(module.split(".")[0] == "torch" for module in _imports(f))]
     assert not [name for name in found if name.startswith(WITHOUT_TORCH)]
 
 
@@ -136,7 +134,7 @@ ENTRANCES = ("cli/", "doctor/", "launch/", "runtime/", "task/")
 def test_the_environment_is_read_in_one_room_and_asked_for_at_the_entrances() -> None:
     reads, asks = [], []
     for file in FILES:
-        for node in ast.walk(_tree(file)):
+        for node in _nodes(file):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
                 reads += [f"{_name(file)}:{node.lineno}"] * (ast.unparse(node.value) == "os")
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "environ":
@@ -180,10 +178,9 @@ KEYWORDS: dict[str | None, set[bool]] = {
 """Keywords of calls, and the constants that they may have."""
 
 
-def _calls(file: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+@cache
+def _calls(file: Path) -> list[tuple[str, ast.Call]]:
+    return [(ast.unparse(node.func), node) for node in _nodes(file) if isinstance(node, ast.Call)]
 
 
 def _allowed(keyword: ast.keyword) -> bool:
@@ -195,7 +192,7 @@ def _allowed(keyword: ast.keyword) -> bool:
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     wrong = []
     for file in FILES:
-        for module, _ in _imports(file):
+        for module in _imports(file):
             if module.split(".")[0] in UNPICKLING or module in UNPICKLING_PARTS:
                 wrong.append(f"{_name(file)} imports {module}")
         for name, call in _calls(file):
@@ -250,7 +247,7 @@ def test_programs_in_texts_and_benchmarks_import_existing_names() -> None:
     for file in sorted(ROOT.rglob("*.py")):
         if file.relative_to(ROOT).parts[0] not in ("hvdtrain", "tests", "benchmarks"):
             continue
-        for node in ast.walk(_tree(file)):
+        for node in _nodes(file):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("hvdtrain", "tests"):
                 missing = [alias.name for alias in node.names if not _has(str(node.module), alias.name)]
                 wrong += [f"{file}:{node.lineno}: {node.module}.{name}" for name in missing]
@@ -264,11 +261,13 @@ def test_programs_in_texts_and_benchmarks_import_existing_names() -> None:
     assert wrong == []
 
 
+@cache
 def _file(module: str) -> Path | None:
     path = ROOT.joinpath(*module.split("."))
     return next((f for f in (path.with_suffix(".py"), path / "__init__.py", path / "__main__.py") if f.exists()), None)
 
 
+@cache
 def _has(module: str, name: str) -> bool:
     file = _file(module)
     return bool(_file(f"{module}.{name}") or (file and re.search(rf"\b{name}\b", file.read_text())))

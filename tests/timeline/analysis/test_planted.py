@@ -150,6 +150,25 @@ def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) ->
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["late", "moving", "host", "none"])
+def test_512_ranks_and_three_days(fault: str) -> None:
+    step = _sampled(512)
+    work, half = _work(512, len(step), seed=3), step > STEPS / 2
+    late = {"late": [7], "moving": [7, 300], "host": list(range(16, 24))}.get(fault, [])
+    if fault == "host":
+        work[16:24] += 22.0
+    elif late:
+        work[late[-1], half] += 44.0
+        work[late[:-1]] += 44.0 * ~half
+    found = analyse(run_of(_three_days(step, work)))
+    assert sorted(found.blame.late) == late
+    assert bool(found.blame.spells) == (fault in ("late", "moving"))
+    for spell in found.blame.spells:
+        turned = spell.first_step if spell.lasts else spell.last_step
+        assert abs(turned - STEPS / 2) <= 0.05 * STEPS and spell.cost_ms.value == pytest.approx(41.0, rel=0.2)
+
+
 def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:
     """Early steps are recorded more often."""
     step = _sampled(16)
