@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from hvdtrain.runtime.tuning import without_our_variables
-from tests.support.launch import TIMEOUT_S
+from tests.support.launch import ROOT, TIMEOUT_S
+from tests.support.warm import client_command, server_command
 
 LINK = "link0"
 """The interface that leads to the other host."""
@@ -108,12 +109,13 @@ class Host:
         namespace: the kernel's name of what holds its processes.
     """
 
-    def __init__(self, name: str, address: str, cores: Sequence[int], holder: psutil.Process) -> None:
+    def __init__(self, name: str, address: str, cores: Sequence[int], holder: psutil.Process, warm: list[Any]) -> None:
         self.name = name
         self.address = address
         self.cores = tuple(cores)
         self.files = Path(f"/proc/{holder.pid}/root")
         self._holder = holder
+        self._warm: list[subprocess.Popen[str]] = warm
         self.namespace = pid_namespace(holder.pid)
 
     def popen(
@@ -124,6 +126,7 @@ class Host:
         environment: Mapping[str, str] | None = None,
         stdout: int | IO[Any] = subprocess.DEVNULL,
         stderr: int | IO[Any] = subprocess.DEVNULL,
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[str]:
         """Start a program on the host; `environment` is added to `variables`."""
         place = [tool("env"), f"--chdir={cwd or Path.cwd()}"]
@@ -131,11 +134,21 @@ class Host:
         return subprocess.Popen(
             [*self._enter(), *bound, *place, *argv],
             env=variables(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             text=True,
         )
+
+    def warm_python(self) -> list[str]:
+        """Return the words that start a fork of a Python on this host that has imported torch: see `warm`."""
+        address = str(OWN / "warm")  # each host has its own behind this name
+        if not self._warm:
+            pipe = subprocess.PIPE
+            server = self.popen(server_command(address), cwd=ROOT, stdin=pipe, stdout=pipe)
+            self._warm.append(server)
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        return client_command(address)
 
     def run(
         self,
@@ -226,18 +239,21 @@ def one_host(name: str, address: str, cores: Sequence[int]) -> Iterator[Host]:
     pipe = subprocess.PIPE
     with subprocess.Popen([tool("unshare"), *kinds, *holder], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as made:
         assert made.stdin and made.stdout and made.stderr
+        warm: list[subprocess.Popen[str]] = []
         try:
             with contextlib.suppress(BrokenPipeError):
                 made.stdin.write("ready\n")
                 made.stdin.flush()
             if not made.stdout.readline():
                 raise UnavailableError(f"no namespaces may be made here: {made.stderr.read().strip()}")
-            host = Host(name, address, cores, psutil.Process(made.pid).children()[0])
+            host = Host(name, address, cores, psutil.Process(made.pid).children()[0], warm)
             _furnish(host)
             yield host
         finally:  # the kernel ends all others with process 1, and only then lets `unshare` see its end
             for first in psutil.Process(made.pid).children():
                 first.kill()
+            for server in warm:
+                server.communicate()
 
 
 def _furnish(host: Host) -> None:

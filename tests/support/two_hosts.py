@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,11 +30,12 @@ from typing import Any
 
 from tests.support.host import LINK, OWN, Host, UnavailableError, beside_python, one_host, variables
 from tests.support.sshd import CLIENT, serve_ssh
+from tests.support.warm import is_warm
 
 __all__ = ["LINK", "OWN", "Host", "TwoHosts", "UnavailableError", "two_hosts", "variables"]
 
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-_PASSED = ("PATH", "PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HOME")
+_PASSED = ("PATH", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HOME")
 
 
 class TwoHosts:
@@ -99,7 +101,11 @@ class TwoHosts:
     def mpirun(
         self, argv: Sequence[str], *, per_host: int = 1, environment: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on both hosts by mpirun and wait; `how`: see `Host.run`."""
+        """Run `argv` on both hosts by mpirun and wait; `how`: see `Host.run`. hvdtrain runs in forks: see `warm`."""
+        if list(argv[:3]) == [sys.executable, "-m", "hvdtrain"] and is_warm(environment or {}):
+            on_a, on_b = self.a.warm_python(), self.b.warm_python()
+            assert on_a == on_b
+            argv = [*on_a, *argv[1:]]
         command = self.mpirun_command(argv, per_host=per_host, environment=environment)
         return self._launch(command, environment=environment, **how)
 

@@ -49,7 +49,7 @@ def warm_python() -> list[str]:
     address = f"{folder}/socket"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm", address],
+        server_command(address),
         cwd=_CLIENT.parents[2],
         env={**environment, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -64,6 +64,16 @@ def warm_python() -> list[str]:
 
     atexit.register(end)
     assert server.stdout.readline() == b"ready\n"
+    return client_command(address)
+
+
+def server_command(address: str) -> list[str]:
+    """Return what starts a server: it says "ready", and ends with its input."""
+    return [sys.executable, "-m", "tests.support.warm", address]
+
+
+def client_command(address: str) -> list[str]:
+    """Return the words that start a fork of the server at an address."""
     return [sys.executable, "-IS", str(_CLIENT), address]
 
 
