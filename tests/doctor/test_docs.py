@@ -32,11 +32,3 @@ def test_every_check_has_a_name_of_its_own_and_a_row_marked_if_it_may_be_only_na
     assert sorted(ROWS) == sorted(names)
     minor = [any(k.arg == "minor" for call in findings(check) for k in call.keywords) for check in CHECKS]
     assert {name: bool(mark) for name, mark in ROWS.items()} == dict(zip(names, minor, strict=True))
-
-
-def test_every_check_that_can_warn_names_a_cure() -> None:
-    for check in CHECKS:
-        for call in findings(check):
-            level = call.args[1]
-            if isinstance(level, ast.Constant) and level.value != "ok":
-                assert len(call.args) == 5, f"{name(check)}: {ast.unparse(call)}"
