@@ -54,12 +54,15 @@ ON_MPICH = {"library": MPICH, "library_version": "MPICH Version:\t5.0.2"}
 NO_PROGRAMS = {"mpirun": None, "mpirun_version": None, "programs": None}
 INTEL_MPIRUN = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005"
 OF_MPICH, OF_OPEN_MPI_5 = {"mpirun_version": "MPICH 5.0.2"}, {"mpirun_version": "mpirun (Open MPI) 5.0.11"}
-OF_OTHER_MPI = Answer({"version": "4", "says": "MPICH"})
+OTHER_MPI4PY = Mpi4py(Answer({"version": "4", "says": "MPICH"}), Path("/m/libmpi.so.12"))
 NCCL, NO_NCCL = ({"nccl": LinkedLibrary("libnccl.so.2", *place)} for place in ((Path("/n"),), (None, (Path("/gone"),))))
 NO_SSH = {"remote_shell": False}
 NO_TRANSFORMERS = {"packages": {**WELL.installation.packages, "transformers": None}}
+REFUSED = LaunchError("Another MPI.", expected="MPICH", next_step=BUILD)
+EIGHT, HIDDEN, TOO_EARLY = {"count": 8}, {"CUDA_VISIBLE_DEVICES": ""}, {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+QUOTA = {"host": HostFacts(2, 2, quota=True), "processors": 64}
 DRIVER = {"count": 2, "driver": "580.65", "driver_cuda": (13, 0)}
-FAR = on_gpus(pci=[DGX_GPUS[0], DGX_GPUS[4]])
+FAR_GPUS = {"gpu": DGX, "machine": TWO_SOCKETS, "installation": on_gpus(pci=[DGX_GPUS[0], DGX_GPUS[4]])}
 LEFT_OVER = {
     "HOROVOD_TIMELINE": "x",
     "HOROVOD_LOG_LEVEL": "trace",
@@ -135,15 +138,12 @@ GPU = [
     well("libnccl", "/loaded", installation=NO_NCCL | horovod(libnccl="/loaded")),
     well("gpus", "2 x H200", installation=on_gpus()),
     warns("gpus", "torch sees none", "nvidia-smi", gpu={"count": 1}, installation=on_gpus(gpus=[])),
-    warns("gpus", "has 8", "install a torch with CUDA", gpu={"count": 8}),
-    warns(
-        *("gpus", "hides", "unset CUDA_VISIBLE_DEVICES"),
-        **{"gpu": {"count": 8}, "environ": {"CUDA_VISIBLE_DEVICES": ""}, "installation": torch(cuda="13.0")},
-    ),
+    warns("gpus", "has 8", "install a torch with CUDA", gpu=EIGHT),
+    warns("gpus", "hides", "unset CUDA_VISIBLE_DEVICES", gpu=EIGHT, environ=HIDDEN, installation=torch(cuda="13.0")),
     well("driver", "580.65, for CUDA 13.0", gpu=DRIVER, installation=on_gpus()),
     broken("driver", "12.2", "580", gpu=DRIVER | {"driver_cuda": (12, 2)}, installation=on_gpus()),
-    broken("driver", "8 GPUs", "nvidia-smi", gpu={"count": 8}, installation=on_gpus()),
-    broken("driver", "libcuda", "--gpus all", gpu={"count": 8, "driver": "580.9"}, installation=on_gpus()),
+    broken("driver", "8 GPUs", "nvidia-smi", gpu=EIGHT, installation=on_gpus()),
+    broken("driver", "libcuda", "--gpus all", gpu=EIGHT | {"driver": "580.9"}, installation=on_gpus()),
     well("pinned_memory", "64 MiB", installation=on_gpus()),
     warns("pinned_memory", "CUDA error", "ulimit -l", installation=on_gpus(pinned="CUDA error")),
     well("half", "on the GPU", installation=on_gpus()),
@@ -172,30 +172,18 @@ MPI = [
     warns("horovodrun", "not on PATH", "PATH=/venv/bin:", info=ALONE, mpi={"horovodrun": False}),
     warns("horovodrun", "5.0.11", "horovodrun --gloo", info=ALONE, mpi=OF_OPEN_MPI_5),
     well("mpi4py", "4.1.2 on Open MPI"),
-    warns(
-        *("mpi4py", "two MPIs", "export MPI4PY_LIBMPI=/venv/lib/libmpi.so.40"),
-        mpi={"mpi4py": Mpi4py(OF_OTHER_MPI, Path("/m/libmpi.so.12"))},
-    ),
-    warns(
-        *("mpi4py", "two MPIs", "MPICC=/venv/bin/mpicc pip install"),
-        mpi={"mpi4py": Mpi4py(OF_OTHER_MPI, Path("/m/libmpi.so.12"), wheel=False)},
-    ),
+    warns("mpi4py", "two MPIs", "export MPI4PY_LIBMPI=/venv/lib/libmpi.so.40", mpi={"mpi4py": OTHER_MPI4PY}),
+    warns("mpi4py", "two MPIs", "MPICC=/venv/bin/mpicc pip", mpi={"mpi4py": replace(OTHER_MPI4PY, wheel=False)}),
     broken("opal_prefix", "/nowhere", "unset", mpi={"prefix": Path("/nowhere")}),
     warns("root", "refuses", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", info=ALONE, machine={"is_root": True}),
     warns("remote_shell", "exit", "OMPI_MCA_plm_rsh_agent=", info=ALONE, machine=NO_SSH),
-    warns(
-        *("remote_shell", "no more ranks", "PRTE_MCA_plm_ssh_agent=/bin/false"),
-        **{"info": ALONE, "machine": NO_SSH, "mpi": OF_OPEN_MPI_5},
-    ),
+    warns("remote_shell", "no more ranks", "PRTE_MCA_plm_ssh_agent=", info=ALONE, machine=NO_SSH, mpi=OF_OPEN_MPI_5),
 ]
 LAUNCHER = [
     well("launcher", "rank 0/2 on node"),
     well("launcher", "a single process", info=RankInfo()),
     well("launcher", "--parallel.engine ddp or --parallel.engine fsdp", info=TORCHRUN),
-    broken(
-        *("launcher", "Another MPI. Expected: MPICH", BUILD),
-        mpi={"refusal": LaunchError("Another MPI.", expected="MPICH", next_step=BUILD)},
-    ),
+    broken("launcher", "Another MPI. Expected: MPICH", BUILD, mpi={"refusal": REFUSED}),
     broken("launcher_variables", "of 4", "unset", info=GLOO, environ={**OMPI, "OMPI_COMM_WORLD_SIZE": "4"}),
     broken("launcher_variables", "PMI_RANK=3", "", info=GLOO, environ={**OWN, "PMI_RANK": "3", "PMI_SIZE": "4"}),
     broken("controller", "for mpi", "unset", environ={"HOROVOD_CONTROLLER": "gloo"}),
@@ -207,10 +195,7 @@ LAUNCHER = [
     warns("variables", "NCCL_P2P_DISABLE=1", "unset", installation=on_gpus(), environ={"NCCL_P2P_DISABLE": "1"}),
     warns("variables", "CUDA_", "CUDA_LAUNCH_BLOCKING NCCL_P2P", installation=on_gpus(), environ=SLOW_GPUS),
     warns("variables", "HOROVOD_TIMELINE=x", f"unset {' '.join(LEFT_OVER)}", environ=LEFT_OVER),
-    warns(
-        *("variables", "before their exchange is complete", "unset"),
-        **{"installation": on_gpus(), "environ": {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}},
-    ),
+    warns("variables", "before their exchange is complete", "unset", installation=on_gpus(), environ=TOO_EARLY),
     warns("btl", "over TCP", "^openib", mpi={"site": SITE_BTL}),
     warns("btl", "over TCP", "^openib", environ={"OMPI_MCA_btl": "self,tcp"}),
 ]
@@ -219,24 +204,14 @@ MACHINE = [
     warns("binding", "its share is 4", "--bind-to none", machine={"host": HostFacts(8, 1)}),
     well("locality", "2 NUMA domain(s): cores 0-55,112-167; 56-111,168-223", machine=TWO_SOCKETS),
     well("locality", f"near cores {SOCKETS[1]}: GPU {DGX_GPUS[4]}, ", gpu=DGX, machine=TWO_SOCKETS),
-    well("locality", "", gpu=DGX, machine=TWO_SOCKETS, installation=FAR, info=GLOO),
+    well("locality", "", info=GLOO, **FAR_GPUS),
+    warns("locality", f"cores 0-15, none of them near GPU {DGX_GPUS[4]}", "=56-111,168-223", info=ALONE, **FAR_GPUS),
+    warns("locality", f"near GPU {DGX_GPUS[4]}", "=56-111,168-223", info=replace(GLOO, local_rank=1), **FAR_GPUS),
     warns(
-        *("locality", f"may use cores 0-15, none of them near GPU {DGX_GPUS[4]}", "--cpuset-cpus=56-111,168-223"),
-        **{"gpu": DGX, "machine": TWO_SOCKETS, "installation": FAR, "info": ALONE},
-    ),
-    warns(
-        *("locality", f"near GPU {DGX_GPUS[4]}", "--cpuset-cpus=56-111,168-223"),
-        **{"gpu": DGX, "machine": TWO_SOCKETS, "installation": FAR, "info": replace(GLOO, rank=1, local_rank=1)},
-    ),
-    warns(
-        *("oversubscription", "the machine has 64", "at most 2 ranks"),
-        **{
-            "info": replace(HOSTS, size=8, local_size=8),
-            "machine": {"host": HostFacts(2, 1, quota=True), "processors": 64},
-        },
+        "oversubscription", "the machine has 64", "at most 2 ranks", info=replace(HOSTS, local_size=8), machine=QUOTA
     ),
     warns("oversubscription", "4096 thread", "unset OMP_NUM_THREADS", environ={"OMP_NUM_THREADS": "4096"}),
-    well("quota", "2 of 64", machine={"host": HostFacts(2, 2, quota=True), "processors": 64}),
+    well("quota", "2 of 64", machine=QUOTA),
     well("memory", "4.0 of 8.0 GiB", machine={"memory_limit_bytes": 4 * GIB}),
     warns("memory", "0.5 of 8.0 GiB", "--mem", machine={"memory_limit_bytes": GIB // 2}),
     well("shm", "1.0 GiB free", machine={"shm_free_bytes": GIB}),
@@ -307,7 +282,8 @@ SILENT = {
     "root": [when(info=ALONE, machine={"is_root": True}, mpi=OF_MPICH), when(machine={"is_root": True})],
     "remote_shell": [when(machine=NO_SSH), when(info=ALONE, machine=NO_SSH, mpi=OF_MPICH)],
     "launcher_variables": [
-        *(when(info=GLOO, environ=OMPI), when(info=GLOO, environ=OWN)),
+        when(info=GLOO, environ=OMPI),
+        when(info=GLOO, environ=OWN),
         when(info=GLOO, environ={**OMPI, "OMPI_COMM_WORLD_SIZE": "4", CHANNEL: "3"}),
     ],
     "controller": [
@@ -321,14 +297,16 @@ SILENT = {
         when(info=replace(SRUN, size=1, local_size=1)),
     ],
     "secrets": [
-        *(when(info=GLOO, environ=OWN_STORE), when(info=GLOO, environ=OPEN_STORE)),
+        when(info=GLOO, environ=OWN_STORE),
+        when(info=GLOO, environ=OPEN_STORE),
         when(info=HOSTS, environ={**OPEN_STORE, "HF_TOKEN": "x"}),
     ],
     "rendezvous": [when(info=GLOO, environ=OWN_STORE)],
     "gloo": [when(info=GLOO, installation=on_gpus()), when(mpi={"library": None})],
     "variables": [
         when(environ={"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}),
-        *(when(environ={"THP_MEM_ALLOC_ENABLE": "1", "HOROVOD_LOG_LEVEL": "info"}), when(environ=SLOW_GPUS)),
+        when(environ={"THP_MEM_ALLOC_ENABLE": "1", "HOROVOD_LOG_LEVEL": "info"}),
+        when(environ=SLOW_GPUS),
     ],
     "btl": [
         *(when(environ={"OMPI_MCA_btl": value}) for value in ("^openib", "self,vader,tcp")),
