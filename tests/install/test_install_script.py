@@ -72,15 +72,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return made
 
 
-def needs(name: str) -> Callable[[Machine], None]:
-    def change(machine: Machine) -> None:
-        path, sums = machine.bundle / "install.sh", machine.bundle / "SHA256SUMS"
-        before = digest(path)
-        path.write_text(script(replace(HERE, installed=("sh", "pip", name)), 1 << 10))
-        assert before is not None
-        sums.write_text(sums.read_text().replace(before, str(digest(path))))
-
-    return change
+def need_nothing_such(machine: Machine) -> None:
+    path, sums = machine.bundle / "install.sh", machine.bundle / "SHA256SUMS"
+    before = digest(path)
+    path.write_text(script(replace(HERE, installed=("sh", "pip", "nothing-such")), 1 << 10))
+    sums.write_text(sums.read_text().replace(str(before), str(digest(path))))
 
 
 LACKS = f'case "$2" in *"{{}}"*) exit 1;; *) echo cpython {HERE.python};; esac'
@@ -110,7 +106,7 @@ OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
         (lambda m: (m.path / "make").unlink(), ["make is not installed", "apt-get install"]),
         (lambda m: m.fake("df", SMALL), ["found: 2 MiB", "another disk"]),
         (lambda m: (m.venv / "thesis").mkdir(parents=True), ["was not created by this script", "move "]),
-        (needs("nothing-such"), ["has no nothing-such", "install.sh VENV /path/to/python"]),
+        (need_nothing_such, ["has no nothing-such", "install.sh VENV /path/to/python"]),
         (
             lambda m: m.fake("other", "echo cpython 3.9"),
             [f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"],

@@ -33,8 +33,8 @@ def test_markers_mean_what_they_mean_on_such_a_machine() -> None:
     same = {"platform_release", "platform_version", "implementation_version", "python_full_version"}
     real = {name: value for name, value in default_environment().items() if name not in same}
     assert {name: value for name, value in HERE.markers.items() if name not in same} == real
-    assert Target("3.10", "manylinux_2_28_aarch64", "1").markers["python_version"] == "3.10"
-    assert Target("3.10", "manylinux_2_28_aarch64", "1").markers["platform_machine"] == "aarch64"
+    other = Target("3.10", "manylinux_2_28_aarch64", "1").markers
+    assert (other["python_version"], other["platform_machine"]) == ("3.10", "aarch64")
 
 
 def test_an_older_glibc_takes_no_newer_wheels() -> None:
@@ -44,15 +44,12 @@ def test_an_older_glibc_takes_no_newer_wheels() -> None:
     assert not any("_2_18_" in tag or "cp313" in tag or "aarch64" in tag for tag in taken)
 
 
+PYTHONS = ("3.9", "2.7", "3.11.7", "3", "3.11t", "")
+PLATFORMS = ("linux_x86_64", "macosx_11_0_arm64", "manylinux2014_x86_64", "musllinux_1_2_x86_64", "")
+
+
 @pytest.mark.parametrize(
-    ("python", "platform"),
-    [
-        *((python, "manylinux_2_28_x86_64") for python in ("3.9", "2.7", "3.11.7", "3", "3.11t", "")),
-        *(
-            ("3.11", name)
-            for name in ("linux_x86_64", "macosx_11_0_arm64", "manylinux2014_x86_64", "musllinux_1_2_x86_64", "")
-        ),
-    ],
+    ("python", "platform"), [*((p, "manylinux_2_28_x86_64") for p in PYTHONS), *(("3.11", name) for name in PLATFORMS)]
 )
 def test_a_python_or_a_platform_without_bundles_is_refused(python: str, platform: str) -> None:
     with pytest.raises(BuildError, match="manylinux_2_MINOR" if python == "3.11" else r"3\.10 or newer"):

@@ -195,8 +195,3 @@ def test_make_names_a_missing_python_and_one_that_is_too_old_before_anything_els
     old.chmod(0o755)
     done = make("setup", f"PYTHON={old}")
     assert done.returncode != 0 and "3.8.18" in done.stderr and "3.10" in done.stderr
-
-
-def test_make_help_lists_the_targets() -> None:
-    listed = [line.split()[0] for line in make("help").stdout.splitlines() if line]
-    assert {"setup", "train", "test", "test-all", "lint", "bench", "clean", "help"} <= set(listed)

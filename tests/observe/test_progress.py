@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from hvdtrain.observe.progress import Progress, duration, table
+from hvdtrain.observe.progress import Progress, duration
 
 
 class Terminal(io.StringIO):
@@ -58,7 +58,3 @@ def test_a_terminal_gets_a_live_line_but_not_under_a_launcher_and_other_ranks_ar
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3675, "1:01:15")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-def test_table_aligns() -> None:
-    assert table([("a", "1"), ("long", "2")]) == "  a     1\n  long  2"

@@ -25,7 +25,7 @@ from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
-from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
+from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard
 from tests.support.full_disk import room_for
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
@@ -383,12 +383,6 @@ def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:
     file.add([page.scalars({"loss": 3.0})], 3, 1e9)
     file.close()
     assert series(tmp_path, "loss") == {1: 1.0, 3: 3.0}
-
-
-def test_a_missing_library_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_installed()
-    monkeypatch.setattr("hvdtrain.observe.tensorboard.find_spec", lambda name: None)
-    assert not is_installed()
 
 
 def test_making_the_sink_imports_nothing_heavy() -> None:
