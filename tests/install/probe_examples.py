@@ -15,7 +15,6 @@ PYTHON = FoundPython("/env/bin/python", "cp311-cp311", "linux_x86_64", PREFIX, S
 TORCH_CPU = FoundTorch(TorchBuild("2.13.0", "cpu"), SITE / "torch")
 TORCH_CUDA = FoundTorch(TorchBuild("2.12.1", "cu130"), SITE / "torch")
 MPI = FoundMpi(MpiBuild("openmpi", "4.1.8"), PREFIX / "bin/mpicxx", PREFIX / "bin/mpirun")
-MPI_OUTSIDE = FoundMpi(MpiBuild("openmpi", "4.1.8"), Path("/opt/mpi/bin/mpicxx"), Path("/opt/mpi/bin/mpirun"))
 GCC = FoundCompiler("/usr/bin/g++", "gcc", "12.2.0")
 TOOLKIT = FoundCuda(Path("/usr/local/cuda"), "13.0", (75, 80, 86, 89, 90, 100, 103, 120))
 NCCL = FoundNccl(SITE / "nvidia/nccl/include", SITE / "nvidia/nccl/lib/libnccl.so.2", "2.29", in_site=True)

@@ -21,9 +21,7 @@ from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 BARE = module.BaseInterpreter("/usr/bin/python3", "/usr")
-LENDING = module.BaseInterpreter(
-    "/opt/python", "/opt", shared_folders=("/opt/site",), packages=("torch", "numpy"), has_mpi=True
-)
+LENDING = module.BaseInterpreter("/opt/python", "/opt", ("/opt/site",), packages=("torch", "numpy"), has_mpi=True)
 
 
 @pytest.fixture
