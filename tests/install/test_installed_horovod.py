@@ -56,19 +56,14 @@ def test_its_threads_sleep_instead_of_polling() -> None:
 def test_a_shutdown_does_not_deadlock_with_a_rank_that_enqueues(tmp_path: Path) -> None:
     if "CI" not in os.environ and not installed().fixed:
         pytest.skip("this Horovod was not built by this version's hvdtrain build-horovod")
-    assert int(on_two_ranks(SHUT_DOWN_AMID, tmp_path).partition("unanswered")[2]) > 10_000
-
-
-def on_two_ranks(program: str, folder: Path) -> str:
-    """What it prints, by mpirun."""
     here = probe(os.environ)
     assert here.mpi is not None, "Horovod is installed, and no MPI to start it with"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
     environment = {**kept, **proof.environment(here, here.mpi)}
-    command = [program if word == proof.PROGRAM else word for word in proof.command(here, here.mpi)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [SHUT_DOWN_AMID if word == proof.PROGRAM else word for word in proof.command(here, here.mpi)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert int(done.stdout.partition("unanswered")[2]) > 10_000
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf, which comes with g++")

@@ -120,32 +120,17 @@ def test_a_setting(variable: str, expected: str | bool, info: RankInfo, how: dic
     assert (variable in found) == expected if isinstance(expected, bool) else found[variable] == expected
 
 
-@pytest.mark.parametrize("variable", [THREADS, HUGE, YIELD, "OPAL_PREFIX"])
-def test_the_users_own_variable_is_kept(variable: str) -> None:
-    found = choose(TWO, {variable: "own"}, FULL, WHEEL)
+@pytest.mark.parametrize("variable", [THREADS, HUGE, YIELD, "OPAL_PREFIX", *RING, RULES_FILE])
+@pytest.mark.parametrize("by_site", [True, False])
+def test_what_the_user_or_the_site_has_set_is_kept_the_ring_as_a_whole(variable: str, by_site: bool) -> None:
+    """Half of a user's choice of a ring and half of ours would be neither."""
+    site = {variable: ("own", Path("/etc/mca.conf"))} if by_site else {}
+    found = choose(TWO, {} if by_site else {variable: "own"}, FULL, WHEEL, site=site)
     assert all(choice.setting.reason and choice.setting.effect for choice in found)
     kept = {choice.setting.variable: str(choice.kept) for choice in found if not choice.applied}
-    assert kept.keys() == {variable} and f"{variable}=own" in kept[variable]
-
-
-def test_the_sites_own_setting_is_kept() -> None:
-    site = {YIELD: ("0", Path("/mpi/etc/openmpi-mca-params.conf"))}
-    (kept,) = [choice for choice in choose(TWO, {}, FULL, OPEN_MPI, site=site) if not choice.applied]
-    assert kept.setting.variable == YIELD
-    assert "mpi_yield_when_idle=0 of /mpi/etc/openmpi-mca-params.conf" in str(kept.kept)
-
-
-@pytest.mark.parametrize("variable", [*RING, RULES_FILE])
-@pytest.mark.parametrize("by_site", [True, False])
-def test_the_ring_is_left_whole_or_not_touched(variable: str, by_site: bool) -> None:
-    """Half of a user's choice and half of ours would be neither."""
-    if by_site:
-        found = choose(ranks(2), {}, FULL, OPEN_MPI, site={variable: ("0", Path("/etc/mca.conf"))})
-    else:
-        found = choose(ranks(2), {variable: "0"}, FULL, OPEN_MPI)
-    kept = {choice.setting.variable: choice.kept for choice in found if not choice.applied}
-    assert kept.keys() == set(RING)
-    assert all(("/etc/mca.conf" if by_site else "environment") in str(why) for why in kept.values())
+    assert kept.keys() == (set(RING) if variable in (*RING, RULES_FILE) else {variable})
+    name, place = variable.removeprefix("OMPI_MCA_"), "/etc/mca.conf" if by_site else "environment"
+    assert all(f"{name}=own of" in why and place in why for why in kept.values())
 
 
 def test_settings_that_are_too_late_are_reported() -> None:
