@@ -97,6 +97,12 @@ def test_more_are_due_after_a_while() -> None:
     assert clocks.due
 
 
+def test_of_ranks_with_one_clock_the_last_to_send_and_the_first_to_receive_bound_it() -> None:
+    clocks = Clocks(SOLO, ["a", "a", "b", "b"])
+    clocks.add_bounds(np.array([[0.0, 390.0, 100.0, 400.0]]).T, np.array([[460.0, 450.0, 420.0, 600.0]]).T)
+    assert clocks.offset(3, 400.0) == pytest.approx(((50 - 30) / 2, (50 + 30) / 2), abs=0.1)
+
+
 def test_unknown_times_bound_nothing() -> None:
     clocks = Clocks(SOLO, IDS)
     for _ in range(2):

@@ -57,9 +57,6 @@ def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
     spans.record("step", began)
 
 
-Gathered = list[Block]
-
-
 class Looks:
     """Whether anything looks at the experts, now and in each step."""
 
@@ -79,9 +76,9 @@ class Looks:
     close = end
 
 
-def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks | None = None) -> Gathered:
+def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks | None = None) -> list[Block]:
     """What rank 0 gathers of these steps."""
-    gathered: Gathered = []
+    gathered: list[Block] = []
 
     def put(record: Mapping[str, Any]) -> None:
         gathered.append(unpack(record["message"]))
@@ -222,7 +219,7 @@ def _clocks(size: int) -> Clocks:
     return Clocks(comm, ["one"] * size)
 
 
-def _write(path: Path, gathered: Gathered, size: int, warn: Callable[[str], None], start: int = 0) -> None:
+def _write(path: Path, gathered: list[Block], size: int, warn: Callable[[str], None], start: int = 0) -> None:
     offsets = _clocks(size)
     file = StepFile(path, warn, offsets, 5.0, pytest.fail)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]

@@ -12,20 +12,13 @@ import pytest
 
 from hvdtrain.observe.failure import process_states as states
 
-
-def _stat(root: Path, pid: int, letter: str, began: int) -> None:
-    folder = root / str(pid)
-    folder.mkdir()
-    rest = " ".join(["0"] * 18)
-    (folder / "stat").write_text(f"{pid} (a (b) c) {letter} {rest} {began} 0 0\n")
-
-
 LETTERS = {**dict.fromkeys("RSD", states.RUNNING), **dict.fromkeys("Tt", states.STOPPED), "Z": states.ZOMBIE}
 
 
 @pytest.mark.parametrize(("letter", "expected"), [*LETTERS.items(), ("X", states.GONE)])
 def test_states(letter: str, expected: str, tmp_path: Path) -> None:
-    _stat(tmp_path, 5, letter, 99)
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5/stat").write_text(f"5 (a (b) c) {letter} {'0 ' * 18}99 0 0\n")
     assert states.started(5, tmp_path) == 99
     assert states.state(5, 99, tmp_path) == expected
     assert states.state(5, 98, tmp_path) == states.GONE, "the number is another process's by now"
