@@ -168,9 +168,12 @@ def test_a_clock_that_is_set_right_is_found_again() -> None:
     assert found is not None and abs(found.us - 10_000) <= found.error_us < 500
 
 
-def test_what_is_kept_is_bounded() -> None:
-    fit = ClockFit()
-    rng = random.Random(1)
+def test_what_is_kept_is_bounded_and_is_what_bounds_best() -> None:
+    fit, rng = ClockFit(), random.Random(1)
     for number in range(5000):
         fit.at_most(HOUR_US + 1e4 * number, rng.expovariate(1 / 500))
+        fit.at_least(HOUR_US + 1e4 * number, -rng.expovariate(1 / 500))
+        if number > 4000 and number % 50 == 0:
+            found = fit.at(HOUR_US + 1e4 * number)
+            assert found is not None and abs(found.us) <= found.error_us < 2
     assert len(fit._upper) <= KEPT
