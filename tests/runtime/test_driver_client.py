@@ -171,7 +171,6 @@ def test_without_its_driver_a_rank_ends_unless_it_is_leaving(leaving: bool) -> N
     client.close()
 
 
-@pytest.mark.parametrize("value", ["", "x", "-1"])
-def test_no_seat_without_a_channel(value: str) -> None:
-    assert connect_to_driver({"HVDTRAIN_CHANNEL": value}) is None
-    assert connect_to_driver({}) is None
+def test_no_seat_without_a_channel() -> None:
+    for variables in ({}, *({"HVDTRAIN_CHANNEL": value} for value in ("", "x", "-1"))):
+        assert connect_to_driver(variables) is None

@@ -164,6 +164,8 @@ def test_open_mpi_5s_mpirun_brings_its_own_library(tmp_path: Path) -> None:
 )
 def test_mpirun_tells_its_version(tmp_path: Path, said: str, version: str) -> None:
     program = tmp_path / "mpirun"
+    assert mpirun_version(None) is mpirun_version(str(program)) is None
+    assert library_version(open_mpi(tmp_path, 4)) is library_version(None) is mpi_library(None, {}) is None
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
     program.chmod(0o755)
     assert mpirun_version(str(program)) == version
@@ -174,8 +176,3 @@ def test_as_many_ranks_must_join_as_were_started() -> None:
     check_size(info, 4)
     with pytest.raises(LaunchError, match="4 ranks"):
         check_size(info, 1)
-
-
-def test_versions_of_missing_programs_are_none(tmp_path: Path) -> None:
-    assert library_version(open_mpi(tmp_path, 4)) is library_version(None) is mpi_library(None, {}) is None
-    assert mpirun_version(None) is mpirun_version(str(tmp_path / "mpirun")) is None
