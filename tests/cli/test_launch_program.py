@@ -91,6 +91,14 @@ def test_the_others_may_work_on_when_one_has_ended() -> None:
     assert plan_of([], options, spec(), {}).limits.grace_s < float("inf")
 
 
+def test_options_of_the_driver_are_limits_of_the_job() -> None:
+    names = ("restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout", "gloo_timeout")
+    options = parse(["-np", "2", "--elastic", "1:4", *(f"--{name}={n}" for n, name in enumerate(names, 3)), "--"])
+    limits = plan_of([], options, spec_of(options, Choice(OWN, None, ""), Machine(), {}), {}).limits
+    assert [getattr(limits, name.replace("timeout", "timeout_s")) for name in names] == [3, 4, 5, 6, 7, 8]
+    assert (limits.start, limits.least, limits.most, limits.elastic) == (2, 1, 4, True)
+
+
 def test_with_elastic_it_speaks_to_the_driver_itself() -> None:
     words = ["-np", "2", "--elastic", "1:2", "--", "python", "script.py"]
     made = spec_of(parse(words), Choice(OWN, None, ""), Machine(), {})

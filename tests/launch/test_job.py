@@ -46,7 +46,7 @@ def stop(job: FakeJob, after: str) -> None:
     assert job.end()[0] == 143, job.said
 
 
-@pytest.mark.parametrize("deed", ["kill:0", "kill:1", "raise:1", "hang:0"])
+@pytest.mark.parametrize("deed", ["kill:0", "raise:1", "hang:0"])
 def test_a_dead_rank_is_replaced(tmp_path: Path, deed: str) -> None:
     options = (*TWO, "--hang-timeout", "1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", FOR_EVER, f"{deed}:20") as job:
@@ -94,14 +94,7 @@ def test_all_fail_once_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     options = (*TWO, "--restarts", "1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", "40", "raise:0:20", "raise:1:19") as job:
         code, _ = job.end()
-    assert code == 0, job.said
-    assert len(job.log("finished")) >= 1
-
-
-def test_all_fail_each_time(tmp_path: Path) -> None:
-    with FakeJob(tmp_path, *TWO, "--restarts", "1", "--", "40", "always-raise:*:20") as job:
-        code, _ = job.end()
-    assert code == 1 and any("no rank is left after 1 restart(s)" in line for line in job.said)
+    assert code == 0 and job.log("finished"), job.said
 
 
 def test_not_elastic_and_without_restarts_the_first_death_ends_it(tmp_path: Path) -> None:
@@ -110,25 +103,11 @@ def test_not_elastic_and_without_restarts_the_first_death_ends_it(tmp_path: Path
     assert code == 1 and any("rank 1 on localhost was killed by SIGKILL" in line for line in job.said)
 
 
-def test_the_limit_of_resets(tmp_path: Path) -> None:
-    with FakeJob(tmp_path, *TWO, "--reset-limit", "1", "--", FOR_EVER, "kill:1:5") as job:
-        code, _ = job.end()
-    assert code == 1 and any("exceeds --reset-limit 1" in line for line in job.said)
-
-
-def test_the_least_is_not_reached_in_time(tmp_path: Path) -> None:
-    options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.2", "--", FOR_EVER, "kill:1:5")
-    with FakeJob(tmp_path, *options) as job:
-        code, _ = job.end()
-    assert code == 1 and any("there are 1 of at least 2 ranks" in line for line in job.said)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_to_the_driver(tmp_path: Path, number: int, code: int) -> None:
+def test_ctrl_c_to_the_driver(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
         job.until("round 1")
-        job.signal(number)
-        assert job.end()[0] == code
+        job.signal(signal.SIGINT)
+        assert job.end()[0] == 130
 
 
 def test_a_signal_to_all_of_it_at_once_lets_ranks_save(tmp_path: Path) -> None:
@@ -163,12 +142,6 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
         job.until("round 2: 1 rank(s) on 1 host(s)")
         stop(job, "round 3: 2 rank(s) on 2 host(s)")
     assert len(ranks) == 1 and not ranks[0].is_running()
-
-
-def test_a_repeating_error_ends_the_job_though_a_round_had_begun(tmp_path: Path) -> None:
-    with FakeJob(tmp_path, *TWO, "--restarts", "3", "--events", "events", "--", FOR_EVER, "always-usage:0:0") as job:
-        assert job.end()[0] == 2
-    assert not any("started again" in line or "checkpoint" in line for line in job.said), job.said
 
 
 def test_options_that_are_wrong_for_every_rank_end_the_job_at_once(tmp_path: Path) -> None:
