@@ -18,29 +18,16 @@ from tests.support.gallery import SECRET, Gallery
 from tests.support.launch import ROOT, ending, run, train, training
 
 TASK = f"--task={ROOT}/tests/support/failing.py:failing"
-SHORT = [
-    "--train.steps=1000",
-    "--train.global_batch=8",
-    "--train.micro_batch=4",
-    "--run_dir=run",
-    "--checkpoint.every=2",
-]
+SHORT = ["--train.steps=1000", "--train.global_batch=8", "--train.micro_batch=4", "--run_dir=run"]
+SHORT += ["--checkpoint.every=2"]
 HEAD = "the run failed"
 STALL = "--observe.stall_timeout_s=8"
 
 
 def _fails(folder: Path, *options: str, size: int = 2, launcher: str | None = None, code: int | None = None) -> str:
     """Run a job that fails; its merged output, after what holds for every failure was checked."""
-    done = train(
-        TASK,
-        *SHORT,
-        *options,
-        size=size,
-        launcher=launcher,
-        cwd=folder,
-        check=False,
-        environment={"TOKEN_OF_A_TRACKER": SECRET},
-    )
+    how = {"size": size, "launcher": launcher, "environment": {"TOKEN_OF_A_TRACKER": SECRET}}
+    done = train(TASK, *SHORT, *options, cwd=folder, check=False, **how)
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     assert code is None or done.returncode == code, output
@@ -77,14 +64,6 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_reported_once(gallery: Gal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo"])
-def test_an_exception_on_one_rank_under_another_launcher(launcher: str, tmp_path: Path) -> None:
-    assert "rank 1 has had enough" in _fails(tmp_path, "--how=raise", "--at=4", launcher=launcher)
-    card = _card(tmp_path)
-    assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
-
-
-@pytest.mark.slow
 def test_the_command_on_the_card_resumes_the_run(gallery: Gallery) -> None:
     """It was typed in a shell after rank 1 of the run had been killed."""
     job = gallery["killed"]
@@ -97,36 +76,41 @@ def test_the_command_on_the_card_resumes_the_run(gallery: Gallery) -> None:
     assert not (job.run / ".ranks").exists()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.slow
-def test_an_exception_in_a_loader_process_and_in_reading_data(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--data=raise")
+def test_an_exception_in_reading_data(workers: int, tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--data=raise", f"--loader.workers={workers}")
     assert "rank 1 has had enough" in output
     (blamed,) = (s for s in _card(tmp_path)["statements"] if s["who"]["rank"] == 1)
     assert blamed["last"] == "data"
-    output = _fails(tmp_path, "--data=raise", "--loader.workers=1", "--run_dir=run")
-    assert "rank 1 has had enough" in output
 
 
-@pytest.mark.parametrize("how", ["raise", "user"])
+@pytest.mark.parametrize(
+    ("options", "size", "words"),
+    [
+        pytest.param(["--how=raise", "--everywhere=true"], 1, ["rank 0 on ", "rank 0 has had enough"], id="alone"),
+        pytest.param(["--how=raise", "--everywhere=true"], 2, ["has had enough"], id="each rank"),
+        pytest.param(
+            ["--how=user", "--everywhere=true"], 2, ["a sample is missing", "expected: samples", "next: bring some"],
+            id="of the user",
+        ),
+        pytest.param(["--how=leave"], 2, ["sys.exit(3) in "], id="exit"),
+        pytest.param(
+            ["--how=memory"],
+            2,
+            ["ran out of memory", "weight 0.0 MiB", "--train.micro_batch 2 (is 4)", "--precision bf16"],
+            id="memory",
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.slow
-def test_an_error_of_every_rank_is_reported_once(how: str, tmp_path: Path) -> None:
-    output = _fails(tmp_path, f"--how={how}", "--everywhere=true")
-    assert output.count("Traceback") == (1 if how == "raise" else 0)
-    if how == "user":
-        assert "a sample is missing\n  expected: samples\n  found: none\n  next: bring some" in output
-
-
-@pytest.mark.slow
-def test_one_process_alone_has_a_card_too(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=raise", "--everywhere=true", size=1, code=1)
-    assert "rank 0 on " in output and "rank 0 has had enough" in output
-    events = [line["event"] for line in read_journal(tmp_path / "run/journal.jsonl") if "event" in line]
-    assert events[-1] == "failed"
-
-
-@pytest.mark.slow
-def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
-    assert "sys.exit(3) in " in _fails(tmp_path, "--how=leave")
+def test_an_error_is_reported_once(options: list[str], size: int, words: list[str], tmp_path: Path) -> None:
+    output = _fails(tmp_path, *options, size=size, code=1 if size == 1 else None)
+    assert all(word in output for word in words)
+    if "--everywhere=true" in options:
+        assert output.count("Traceback") == ("--how=raise" in options)
+    if size == 1:
+        assert read_journal(tmp_path / "run/journal.jsonl")[-1]["event"] == "failed"
 
 
 def _named_as_killed(card: dict[str, Any], output: str) -> None:
@@ -144,10 +128,15 @@ def test_a_killed_rank_is_named_by_the_survivor(gallery: Gallery) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo"])
-def test_a_killed_rank_under_another_launcher(launcher: str, tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=kill", launcher=launcher)
-    _named_as_killed(_card(tmp_path), output)
+def test_a_rank_that_fails_is_named_under_another_launcher(launcher: str, how: str, tmp_path: Path) -> None:
+    output = _fails(tmp_path, f"--how={how}", "--at=4", launcher=launcher)
+    if how == "kill":
+        return _named_as_killed(_card(tmp_path), output)
+    card = _card(tmp_path)
+    assert "rank 1 has had enough" in output
+    assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
 
 
 @pytest.mark.parametrize("elastic", [("--to", "hvdtrain"), ("--elastic", "2:2", "--elastic-timeout", "1")])
@@ -204,21 +193,6 @@ def test_a_hanging_rank_is_distinguished_from_those_that_wait_for_it(tmp_path: P
     assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1]
 
 
-@pytest.mark.slow
-def test_memory_that_ran_out_is_explained(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=memory")
-    assert "ran out of memory" in output
-    for words in (
-        "parameters",
-        "optimizer",
-        "exchange",
-        "weight 0.0 MiB",
-        "--train.micro_batch 2 (is 4)",
-        "--precision bf16",
-    ):
-        assert words in output
-
-
 SCRIPT = """
 import functools, sys
 import hvdtrain
@@ -251,22 +225,13 @@ def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_p
 
 @pytest.mark.slow
 def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys\nfrom hvdtrain.__main__ import main\n"
-        "from tests.support import failing\n"
-        "failing.WAYS['raise'] = lambda: os.kill(os.getppid(), signal.SIGTERM)\n"
-        "sys.exit(main(sys.argv[1:]))\n"
+    (tmp_path / "script.py").write_text(
+        "import os, signal, sys\nfrom hvdtrain.__main__ import main\nfrom tests.support import failing\n"
+        "failing.WAYS['raise'] = lambda: os.kill(os.getppid(), signal.SIGTERM)\nsys.exit(main(sys.argv[1:]))\n"
     )
-    (tmp_path / "script.py").write_text(script)
-    task = "--task=tests.support.failing:failing"
-    done = run(
-        ["script.py", task, *SHORT, "--how=raise", "--at=20"],
-        size=2,
-        cwd=tmp_path,
-        environment={"PYTHONPATH": str(ROOT)},
-        check=False,
-        forks=False,  # the parent of a rank is mpirun then
-    )
+    argv = ["script.py", "--task=tests.support.failing:failing", *SHORT, "--how=raise", "--at=20"]
+    own = {"environment": {"PYTHONPATH": str(ROOT)}, "forks": False}  # the parent of a rank is mpirun then
+    done = run(argv, size=2, cwd=tmp_path, check=False, **own)
     assert HEAD not in done.stdout + done.stderr
     assert ending(tmp_path / "run/journal.jsonl").get("reason") == signal.SIGTERM.name
     assert not list((tmp_path / "run").glob("failure.*"))

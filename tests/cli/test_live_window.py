@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.__main__ import main
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, stop_by_sigterm, training
 
@@ -25,9 +26,9 @@ TOY = [
 
 
 @contextmanager
-def running(folder: Path, *options: str, size: int = 2) -> Iterator[None]:
-    """A job that trains until the end of the block."""
-    with training(*TOY, *options, size=size, cwd=folder) as process:
+def running(folder: Path, *options: str) -> Iterator[None]:
+    """A process that trains until the end of the block."""
+    with training(*TOY, *options, size=1, cwd=folder) as process:
         try:
             yield
         finally:
@@ -61,9 +62,8 @@ def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(gallery: G
     begin, last = numbers(ended.splitlines()[0])[:2]
     assert begin == first
     for rank in range(2):  # all of it was there by then, and the run went on
-        assert [s for s in steps_of(job.notes["spans"][f"spans-rank-{rank}.json"]) if s > 4] == [
-            *range(first, last + 1)
-        ]
+        steps = steps_of(job.notes["spans"][f"spans-rank-{rank}.json"])
+        assert [step for step in steps if step > 4] == [*range(first, last + 1)]
     horovod = f"horovod-steps-{first}-{last}.json"
     assert f"run/timeline/{horovod}" in ended
     json.loads(job.notes["horovod"][horovod])
@@ -71,14 +71,9 @@ def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(gallery: G
 
 
 @pytest.mark.slow
-def test_a_window_that_is_not_open_cannot_be_closed(tmp_path: Path) -> None:
-    with running(tmp_path, size=1):
-        assert timeline(tmp_path, "stop", "run").returncode == 1
-
-
-@pytest.mark.slow
 def test_a_window_of_n_steps_ends_by_itself_with_a_requested_profile(tmp_path: Path) -> None:
-    with running(tmp_path, size=1):
+    with running(tmp_path):
+        assert timeline(tmp_path, "stop", "run").returncode == 1, "none is open"
         begun = timeline(tmp_path, "start", "run", "--steps", "3", "--profile")
         first, last = numbers(begun.stdout)[:2]
         assert last == first + 2
@@ -86,25 +81,23 @@ def test_a_window_of_n_steps_ends_by_itself_with_a_requested_profile(tmp_path: P
         while timeline(tmp_path, "stop", "run").returncode == 0:
             pass
     folder = tmp_path / "run/timeline"
-    assert list(range(first, last + 1)) == [
-        s for s in steps_of((folder / "spans-rank-0.json").read_text()) if 20 < s <= last
-    ]
+    steps = steps_of((folder / "spans-rank-0.json").read_text())
+    assert [step for step in steps if 20 < step <= last] == [*range(first, last + 1)]
     assert (folder / f"torch-steps-{first}-{last}-rank-0.json").exists()
 
 
 @pytest.mark.slow
 def test_without_traces_the_command_says_what_to_do(tmp_path: Path) -> None:
-    with running(tmp_path, "--observe.timeline=off", size=1):
+    with running(tmp_path, "--observe.timeline=off"):
         found = timeline(tmp_path, "start", "run")
-    assert found.returncode == 1
-    assert "--observe.timeline auto" in found.stderr
+    assert found.returncode == 1 and "--observe.timeline auto" in found.stderr
 
 
 @pytest.mark.parametrize(("made", "says"), [(None, "is not a run folder"), ("finished", "is finished")])
-def test_there_must_be_a_run_that_is_not_over(made: str | None, says: str, tmp_path: Path) -> None:
+def test_there_must_be_a_run_that_is_not_over(
+    made: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if made:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run/journal.jsonl").write_text('{"event":"finished"}\n')
-    found = timeline(tmp_path, "start", "run")
-    assert found.returncode == 1
-    assert says in found.stderr
+        (tmp_path / "journal.jsonl").write_text(json.dumps({"event": made}) + "\n")
+    assert main(["timeline", "start", str(tmp_path)]) == 1
+    assert says in capsys.readouterr().err

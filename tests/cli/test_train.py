@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,10 @@ SHORT = ["--task", TOY, "--train.steps=6", "--checkpoint.every=2", "--train.glob
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("custom", None)
 
 
 def _task_file(body: str) -> str:
@@ -40,19 +45,7 @@ def test_a_task_file_that_is_no_python_is_wrong_each_time(capsys: pytest.Capture
 def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run"]) == 0
     out = capsys.readouterr().out
-    for words in (
-        "finished at step 6 of 6",
-        "training loss",
-        "held-out loss",
-        "positive ",
-        "samples/s on 1 rank(s)",
-        "step time: ",
-        "straggler: unknown: there is only one rank",
-        "run/timeline/report.html",
-        "--logdir run/tensorboard --host 127.0.0.1",
-        "run/timeline/*.json",
-        "journal.jsonl",
-    ):
+    for words in ("finished at step 6 of 6", "held-out loss", "positive ", "step time: ", "run/timeline/report.html"):
         assert words in out
     assert sorted(p.name for p in Path("run/checkpoints").iterdir())[-1] == "step-000006"
     steps = read_steps(Path("run/journal.jsonl"))
@@ -95,23 +88,17 @@ def test_a_changed_config_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert events[0]["changes"] == ["optimizer.lr: 0.002 -> 0.5", "train.clip: 1.0 -> 0.0"]
 
 
-def test_resume_from_a_path_and_never() -> None:
+def test_resume_from_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=a"]) == 0
-    assert main([*SHORT, "--run_dir=b", "--resume=a/checkpoints/step-000004"]) == 0
-    assert main([*SHORT, "--run_dir=c", "--resume=a", "--train.steps=7"]) == 0
-    assert sorted(read_steps(Path("b/journal.jsonl"))) == [5, 6]
-    assert sorted(read_steps(Path("c/journal.jsonl"))) == [7]
-    b, a = (read_steps(Path(f"{name}/journal.jsonl")) for name in "ba")
-    assert b[6]["loss"] == a[6]["loss"]
-
-
-def test_the_same_command_with_a_path_resumes_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--run_dir=a", "--train.stop_at=2"]) == 0
-    command = [*SHORT, "--run_dir=b", "--resume=a"]
+    command = [*SHORT, "--run_dir=b", "--resume=a/checkpoints/step-000002"]
     assert main([*command, "--train.stop_at=4"]) == 0
-    assert main(command) == 0
+    assert main([*SHORT, "--run_dir=c", "--resume=a", "--train.steps=7"]) == 0
+    assert main(command) == 0, "the same command goes on with its own run"
     assert "resuming from step 4 (b/checkpoints/step-000004)" in capsys.readouterr().out
     assert yaml.safe_load(Path("b/config.yaml").read_text())["resume"] == "auto"
+    a, b, c = (read_steps(Path(f"{name}/journal.jsonl")) for name in "abc")
+    assert sorted(b) == [3, 4, 5, 6] and sorted(c) == [7]
+    assert b[6]["loss"] == a[6]["loss"]
 
 
 def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,17 +110,13 @@ def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixtu
     assert "resuming from step 3" in capsys.readouterr().out
 
 
-def test_resume_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    said = _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere", code=2)
-    assert "invalid --resume: 'nowhere' contains no checkpoint" in " ".join(said.split())
-    assert not Path("b").exists()
-
-
-def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("resume", "said"), [("nowhere", "--resume"), ("never", "another --run_dir")])
+def test_resume_from_nothing_or_never_mixes_no_runs(resume: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run"]) == 0
     before = Path("run/journal.jsonl").read_bytes()
-    assert "give another --run_dir" in _fails(capsys, *SHORT, "--run_dir=run", "--resume=never", code=2)
-    assert Path("run/journal.jsonl").read_bytes() == before
+    folder = "run" if resume == "never" else "b"
+    assert said in _fails(capsys, *SHORT, f"--run_dir={folder}", f"--resume={resume}", code=2)
+    assert Path("run/journal.jsonl").read_bytes() == before and not Path("b").exists()
 
 
 @pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-000002"])
@@ -171,13 +154,13 @@ def test_a_run_with_a_broken_config_is_named_and_not_resumed_from_it(
     assert "resuming from step 2" in capsys.readouterr().out
 
 
-def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    import fcntl
-
+def test_a_run_directory_in_use_or_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
     with Path("run/.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "in use by another job" in _fails(capsys, *SHORT, "--run_dir=run")
+    Path("file").write_text("")
+    assert "cannot be used" in _fails(capsys, *SHORT, "--run_dir=file/run", code=2)
 
 
 def test_a_run_directory_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,14 +186,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--train.stpes=3", "did you mean --train.steps?"),
-        ("--hiden=3", "did you mean --hidden?"),
-        ("--train.steps=soon", "expected: a whole number"),
-        ("--precision=fp8", "one of fp32, bf16, fp16"),
-        ("--observe.sinks=my.py:Sink", "there is no file"),
-        ("-train.steps=3", "did you mean --train.steps?"),
-        ("train.steps=3", "did you mean --train.steps?"),
-        ("docs/b.md", "values with spaces or * are in quotes"),  # the shell has expanded a pattern
+        ("--train.stpes=3", "--train.steps?"),
+        ("--hiden=3", "--hidden?"),
+        ("--train.steps=soon", "a whole number"),
+        ("--precision=fp8", "fp32, bf16, fp16"),
+        ("--observe.sinks=my.py:Sink", "my.py"),
+        ("-train.steps=3", "--train.steps?"),
+        ("train.steps=3", "--train.steps?"),
+        ("docs/b.md", "in quotes"),  # the shell has expanded a pattern
     ],
 )
 def test_wrong_options(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,79 +218,44 @@ MODEL = "    model = nn.Linear(2, 1)\n    data = torch.utils.data.TensorDataset(
 LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
 
 
+def _body(returned: str) -> str:
+    return f"def build():\n{MODEL}{LOSS}    return {returned}\n"
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("def build():\n    return 3\n", "found: int 3"),
-        (f"def build():\n{MODEL}    return Task(model, None, data)\n", "the task's loss is not a function"),
-        (f"def build():\n{MODEL}{LOSS}    return Task('model', loss, data)\n", "the task's model is of the wrong type"),
-        (
-            f"def build():\n{MODEL}    return Task(model, lambda m, b: m(b[0]).sum(), data)\n",
-            "the task's loss function returned an invalid value",
-        ),
-        (
-            f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, files={{'state.json': b''}})\n",
-            "the task's files have a name that a checkpoint cannot have: 'state.json'",
-        ),
-        (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, optimizer=3)\n", "the task's optimizer is of"),
-        (
-            f"def build():\n{MODEL}{LOSS}"
-            "    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))\n",
-            "the data set is empty",
-        ),
-        (
-            f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n",
-            "the data set can be read only once",
-        ),
-        (
-            f"def build():\n{MODEL}{LOSS}    return Task(model.requires_grad_(False), loss, data)\n",
-            "found: 2 parameters, all frozen",
-        ),
-        (
-            f"def build():\n{MODEL}{LOSS}"
-            "    return Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))\n",
-            "LBFGS, needs a closure",
-        ),
+        ("def build():\n    return 3\n", "int 3"),
+        ("def build(seed: int = 3):\n    return 3\n", "a parameter 'seed'"),
+        (_body("Task(model, None, data)"), "task's loss"),
+        (_body("Task('model', loss, data)"), "task's model"),
+        (_body("Task(model, lambda m, b: m(b[0]).sum(), data)"), "task's loss function"),
+        (_body("Task(model, loss, data, files={'state.json': b''})"), "'state.json'"),
+        (_body("Task(model, loss, data, optimizer=3)"), "task's optimizer"),
+        (_body("Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))"), "data set is empty"),
+        (_body("Task(model, loss, iter([1]))"), "data set can be read only once"),
+        (_body("Task(model.requires_grad_(False), loss, data)"), "all frozen"),
+        (_body("Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))"), "LBFGS"),
         *(
-            (
-                f"def build():\n{MODEL}{LOSS}"
-                f"    return Task(model, loss, data, data, metrics=lambda m, b: {metrics})\n",
-                "the task's metrics function returned an invalid value",
-            )
+            (_body(f"Task(model, loss, data, data, metrics=lambda m, b: {metrics})"), "task's metrics function")
             for metrics in ("None", "{'right': 1.0}", "{'right': (1, 'two')}")
         ),
-        ("def build(seed: int = 3):\n    return 3\n", "a parameter 'seed', which is an option"),
     ],
 )
 def test_a_task_that_returns_the_wrong_thing(body: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    option = _task_file(body)
     code = 1 if "data set" in words else 2  # data may come yet
-    try:
-        assert words in _fails(capsys, option, "--run_dir=run", code=code)
-    finally:
-        import sys
-
-        sys.modules.pop("custom", None)
+    assert words in _fails(capsys, _task_file(body), "--run_dir=run", code=code)
     assert not Path("run/checkpoints").exists()
 
 
 def test_batch_statistics_are_named_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    option = _task_file(
-        f"def build():\n{MODEL}{LOSS}    return Task(nn.Sequential(nn.BatchNorm1d(2), model), loss, data)\n"
-    )
+    option = _task_file(_body("Task(nn.Sequential(nn.BatchNorm1d(2), model), loss, data)"))
     assert main([option, "--train.steps=1"]) == 0
     assert "the model has batch statistics (0)" in capsys.readouterr().out
 
 
 def test_a_loss_that_stays_infinite_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
-    sys.modules.pop("custom", None)
-    option = _task_file(
-        f"def build():\n{MODEL}"
-        "    loss = lambda model, batch: (model(batch[0]).sum() * float('inf'), 1)\n"
-        "    return Task(model, loss, data)\n"
-    )
+    option = _task_file(_body("Task(model, lambda m, b: (m(b[0]).sum() * float('inf'), 1), data)"))
     error = _fails(capsys, option, "--train.max_skipped=3", "--run_dir=run")
     assert "not finite 3 steps in a row" in error
     lines = read_journal(Path("run/journal.jsonl"))
@@ -315,7 +263,6 @@ def test_a_loss_that_stays_infinite_ends_the_run(capsys: pytest.CaptureFixture[s
     assert lines[-1]["event"] == "failed"
     for line in Path("run/journal.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    sys.modules.pop("custom", None)
 
 
 @pytest.mark.parametrize("option", ["--train.steps=-5", "--parallel.compression=zip", "--observe.timeline=5:1"])
@@ -340,8 +287,3 @@ def test_help_shows_options_and_the_tasks_own(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "--train.global_batch" in out
     assert "width of the middle layer" in out
-
-
-def test_a_disk_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("file").write_text("")
-    assert "cannot be used" in _fails(capsys, *SHORT, "--run_dir=file/run", code=2)

@@ -141,7 +141,7 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
         agent.kill()
         job.until("round 2: 1 rank(s) on 1 host(s)")
         stop(job, "round 3: 2 rank(s) on 2 host(s)")
-    assert len(ranks) == 1 and not ranks[0].is_running()
+    assert len(ranks) == 1 and not psutil.wait_procs(ranks, timeout=TIMEOUT_S)[1]
 
 
 def test_options_that_are_wrong_for_every_rank_end_the_job_at_once(tmp_path: Path) -> None:

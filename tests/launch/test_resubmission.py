@@ -53,6 +53,8 @@ sys.exit(int(code))
 """
 SUBMIT = {"pbs": ["qsub", "-W", "depend=afterany:7"], "lsf": ["bsub", "-w", "ended(7)"]}
 BATCH = jobs.Batch(time_s=61, notice_s=60, resubmissions=2)
+LATE = {"SECONDS": "1"}
+"""With this bash begins a second late: at the time of the notice."""
 
 
 def spec(folder: Path, **more: object) -> JobSpec:
@@ -72,7 +74,7 @@ def run(text: str, programs: Path, code: str, **variables: str) -> subprocess.Co
     (programs / "nodes").write_text("a\nb\n")
     files = dict.fromkeys(("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"), str(programs / "nodes"))
     given = {"PBS_JOBID": "7", "LSB_JOBID": "7", "CODE": code, "READY": str(programs / "ready"), **files, **variables}
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", **given}
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", **LATE, **given}
     return subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
@@ -133,7 +135,7 @@ def test_jobs_that_cannot_go_on_by_themselves_are_refused(target: str, more: dic
         TARGETS[target].render(replace(spec(Path("/")), **more))  # type: ignore[arg-type]
 
 
-def test_without_an_mpi_our_own_driver_stops_the_ranks(tmp_path: Path) -> None:
+def test_without_an_mpi_our_own_driver_stops_the_ranks() -> None:
     text = str(TARGETS["pbs"].render(jobs.queued(None, BATCH)))
     assert "--signal=TERM" in text and "HVDTRAIN_STOP_ON_USR1" not in text
 
@@ -163,7 +165,7 @@ def test_ranks_save_stop_and_resume_in_the_next_job(by: str, tmp_path: Path) -> 
     fakes(tmp_path, "qsub", "timeout")
     journal = tmp_path / "run/journal.jsonl"
     given = {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes"), "READY": str(journal), "PYTHONPATH": str(ROOT)}
-    given |= {"SECRET": "", "HF_HOME": str(tmp_path)}  # which qsub passes on by -v
+    given |= {"SECRET": "", "HF_HOME": str(tmp_path), **LATE}  # the first two are passed on by qsub -v
     environment = {**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def start(text: str, sample_s: str) -> subprocess.CompletedProcess[str]:
