@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,7 @@ import yaml
 from hvdtrain.cli.config import main
 from hvdtrain.config.options import Options, list_options, to_yaml
 from hvdtrain.config.parse import make_parser, parse_argv
-from hvdtrain.config.schema import Config, ObserveConfig
+from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import load_task_function
 from hvdtrain.yaml_file import flatten
@@ -103,14 +104,10 @@ def test_each_option_comes_after_its_description(function: Callable[..., Any]) -
 
 def test_comments_are_the_docstrings_of_the_classes() -> None:
     text = to_yaml(_options(plain), "t")
-    assert text.startswith("# Options of")
-    assert "\n# output and recording\nobserve:\n" in text
-    nvtx = str(ObserveConfig.nvtx).lower()
-    assert f"  # mark the parts of each step for Nsight Systems (true or false)\n  nvtx: {nvtx}" in text
-    assert "\n# number format of forward and backward;" in text
     assert "(fp32, bf16, fp16 or bf16-weights)\nprecision: fp32\n" in text
     assert "(number or null; default: train.steps instead)\n  epochs: null\n" in text
-    assert f"\nseed: {Config.seed}\n" in text
+    nvtx = re.search(r"^  # (.*) \(true or false\)\n  nvtx: false$", text, re.M)
+    assert nvtx and f"nvtx: {nvtx[1]}" in " ".join(str(ObserveConfig.__doc__).split())
 
 
 def test_an_option_that_has_to_be_given_is_missed_until_it_is(tmp_path: Path) -> None:
@@ -129,14 +126,11 @@ def test_the_command_writes_the_task_and_its_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(
-        'def build(hidden: int = 64):\n    """Build.\n\n    Args:\n        hidden: Units.\n    """\n'
-    )
+    Path("own.py").write_text('def build(hidden: int = 64):\n    """B.\n\n    Args:\n        hidden: Units.\n    """\n')
     assert main(["init", "my run.yaml", "--task", "own.py:build"]) == 0
     assert "hvdtrain train --config 'my run.yaml'" in capsys.readouterr().out
     text = Path("my run.yaml").read_text()
-    assert "\ntask: own.py:build\n" in text
-    assert "\n# Units. (whole number)\nhidden: 64\n" in text
+    assert "\ntask: own.py:build\n" in text and "\n# Units. (whole number)\nhidden: 64\n" in text
     assert "preset" not in text
     assert main(["init"]) == 0
     assert "\ntask: language_model\n" in Path("run.yaml").read_text()
@@ -149,7 +143,6 @@ def test_a_file_that_is_there_is_left_as_it_is(tmp_path: Path, capsys: pytest.Ca
     for name in (file, dangling):
         assert main(["init", str(name)]) == 1
         assert f"{name} exists already" in capsys.readouterr().err
-    assert file.read_text() == "seed: 3\n"
-    assert dangling.readlink() == tmp_path / "nowhere"
+    assert file.read_text() == "seed: 3\n" and dangling.readlink() == tmp_path / "nowhere"
     assert main(["init", str(tmp_path / "no" / "run.yaml")]) == 1
     assert "cannot write" in capsys.readouterr().err

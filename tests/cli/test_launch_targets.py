@@ -224,6 +224,12 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
         (["-np", "2", "train"], "is not an option of launch"),
         (["--elastic", "x"], "--elastic is not MIN:MAX"),
         (["--np", "2"], "-np N instead of --np"),
+        (["-np", "0"], "-np"),
+        (["-np", "2", "-H", "-oProxyCommand=x:2"], "-H"),
+        (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),
+        (["-np", "2", "--discover", "/nothing/here"], "/nothing/here"),
+        (["-np", "2", "--interface", "lo;x"], "--interface"),
+        (["-np", "2", "--hang-timeout", "-1"], "--hang"),
         *(
             (["--to", "pbs", "-np", "2", *wrong], wrong[0])
             for wrong in (

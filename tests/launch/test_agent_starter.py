@@ -93,10 +93,8 @@ def test_only_who_reads_the_file_is_connected(fakes: Path, tmp_path: Path) -> No
     show = "import sys;print(sys.stdin.readline().strip(), flush=True)"
     command = Starter("pbs_tmrsh", NODES).command("b", sys.executable, show, "lo")
     (fakes / "pbs_tmrsh").write_text(f"#!{sys.executable}\n" + STRANGER_FIRST)
-    done = subprocess.run(
-        command, input="hello\n", env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=TIMEOUT_S,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input="hello\n", env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stdout == "hello\n", done.stderr
     assert not list(tmp_path.glob(".hvdtrain-agent-*"))
 

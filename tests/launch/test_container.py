@@ -59,10 +59,7 @@ def test_what_starts_containers_is_found(
     asked: str, image: str, target: str, here: tuple[str, ...], found: str, tmp_path: Path
 ) -> None:
     for name in here:
-        if name == "srun":
-            make_runtime(tmp_path, "srun")  # Slurm's own --help, without the plugin's options, is not needed
-        else:
-            make_runtime(tmp_path, "srun" if name == "pyxis" else name, "/bin/false" if name == "pyxis" else "")
+        make_runtime(tmp_path, *(("srun", "/bin/false") if name == "pyxis" else (name,)))
     environ = {"PATH": str(tmp_path / "runtime")}
     assert find_container_runtime(asked, image, target, environ) == found
 
@@ -101,9 +98,9 @@ def test_a_path_that_a_mount_would_change_is_refused(target: str, job: JobSpec, 
     ("options", "said"),
     [
         (["--container", "x.sif", "--container_mount", "/data"], "SRC:DST:ro"),
-        (["--container", "x.sif", "--container_mount", "data:/data"], "absolute paths"),
-        (["--container", "x.sif", "--container_mount", "/data:/data:rw+x"], "absolute paths"),
-        (["--container=-x"], "not starting with a dash"),
+        (["--container", "x.sif", "--container_mount", "data:/data"], "is not a mount"),
+        (["--container", "x.sif", "--container_mount", "/data:/data:rw+x"], "is not a mount"),
+        (["--container=-x"], "not an image"),
         (["--container_mount", "/a:/a"], "--container_mount is given without an image"),
         (["--container_runtime", "pyxis"], "--container_runtime is given without an image"),
     ],
@@ -115,7 +112,7 @@ def test_options_that_mean_nothing_are_refused(
         code = main(["--to", "slurm", "-np", "2", "--dry-run", *options, "--"])
     except SystemExit as ended:
         code = int(str(ended.code))
-    assert code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert code == 2 and said in capsys.readouterr().err
 
 
 def test_the_image_decides_what_the_program_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +162,9 @@ def test_the_mpi_of_a_horovod_outside_the_image_does_not_count() -> None:
 
 
 def test_a_queued_job_without_mpi_is_refused() -> None:
-    for target, jsrun in (("pbs", False), ("lsf", False)):
-        with pytest.raises(LaunchError, match="needs an mpirun to start ranks in containers"):
-            refuse_shape(JobSpec((), 2, container=jobs.SIF, batch=Batch(jsrun=jsrun)), target)
+    for target in ("pbs", "lsf"):
+        with pytest.raises(LaunchError, match="needs an mpirun"):
+            refuse_shape(JobSpec((), 2, container=jobs.SIF), target)
     refuse_shape(JobSpec((), 2, container=jobs.SIF, batch=Batch(jsrun=True)), "lsf")
     refuse_shape(JobSpec((), 2, container=jobs.SIF), "srun")
 
@@ -175,14 +172,13 @@ def test_a_queued_job_without_mpi_is_refused() -> None:
 @pytest.mark.parametrize(
     ("target", "environ", "options", "said"),
     [
-        ("srun", {"SLURM_GPUS_ON_NODE": "8"}, (), "4 ranks leave 4 of 8 GPUs idle: each rank uses one; for all: -np 8"),
+        ("srun", {"SLURM_GPUS_ON_NODE": "8"}, (), "leave 4 of 8 GPUs idle: each rank uses one; for all: -np 8"),
         ("openmpi", {"SLURM_GPUS_ON_NODE": "8"}, (), "idle"),
         ("srun", {"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_JOB_NODELIST": "a,b"}, (), "leave 4 of 8"),
         (OWN, {"SLURM_GPUS_ON_NODE": "8"}, ("--elastic", "2:6"), "6 ranks leave 2 of 8"),
         (OWN, {"SLURM_GPUS_ON_NODE": "8"}, ("--elastic", "2:8"), ""),
         ("srun", {"SLURM_GPUS_ON_NODE": "8"}, ("--gpus_per_node", "4"), ""),
         ("srun", {"SLURM_GPUS_ON_NODE": "4"}, (), ""),
-        ("srun", {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"}, (), ""),
         ("slurm", {"SLURM_GPUS_ON_NODE": "8"}, (), ""),
         ("mpijob", {}, ("--gpus_per_node", "8"), "leave 4 of 8 GPUs idle, unless the program uses several"),
     ],
@@ -202,18 +198,12 @@ def test_ranks_of_the_real_mpirun_train_in_containers(tmp_path: Path) -> None:
     work = tmp_path / "it's work"
     work.mkdir()
     path = os.pathsep.join([str(make_runtime(tmp_path)), str(mpirun.parent), ENVIRONMENT["PATH"]])
-    variables = {
-        **ENVIRONMENT,
-        "PATH": path,
-        "PYTHONPATH": f"{ROOT}:/of-host",
-        "VIRTUAL_ENV": "/of-host",
-        "HVDTRAIN_X": "1",
-    }
+    of_host = {"PYTHONPATH": f"{ROOT}:/of-host", "VIRTUAL_ENV": "/of-host", "HVDTRAIN_X": "1"}
+    variables = {**ENVIRONMENT, **of_host, "PATH": path}
     argv = [sys.executable, "-m", "hvdtrain", "launch", "--to", "openmpi", "-np", "2", "--container", str(image)]
     argv += ["--container_mount", "/data:/in:ro", "--", *TOY, "--run_dir=run"]
     done = subprocess.run(argv, cwd=work, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert "containers by apptainer" in done.stderr
+    assert done.returncode == 0 and "containers by apptainer" in done.stderr, done.stderr
     assert len(read_steps(work / "run/journal.jsonl")) == 4
     ranks = starts(image)
     assert len(ranks) == 2

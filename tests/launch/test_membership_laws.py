@@ -79,25 +79,12 @@ def _late(job: World, number: int) -> None:
             job.join(worker)
 
 
-ACTIONS: list[Callable[[World, int], None]] = [
-    _kill,
-    _kill,
-    _die,
-    _drain,
-    _fail,
-    _step,
-    _hosts,
-    _cut,
-    _reach,
-    _wait,
-    _wait,
-    _deaf,
-    _late,
-]
+ACTIONS = [_kill, _kill, _die, _drain, _fail, _step, _hosts, _cut, _reach, _wait, _wait, _deaf, _late]
+History = list[tuple[Callable[[World, int], None], int]]
 HISTORIES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 26)), max_size=25)
 
 
-def _live(job: World, history: list[tuple[Callable[[World, int], None], int]]) -> None:
+def _live(job: World, history: History) -> None:
     for action, number in history:
         if job.code is None:
             action(job, number)
@@ -116,9 +103,8 @@ def _check(job: World) -> None:
     assert fresh <= 1 + restarts, "a round was led by one that holds no state"
     inside = job.round()
     assert [w.rank for w in inside] == sorted({w.rank for w in inside})
-    assert len({(w.host, w.place["local_rank"]) for w in inside if w.round == len(job.rounds)}) == len(
-        [w for w in inside if w.round == len(job.rounds)]
-    )
+    newest = [(w.host, w.place["local_rank"]) for w in inside if w.round == len(job.rounds)]
+    assert len(set(newest)) == len(newest)
 
 
 def _heal(job: World) -> None:
@@ -141,7 +127,7 @@ def _heal(job: World) -> None:
 
 @pytest.mark.slow
 @given(HISTORIES, st.integers(0, 3))
-def test_no_wait_has_no_end(history: list[tuple[Callable[[World, int], None], int]], restarts: int) -> None:
+def test_no_wait_has_no_end(history: History, restarts: int) -> None:
     job = World(replace(LIMITS, restarts=restarts), {"a": 2, "b": 2})
     _live(job, history)
     _heal(job)
@@ -158,9 +144,7 @@ def test_no_wait_has_no_end(history: list[tuple[Callable[[World, int], None], in
 
 
 @given(HISTORIES, st.sampled_from(["SIGTERM", "SIGINT"]), st.booleans())
-def test_a_signal_always_ends_the_job(
-    history: list[tuple[Callable[[World, int], None], int]], name: str, deaf: bool
-) -> None:
+def test_a_signal_always_ends_the_job(history: History, name: str, deaf: bool) -> None:
     job = World(replace(LIMITS, restarts=2), {"a": 2, "b": 2})
     _live(job, history)
     if job.code is not None:
@@ -173,9 +157,7 @@ def test_a_signal_always_ends_the_job(
 
 
 @given(HISTORIES)
-def test_it_ends_some_day_where_too_few_ever_come_back(
-    history: list[tuple[Callable[[World, int], None], int]],
-) -> None:
+def test_it_ends_some_day_where_too_few_ever_come_back(history: History) -> None:
     job = World(replace(LIMITS, elastic_timeout_s=30, start_timeout_s=40), {"a": 2, "b": 2})
     _live(job, history)
     if job.code is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE, ConfigError, LaunchError
 from hvdtrain.launch.drain import drain_hosts, find_ranks
@@ -113,11 +114,7 @@ def test_only_failures_that_may_not_recur_restart(
     argv = [sys.executable, "-c", COUNT, str(file), *map(str, codes)]
     assert Restarts(argv, most, first_s=0).run() == code
     assert len(file.read_text()) == runs
-
-
-def test_a_program_that_is_missing_does_not_restart(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Restarts(["./missing"], 3, first_s=0).run() == CANNOT_START
-    assert "restart" not in capsys.readouterr().err
+    assert Restarts(["./missing"], most, first_s=60).run() == CANNOT_START
 
 
 def test_a_process_that_ends_meanwhile_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,20 +143,13 @@ def test_sigterm_ends_the_restarts(code: int | None, tmp_path: Path) -> None:
         assert process.stdout.read() == ""
 
 
-TEMPLATE: dict[str, Any] = {
-    "spec": {
-        "containers": [
-            {
-                "name": "worker",
-                "image": "i",
-                "command": ["sshd"],
-                "env": [{"name": "A", "value": "1"}],
-                "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
-            }
-        ],
-        "volumes": [{"name": "runs", "emptyDir": {}}],
-    }
-}
+TEMPLATE: dict[str, Any] = yaml.safe_load("""
+spec:
+  containers:
+  - {name: worker, image: i, command: [sshd], env: [{name: A, value: "1"}],
+     volumeMounts: [{name: runs, mountPath: /runs}]}
+  volumes: [{name: runs, emptyDir: {}}]
+""")
 
 
 def _patched(**spec: Any) -> dict[str, Any]:
@@ -181,12 +171,9 @@ def test_named_elements_are_merged_and_other_lists_replaced() -> None:
     assert [mount["mountPath"] for mount in changed["volumeMounts"]] == ["/runs", "/more"]
     assert [volume["name"] for volume in spec["volumes"]] == ["runs", "more"]
     assert spec["tolerations"] == [{"key": "a"}]
-    assert _patched(volumes=[{"name": "runs", "emptyDir": None, "nfs": {"path": "/", "x": None}}])["volumes"] == [
-        {"name": "runs", "nfs": {"path": "/"}}
-    ]
-    assert _patched(volumes=[{"name": "runs", "nfs": {"path": "/"}}])["volumes"] == [
-        {"name": "runs", "nfs": {"path": "/"}}
-    ]
+    by_nfs = {"name": "runs", "nfs": {"path": "/"}}
+    for volume in (by_nfs, {"name": "runs", "emptyDir": None, "nfs": {"path": "/", "x": None}}):
+        assert _patched(volumes=[volume])["volumes"] == [by_nfs]
     assert patch_pod("worker", TEMPLATE, {"metadata": {"labels": {"env": "a"}}})["metadata"] == {"labels": {"env": "a"}}
     assert repr(TEMPLATE) == before
 
@@ -194,15 +181,15 @@ def test_named_elements_are_merged_and_other_lists_replaced() -> None:
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ({"containers": [{"name": "worker", "command": ["sleep"]}]}, "changes the command of the worker"),
-        ({"containers": [{"name": "worker", "args": ["-d"]}]}, "changes the args of the worker"),
-        ({"containers": None}, "changes the name of the worker"),
-        ({"restartPolicy": "Always"}, "changes the restartPolicy of the worker"),
-        ({"containers": [{"name": "wroker", "env": []}]}, "adds the container 'wroker' without an image"),
-        ({"volumes": [{"emptyDir": {}}]}, "an element of worker.spec.volumes has no name"),
+        ({"containers": [{"name": "worker", "command": ["sleep"]}]}, "command"),
+        ({"containers": [{"name": "worker", "args": ["-d"]}]}, "args"),
+        ({"containers": None}, "name"),
+        ({"restartPolicy": "Always"}, "restartPolicy"),
+        ({"containers": [{"name": "wroker", "env": []}]}, "'wroker' without an image"),
+        ({"volumes": [{"emptyDir": {}}]}, "worker.spec.volumes has no name"),
         ({"containers": "worker"}, "worker.spec.containers is no list"),
         ({"containers": {"name": "worker"}}, "worker.spec.containers is no list"),
-        ({"containers": [{"name": ["worker"]}]}, "an element of worker.spec.containers has no name"),
+        ({"containers": [{"name": ["worker"]}]}, "worker.spec.containers has no name"),
         ({"containers": [{"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}, "--gpus-per-node N"),
     ],
 )
@@ -214,22 +201,22 @@ def test_a_patch_that_breaks_the_job_is_refused(spec: dict[str, Any], problem: s
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "cannot read the pod patch"),
-        ("a: [", "pod patch .* is not YAML"),
-        ("- a", "pod patch .* is not a mapping"),
-        ("", "the file is no mapping with the right keys\n  expected: launcher or worker"),
-        ("nodeSelector: {a: b}", "the file is no mapping with the right keys"),
-        ("worker: {nodeSelector: {a: b}}", "worker is no mapping with the right keys\n  expected: metadata or spec"),
+        (None, "No such file"),
+        ("a: [", "is not YAML"),
+        ("- a", "is not a mapping"),
+        ("", "expected: launcher or worker"),
+        ("nodeSelector: {a: b}", "expected: launcher or worker"),
+        ("worker: {nodeSelector: {a: b}}", "worker is no mapping(?s:.*)expected: metadata or spec"),
         ("worker: {spec: text}", "worker.spec is no mapping"),
-        ("worker: {spec: !!bool maybe}", "pod patch .* is not YAML"),
-        ("launcher: text", "launcher is no mapping with the right keys"),
+        ("worker: {spec: !!bool maybe}", "is not YAML"),
+        ("launcher: text", "launcher is no mapping"),
     ],
 )
 def test_a_file_that_is_no_patch_is_refused(text: str | None, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "patch.yaml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises((LaunchError, ConfigError), match=problem):
+    with pytest.raises((LaunchError, ConfigError), match=rf"patch\.yaml(?s:.*){problem}"):
         read_pod_patch(file)
 
 

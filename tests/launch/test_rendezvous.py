@@ -78,6 +78,7 @@ def crowded() -> Iterator[Served]:
 
 
 def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served.address.startswith("127.0.0.1:"), "this host alone"
     monkeypatch.setattr(request, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
     assert served.ask("GET", path) == (404, b"")
@@ -113,28 +114,22 @@ class Evil:
         return (pytest.fail, ("it was unpickled",))
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "POST", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize(
-    ("path", "status"),
+    ("methods", "path", "status"),
     [
-        ("/wrong-token/3:0/scope/key", 403),
-        ("/3:0/scope/key", 404),
-        ("/scope/key", 404),
-        ("/worker_addresses/a:0", 404),
-        ("/TOKEN/3:0/../../key", 404),
-        ("/TOKEN/3:0/scope", 404),
-        ("/TOKEN/3:0/scope/key/more", 404),
-        ("/TOKEN/3:1/scope/key", 404),
-        ("/TOKEN/x:0/scope/key", 404),
-        ("/TOKEN/3:0/scope/" + "k" * 500, 404),
-        ("/", 404),
+        ("POST PATCH OPTIONS", "/TOKEN/3:0/scope/key", 501),
+        ("GET PUT DELETE", "/wrong-token/3:0/scope/key", 403),
+        ("GET PUT DELETE", "/TOKEN/3:0/../../key", 404),
+        *(("GET PUT", path, 404) for path in ("/3:0/scope/key", "/scope/key", "/worker_addresses/a:0", "/")),
+        *(("GET PUT", f"/TOKEN/3:0/scope{path}", 404) for path in ("", "/key/more", "/" + "k" * 500)),
+        *(("GET PUT", f"/TOKEN/{number}/scope/key", 404) for number in ("3:1", "x:0")),
     ],
 )
-def test_odd_requests_are_refused_and_logged(served: Served, method: str, path: str, status: int) -> None:
-    body = pickle.dumps(Evil()) if method in ("PUT", "POST") else None
-    got, text = served.ask(method, path.replace("TOKEN", served.token), body)
-    assert got == (status if method in ("GET", "PUT", "DELETE") else 501) and text == b""
-    assert not served.keys and len(served.log) == 1 and served.token not in served.log[0]
+def test_odd_requests_are_refused_and_logged(served: Served, methods: str, path: str, status: int) -> None:
+    for number, method in enumerate(methods.split(), 1):
+        body = pickle.dumps(Evil()) if method in ("PUT", "POST") else None
+        assert served.ask(method, path.replace("TOKEN", served.token), body) == (status, b"")
+        assert not served.keys and len(served.log) == number and served.token not in served.log[-1]
 
 
 @pytest.mark.parametrize("length", [str(MOST_BYTES + 1), "-1", "1e3", "99999999999999999999", "", "0x10"])
@@ -166,10 +161,6 @@ def test_repeated_refusals_do_not_fill_the_log(served: Served) -> None:
     assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
 
 
-def test_it_listens_on_this_host_alone(served: Served) -> None:
-    assert served.address.startswith("127.0.0.1:")
-
-
 def test_idle_connections_block_no_rank(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
     monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
@@ -182,10 +173,7 @@ def test_idle_connections_block_no_rank(crowded: Served, monkeypatch: pytest.Mon
     assert crowded.ask("PUT", f"/{crowded.token}/3:0/scope/key", b"x") == (200, b"") and crowded.keys
     assert len(crowded.server._strangers) <= MOST_STRANGERS
     assert connections[0].recv(1) == b""
-    assert "have sent no request; the oldest are closed" in crowded.log[0]
-    assert re.search(
-        rf"\(\d+ of uid {os.getuid()}\), see: ss -tnp dport = :{crowded.address.split(':')[1]}", crowded.log[0]
-    )
+    assert re.search(rf"\(\d+ of uid {os.getuid()}\).* :{crowded.address.split(':')[1]}", crowded.log[0])
     for connection in connections:
         connection.close()
 

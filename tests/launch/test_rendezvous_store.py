@@ -81,50 +81,48 @@ def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
     assert len(unpacked(packed(bytes(MOST_BYTES + 1)))) == MOST_BYTES
 
 
+def _relay() -> tuple[list[tuple[str, int, dict[str, str]]], Relay]:
+    """What a relay has sent, and the relay."""
+    sent: list[tuple[str, int, dict[str, str]]] = []
+    return sent, Relay(lambda kind, *, round, keys: sent.append((kind, round, keys)))
+
+
 class TestRelay:
     def test_a_stored_value_goes_to_all_in_one_message(self) -> None:
-        sent = Sent()
-        relay = Relay(sent)
+        sent, relay = _relay()
         relay.open(1, {"rank_and_size/a:0": "0,2"})
         for key in "xyz":
             relay.put(1, key, f"value of {key}")
         relay.put(2, "late", "of another round")
-        assert sent.take() == [("open", 1, {"rank_and_size/a:0": "0,2"})]
+        assert sent == [("open", 1, {"rank_and_size/a:0": "0,2"})]
         relay.flush()
         relay.flush()
-        assert sent.take() == [("keys", 1, {key: f"value of {key}" for key in "xyz"})]
+        assert sent[1:] == [("keys", 1, {key: f"value of {key}" for key in "xyz"})]
 
     def test_what_waits_when_the_stores_close_is_not_sent(self) -> None:
-        sent = Sent()
-        relay = Relay(sent)
+        sent, relay = _relay()
         relay.open(2, {})
         relay.put(2, "x", "waits")
         relay.open(0, {})
         relay.flush()
         relay.put(2, "x", "late")
         relay.flush()
-        assert sent.take() == [("open", 2, {}), ("open", 0, {})]
+        assert sent == [("open", 2, {}), ("open", 0, {})]
 
     def test_no_message_is_longer_than_a_line_may_be(self) -> None:
-        sent = Sent()
-        relay = Relay(sent)
+        sent, relay = _relay()
         relay.open(1, {})
-        largest = packed(random.Random(0).randbytes(MOST_BYTES))
-        small = "x" * 5000
         for number in range(250):
-            relay.put(1, f"small {number}", small)
-        relay.put(1, "largest", largest)
+            relay.put(1, f"small {number}", "x" * 5000)
+        relay.put(1, "largest", packed(random.Random(0).randbytes(MOST_BYTES)))
         relay.flush()
-        messages = sent.take()
-        assert len(messages) > 1 and all(
-            len(lines.encode_message(kind, {"keys": keys})) < lines.MOST_BYTES for kind, _, keys in messages
-        )
-        assert sum(len(keys) for _, _, keys in messages) == 251
+        lengths = [len(lines.encode_message(kind, {"keys": keys})) for kind, _, keys in sent]
+        assert len(lengths) > 2 and max(lengths) < lines.MOST_BYTES
+        assert sum(len(keys) for _, _, keys in sent) == 251
 
     def test_values_share_a_message_until_it_is_full(self) -> None:
         """Sixteen values of 64 KiB fill a message; what an abandoned round has queued does not count."""
-        sent = Sent()
-        relay = Relay(sent)
+        sent, relay = _relay()
         value = "x" * (1 << 16)
         relay.open(1, {})
         for number in range(15):
@@ -133,21 +131,7 @@ class TestRelay:
         for number in range(40):
             relay.put(2, f"key {number}", value)
         relay.flush()
-        opened, other, *messages = sent.take()
-        assert [kind for kind, *_ in (opened, other)] == ["open", "open"]
+        opened, other, *messages = sent
+        assert (opened[0], other[0]) == ("open", "open")
         assert [len(keys) for _, _, keys in messages] == [16, 16, 8]
         assert [key for _, _, keys in messages for key in keys] == [f"key {number}" for number in range(40)]
-
-
-class Sent:
-    """What a relay sent."""
-
-    def __init__(self) -> None:
-        self._messages: list[tuple[str, int, dict[str, str]]] = []
-
-    def __call__(self, kind: str, *, round: int, keys: dict[str, str]) -> None:
-        self._messages.append((kind, round, keys))
-
-    def take(self) -> list[tuple[str, int, dict[str, str]]]:
-        taken, self._messages = self._messages, []
-        return taken

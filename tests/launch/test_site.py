@@ -38,51 +38,35 @@ def test_a_profile_may_have_empty_parts(text: bytes) -> None:
     assert (site.hosts, site.options, site.environment) == ((), {}, {})
 
 
-@pytest.mark.parametrize(
-    ("host", "matches"),
-    [
-        ("alex1", True),
-        ("ALEX1.example", True),
-        ("login1.alex.example", True),
-        ("LOGIN1.alex.example", True),
-        ("gpu1.alex.example", True),
-        ("login12.alex.example", False),
-        ("login1", False),
-        ("my-alex", False),
-    ],
-)
-def test_patterns_match_the_full_or_the_short_name(host: str, matches: bool) -> None:
-    assert parse_site(WHOLE, Path("a.yaml")).matches(host) == matches
+def test_patterns_match_the_full_or_the_short_name() -> None:
+    matches = parse_site(WHOLE, Path("a.yaml")).matches
+    assert all(map(matches, ("alex1", "ALEX1.example", "login1.alex.example", "LOGIN1.alex.example", "gpu1.alex.x")))
+    assert not any(map(matches, ("login12.alex.example", "login1", "my-alex")))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("option: {queue: gpu}", "did you mean options?"),
-        ("queue: gpu", "belong under options:"),
-        ("hosts: alex", "hosts is invalid"),
-        ("hosts: [[a]]", "hosts is invalid"),
-        ("hosts: ['']", "hosts is invalid"),
+        ("option: {queue: gpu}", "options?"),
+        ("queue: gpu", "under options:"),
+        *((f"hosts: {value}", "hosts is invalid") for value in ("alex", "[[a]]", "['']")),
         ("options: [queue]", "options is invalid"),
-        ("options: {queue: {a: b}}", "options: queue is invalid"),
-        ("options: {directive: [{a: b}]}", "options: directive is invalid"),
-        ("environment: [A]", "environment is invalid"),
-        ("environment: {A: [b]}", "environment is invalid"),
-        ("environment: {A-B: c}", "environment is invalid"),
-        ("environment: {HF_TOKEN: x}", "HF_TOKEN looks like a secret"),
-        ("modules: [-f]", "is not the name of a module"),
-        ("modules: ['a; rm']", "is not the name of a module"),
-        ("setup: ulimit", "setup is invalid"),
-        ("setup: [!!int 5]", "setup is invalid"),
+        ("options: {queue: {a: b}}", "queue is invalid"),
+        ("options: {directive: [{a: b}]}", "directive is invalid"),
+        *((f"environment: {value}", "environment is invalid") for value in ("[A]", "{A: [b]}", "{A-B: c}")),
+        ("environment: {HF_TOKEN: x}", "HF_TOKEN"),
+        *((f"modules: {value}", "name of a module") for value in ("[-f]", "['a; rm']")),
+        *((f"setup: {value}", "setup is invalid") for value in ("ulimit", "[!!int 5]")),
+        *((text, "is not a mapping") for text in ("- a", "just text")),
+        *((text, "is not YAML") for text in ("a: [", "\x00", "hosts: [\udcff]")),
         ("options: !!python/object/apply:os.system [true]", "is not YAML"),
         ("setup: [!!python/object:os.system {}]", "is not YAML"),
-        ("- a", "is not a mapping"),
-        ("just text", "is not a mapping"),
-        ("a: [", "is not YAML"),
-        ("hosts: [a]\nhosts: [b]", "the key hosts twice"),
-        ("hosts: &a [*a]", "nested too deeply"),
-        ("\x00", "is not YAML"),
-        ("hosts: [\udcff]", "is not YAML"),
+        ("hosts: [a]\nhosts: [b]", "hosts twice"),
+        ("hosts: &a [*a]", "too deeply"),
+        *(
+            (f"hosts: [a]\n{text}", "a null character or no Unicode character")
+            for text in (r'setup: ["a\0b"]', r'environment: {A: "\ud800"}', r'options: {"\0": x}')
+        ),
     ],
 )
 def test_a_hostile_file_is_refused(text: str, said: str) -> None:
@@ -167,9 +151,3 @@ def test_modules_of_which_the_shell_has_another_version_are_not_missing() -> Non
     assert site.missing_modules({"LOADEDMODULES": "gcc/12:openmpi/5.0"}) == ["cuda"]
     by_category = parse_site(b"hosts: [a]\nmodules: [devel/cuda/12.4, devel/python/3.12]", Path("a.yaml"))
     assert by_category.missing_modules({"LOADEDMODULES": "devel/python/3.11"}) == ["devel/cuda/12.4"]
-
-
-@pytest.mark.parametrize("text", [r'setup: ["a\0b"]', r'environment: {A: "\ud800"}', r'options: {"\0": x}'])
-def test_text_that_no_script_can_contain_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="a null character or no Unicode character"):
-        parse_site(f"hosts: [a]\n{text}".encode(), Path("a.yaml"))

@@ -19,14 +19,9 @@ def tasks(per_node: str) -> list[dict[str, str]]:
     """The variables of all tasks of a step, as srun distributes them in blocks."""
     counts = tasks_per_node(per_node)
     where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    step = {"SLURM_STEP_NUM_TASKS": str(sum(counts)), "SLURM_STEP_TASKS_PER_NODE": per_node}
     return [
-        {
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": str(sum(counts)),
-            "SLURM_LOCALID": str(local),
-            "SLURM_STEP_TASKS_PER_NODE": per_node,
-            "SLURM_NODEID": str(node),
-        }
+        {**step, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
         for rank, (node, local) in enumerate(where)
     ]
 
@@ -58,24 +53,19 @@ def test_variables_of_the_user_are_kept() -> None:
     assert {name: given[name] for name in own} == own
 
 
-def test_without_srun_or_store_the_error_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("now", "code", "said"),
+    [
+        ({"SLURM_PROCID": "0"}, 2, "srun did not start this process"),  # as in a batch script
+        (tasks("1")[0], 2, "--export=ALL"),
+        ({**tasks("1")[0], **STORE, "PATH": os.defpath}, 127, "no such program"),
+    ],
+)
+def test_what_cannot_be_a_rank_is_reported(
+    now: dict[str, str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_task, "environ", lambda: {"SLURM_PROCID": "0"})  # as in a batch script
-    assert main(["true"]) == 2
-    monkeypatch.setattr(slurm_task, "environ", lambda: tasks("1")[0])
-    assert main(["true"]) == 2
-    said = capsys.readouterr().err
-    assert "srun did not start this process" in said
-    assert "--export=ALL" in said
-
-
-def test_a_program_that_is_not_there_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slurm_task, "environ", lambda: {**tasks("1")[0], **STORE, "PATH": os.defpath})
-    assert main(["no such program"]) == 127
-    assert "no such program cannot be started" in capsys.readouterr().err
+    monkeypatch.setattr(slurm_task, "environ", lambda: now)
+    assert main(["no such program"]) == code and said in capsys.readouterr().err
 
 
 def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:
