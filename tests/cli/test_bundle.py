@@ -41,9 +41,7 @@ def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytes
     )
 
 
-def test_without_torch_it_has_the_pinned_one(
-    made: list[tuple[Source, Target]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_it_has_the_pinned(made: list[tuple[Source, Target]], monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 

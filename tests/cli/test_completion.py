@@ -173,9 +173,7 @@ def test_fish_offers(tmp_path: Path) -> None:
         assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == [offered]
 
 
-def test_the_command_prints_the_script_with_the_parameters_of_a_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_has_the_parameters_of_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def build(colour: int = 3): ...\n")
     assert main(["bash", "--task", f"{tmp_path}/mine.py:build"]) == 0
     printed = capsys.readouterr().out

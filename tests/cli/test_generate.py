@@ -45,9 +45,7 @@ def test_the_likeliest_tokens(run: str, capsys: pytest.CaptureFixture[str]) -> N
     assert found == tokenizer.decode(ids[0]) and found.startswith(PROMPT)
 
 
-def test_a_seed_repeats_a_sampling(
-    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seed_repeats_samples(run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (_text(capsys, run, "--prompt", PROMPT, "--tokens", "20", "--seed", seed) for seed in "12")
     assert first != second
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))

@@ -57,9 +57,7 @@ def test_the_first_word_decides_what_ranks_run(words: tuple[str, ...], ran: list
 @pytest.mark.parametrize(
     ("words", "next_step"), [(("script.py",), "-- python script.py"), (("./nothing", "1"), "-- ./NAME")]
 )
-def test_a_program_that_is_not_here_is_named(
-    words: tuple[str, ...], next_step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_program_is_named(words: tuple[str, ...], next_step: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--to", "hvdtrain", "-np", "2", "--", *words]) == 2
     said = capsys.readouterr().err
     assert f"no program {words[0]} on this machine" in said and next_step in said

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from hvdtrain.cli import launch as command
+from hvdtrain.cli.launch_options import parse
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.errors import USAGE, HvdtrainError
 from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
@@ -58,9 +59,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]
     return handed
 
 
-def test_the_line_that_is_shown_is_the_one_that_runs(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shown_line_is_the_one_that_runs(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a shell it gives a launcher the same words and variables as the command itself does."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
@@ -166,9 +165,7 @@ def test_a_file_of_an_allocation_names_the_hosts(name: str, launch: Launch, tmp_
     assert " -np 3 --host a:2,b:1 " in launch("--dry-run", "--", variables={name: str(tmp_path / "hosts")})[0]
 
 
-def test_without_ssh_open_mpi_does_not_look_for_it(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ssh_open_mpi_needs_none(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks on this host need none; a job on others is left to say what it lacks."""
     monkeypatch.setattr("hvdtrain.cli.launch_spec.has_remote_shell", has_remote_shell)
     off = f"{REMOTE_SHELL[0]}=/bin/false "
@@ -211,6 +208,10 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     assert shlex.split(go_on)[2:5] == ["launch", "-np", "2"]
 
 
+def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
+    assert parse(["-n", "3"]).np == parse(["-np", "3"]).np == 3
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -224,6 +225,12 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
         (["-np", "2", "train"], "is not an option of launch"),
         (["--elastic", "x"], "--elastic is not MIN:MAX"),
         (["--np", "2"], "-np N instead of --np"),
+        (["--min-np", "1"], "--elastic MIN:MAX"),
+        (["--host-discovery-script", "x"], "--discover SCRIPT"),
+        (["--elastc", "1:2"], "did you mean --elastic?"),
+        (["--restart=2"], "did you mean --restarts?"),  # which --re may be is another thing tomorrow
+        *((of_training, "an option of training") for of_training in (["--task", "toy"], ["--train.steps=9"])),
+        (["--quite-another"], "follow --"),
         (["-np", "0"], "-np"),
         (["-np", "2", "-H", "-oProxyCommand=x:2"], "-H"),
         (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),

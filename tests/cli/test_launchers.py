@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.gallery import STEPS, Gallery
 from tests.support.gallery import TOY as GALLERY_TOY
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, command, ending, train
+from tests.support.launch import ROOT, ending, train, training
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
 
@@ -46,52 +43,20 @@ def test_one_process_never_imports_horovod(gallery: Gallery) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_more_ranks_than_micro_batches_work_with_a_note(
-    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_ranks_than_micro_batches_work(precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_on_threads(*TOY, "--train.micro_batch=8", f"--run_dir={tmp_path}", f"--precision={precision}", size=2)
     assert "1 of 2 ranks are idle" in capsys.readouterr().out
     assert len(read_steps(tmp_path / "journal.jsonl")) == 8
 
 
-LONG = [*TOY[:1], "--train.steps=1000000", "--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=0"]
+LONG = [TOY[0], "--train.steps=1000000", "--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=0"]
+LONG += ["--run_dir=run", "--observe.line_every_s=0"]
 
 
-@pytest.fixture
-def jobs() -> Iterator[list[subprocess.Popen[str]]]:
-    """Jobs that a test started; those still there at its end are ended."""
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate()
-
-
-def _start(jobs: list[subprocess.Popen[str]], folder: Path, size: int, *options: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
-    launcher = command(size, launcher="mpirun" if size > 1 else "none")
-    process = subprocess.Popen(
-        [*launcher, sys.executable, "-m", "hvdtrain", *LONG, "--run_dir=run", *options],
-        cwd=folder,
-        # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer, and it waits.
-        env={**ENVIRONMENT, "PATH": path, "OMPI_MCA_odls_base_sigkill_timeout": "10"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    jobs.append(process)
-    journal = folder / "run/journal.jsonl"
-    _until(lambda: journal.exists() and len(read_steps(journal)) > 3, process)
-    return process
-
-
-def _until(condition, process: subprocess.Popen[str], patience_s: float = TIMEOUT_S) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.05)
+def _steps(process: subprocess.Popen[str]) -> Iterator[int]:
+    """Steps that a job reports, until it ends."""
+    assert process.stdout is not None
+    return (int(line.split("/")[0].split()[1]) for line in process.stdout if line.startswith("step"))
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -100,34 +65,33 @@ def _checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("size", "workers"), [(2, 1), (1, 0)])
 @pytest.mark.slow
-def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(
-    size: int, workers: int, jobs: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(size: int, workers: int, tmp_path: Path) -> None:
     """mpirun sends what it gets to all processes of the job, loader processes too."""
-    process = _start(jobs, tmp_path, size, f"--loader.workers={workers}")
-    process.send_signal(signal.SIGUSR1)
-    _until(lambda: len(_checkpoints(tmp_path)) == 1, process)
-    at = int(_checkpoints(tmp_path)[0][5:])
-    _until(lambda: max(read_steps(tmp_path / "run/journal.jsonl")) > at + 3, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=TIMEOUT_S)[0]
+    # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer, and it waits.
+    patient = {"OMPI_MCA_odls_base_sigkill_timeout": "10"}
+    options = (*LONG, f"--loader.workers={workers}")
+    with training(*options, size=size, cwd=tmp_path, after=4, environment=patient, forks=False) as process:
+        steps = _steps(process)
+        process.send_signal(signal.SIGUSR1)
+        next(step for step in steps if _checkpoints(tmp_path))
+        saved = int(_checkpoints(tmp_path)[0][5:])
+        next(step for step in steps if step > saved + 3)
+        process.send_signal(signal.SIGTERM)
+        output = process.stdout.read()  # type: ignore[union-attr]
     assert process.returncode == 143 or (size > 1 and process.returncode != 0), output
-    last = ending(tmp_path / "run/journal.jsonl")
-    assert last.get("reason") == "SIGTERM", f"{last}\n{output}"
+    assert ending(tmp_path / "run/journal.jsonl").get("reason") == "SIGTERM", output
     step = max(read_steps(tmp_path / "run/journal.jsonl"))
-    assert _checkpoints(tmp_path)[-1] == f"step-{step:06d}"
-    done = train(*LONG, "--run_dir=run", f"--train.stop_at={step + 2}", cwd=tmp_path)
+    assert len(_checkpoints(tmp_path)) == 2 and _checkpoints(tmp_path)[-1] == f"step-{step:06d}"
+    done = train(*LONG, f"--train.stop_at={step + 2}", cwd=tmp_path)
     assert f"resuming from step {step}" in done.stdout
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_stops(jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
-    process = _start(jobs, tmp_path, 1)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=TIMEOUT_S)[0]
-    assert process.returncode == 130, output
-    assert "stopped by SIGINT" in output
-    assert len(_checkpoints(tmp_path)) == 1
+def test_ctrl_c_saves_and_stops(tmp_path: Path) -> None:
+    with training(*LONG, size=1, cwd=tmp_path, after=4) as process:
+        process.send_signal(signal.SIGINT)
+        output = process.stdout.read()  # type: ignore[union-attr]
+    assert process.returncode == 130 and "stopped by SIGINT" in output and len(_checkpoints(tmp_path)) == 1
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hvdtrain.observe.span_trace import LAST_STEPS
 
 from hvdtrain.__main__ import main
+from hvdtrain.observe.span_trace import LAST_STEPS
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, stop_by_sigterm, training
 

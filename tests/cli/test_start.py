@@ -75,9 +75,7 @@ def test_open_mpi_starts_for_root_and_without_ssh(run: Any, monkeypatch: pytest.
     assert start_variables("mpich", 4, is_root=True, remote_shell=False) == {}
 
 
-def test_a_program_that_cannot_be_started_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hvdtrain.install.record.check", lambda: None)
     monkeypatch.setattr(start, "detect_machine", lambda variables: Machine((MPICH,), "openmpi"))
     assert start.main(["-np", "2"]) == start.main(["-np", "0"]) == 1

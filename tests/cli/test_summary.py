@@ -46,7 +46,7 @@ def test_a_command_takes_a_stop_back_only_where_one_was_asked_for(reason: str) -
 
 
 @pytest.mark.parametrize(("hidden", "told"), [(16, "141 parameters"), (200_000, "1.60M parameters")])
-def test_a_small_model_has_parameters_too(
+def test_small_models_have_parameters(
     hidden: int, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = {"train": {"steps": 1, "global_batch": 2, "micro_batch": 2}, "run_dir": str(tmp_path)}

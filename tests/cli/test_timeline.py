@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.install import record
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal
 from tests.support.gallery import Gallery
-from tests.support.launch import ending, program, run, stop_by_sigterm, train, training
+from tests.support.launch import program, run, train
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -89,14 +89,6 @@ def test_a_rank_that_fails_in_a_window_leaves_a_readable_file(gallery: Gallery) 
 
 
 @pytest.mark.slow
-def test_over_gloo_too(tmp_path: Path) -> None:
-    train(*TOY, "--observe.timeline=3:6", size=2, launcher="horovodrun --gloo", cwd=tmp_path)
-    (file,) = of_horovod(tmp_path)
-    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 4
-    assert warnings(tmp_path) == []
-
-
-@pytest.mark.slow
 def test_a_resumed_run_leaves_the_first_file_alone(tmp_path: Path) -> None:
     train(*TOY, "--observe.timeline=all", "--train.stop_at=3", size=2, cwd=tmp_path)
     (first,) = of_horovod(tmp_path)
@@ -136,17 +128,6 @@ def test_the_rank_that_writes_leaves_a_readable_file_also_if_it_is_killed(tmp_pa
     assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 4
 
 
-@pytest.mark.slow
-def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
-    options = [*TOY, "--train.steps=1000000", "--observe.timeline=4:999999"]
-    with training(*options, size=2, cwd=tmp_path, after=5) as process:
-        stop_by_sigterm(process)
-    assert ending(tmp_path / "run/journal.jsonl").get("reason") == "SIGTERM"
-    done = max(read_steps(tmp_path / "run/journal.jsonl"))
-    (file,) = of_horovod(tmp_path)
-    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == done - 3
-
-
 @pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
 @pytest.mark.slow
 def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) -> None:
@@ -162,15 +143,6 @@ def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) ->
     assert Counter(read(mine, whole=False))[GRADIENTS, "ALLREDUCE"] == 8
     assert of_horovod(tmp_path) == []
     assert f"left as the user set it: HOROVOD_TIMELINE={mine} is set" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/timeline").write_text("in the way")
-    done = train(*TOY, "--observe.timeline=3:4", size=2, cwd=tmp_path)
-    assert "finished at step 8 of 8" in done.stdout
-    assert len([text for text in warnings(tmp_path) if "Horovod's Timeline is not recorded" in text]) == 1
 
 
 INITIALISED = """

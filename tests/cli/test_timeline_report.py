@@ -62,9 +62,7 @@ def test_names_that_are_no_text_are_shown_all_the_same(capfd: pytest.CaptureFixt
         ("straggler_ms > 1", 2, "straggler_ms"),
     ],
 )
-def test_a_condition_gives_the_exit_code(
-    condition: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fail_if_gives_the_exit_code(condition: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", "report", TRACE, "--fail_if", condition]) == code
     assert said in capsys.readouterr().err
 

@@ -139,9 +139,7 @@ def test_a_restarted_job_resumes_whatever_it_began_from(
 
 
 @pytest.mark.parametrize("content", ["train: [", "seed: 1\nseed: 2"])
-def test_a_run_with_a_broken_config_is_named_and_not_resumed_from_it(
-    content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_broken_config_is_not_resumed_from_it(content: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0
     Path("run/config.yaml").write_text(content)
     capsys.readouterr()

@@ -73,9 +73,7 @@ def test_what_starts_containers_is_found(
         ("pyxis", "x.sif", "slurm", "an image of a registry"),
     ],
 )
-def test_what_cannot_start_containers_is_refused(
-    asked: str, image: str, target: str, said: str, tmp_path: Path
-) -> None:
+def test_what_starts_no_container_is_refused(asked: str, image: str, target: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=f"(?m){said}"):
         find_container_runtime(asked, image, target, {"PATH": str(tmp_path)})
 
@@ -105,9 +103,7 @@ def test_a_path_that_a_mount_would_change_is_refused(target: str, job: JobSpec, 
         (["--container_runtime", "pyxis"], "--container_runtime is given without an image"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_meaning_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["--to", "slurm", "-np", "2", "--dry-run", *options, "--"])
     except SystemExit as ended:

@@ -1,7 +1,12 @@
-"""Hosts from -H and from a discovery script, and invalid ones."""
+"""Hosts from -H, from a discovery script and from Slurm; invalid ones, and those without an address.
+
+`tests/slurm` has the real scontrol read the same lists.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.cli.launch import main
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.hosts import parse_discovered, parse_hosts, run_script
+from hvdtrain.launch.hosts import (
+    find_unknown_host,
+    node_names,
+    parse_discovered,
+    parse_hosts,
+    run_script,
+    slots_by_node,
+    slurm_slots,
+)
 from tests.support.launch import TIMEOUT_S
 
 BAD = ["-oProxyCommand=x", "a b", "a'b", 'a"b', "a\nb", "a;b", "a$(b)", "a\x00b", "", "-", "a/b", "a`b", "é", "[::1]"]
@@ -68,18 +82,26 @@ def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"),
+    ("text", "mode", "said", "advice"),
     [
-        ("#!/bin/sh\necho a; echo no hosts >&2; exit 3", 0o755, "exit code 3: no hosts"),
-        ("#!/bin/sh\necho a", 0o644, "Permission denied"),
-        ("echo a", 0o755, "#!/bin/sh"),
-        ("#!/bin/sh\necho -- -x", 0o755, "-x"),
+        ("#!/bin/sh\necho a; echo no hosts >&2; exit 3", 0o755, "exit code 3: no hosts", ""),
+        ("#!/bin/sh\necho -- -x", 0o755, "-x", ""),
+        ("#!/bin/sh\necho a", 0o644, "Permission denied", "chmod +x"),
+        ("echo a", 0o755, "#!/bin/sh", "interpreter"),
     ],
 )
-def test_the_fault_of_a_script_is_reported(tmp_path: Path, text: str, mode: int, said: str) -> None:
+def test_the_fault_of_a_script_is_reported(tmp_path: Path, text: str, mode: int, said: str, advice: str) -> None:
     with pytest.raises(LaunchError) as wrong:
         run_script(script(tmp_path, text, mode), TIMEOUT_S)
-    assert said in str(wrong.value)
+    assert said in str(wrong.value) and advice in str(wrong.value.next_step)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("cat hosts", "without arguments"), ("missing", "the path"), (".", "a folder")]
+)
+def test_what_is_no_script_is_reported(name: str, advice: str) -> None:
+    with pytest.raises(LaunchError, match=advice):
+        run_script(Path(name))
 
 
 def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -95,3 +117,95 @@ def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path
         child = psutil.Process(int(number.read_text()))
         while child.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
+
+
+def test_names_keep_their_zeros_and_their_order() -> None:
+    assert node_names("n[09-11,7],m3-[1-2],login") == ["n09", "n10", "n11", "n7", "m3-1", "m3-2", "login"]
+    assert node_names("a[1-2]b[3-4]") == ["a1b3", "a1b4", "a2b3", "a2b4"]
+
+
+INVALID = ["n[1-", "n[2-1]", "n[]", "n[a]", "n[1-2],", "$(id)", "n[0-99999999]", "a[0-999]b[0-999]", "n[1][", "n[1-2]x"]
+
+
+@pytest.mark.parametrize("text", ["", "a b", *INVALID])
+def test_an_invalid_list_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="scontrol show hostnames"):
+        node_names(text)
+
+
+def test_slots_go_to_their_nodes() -> None:
+    assert slots_by_node("n[1-3],m", "2(x3),1") == {"n1": 2, "n2": 2, "n3": 2, "m": 1}
+
+
+@pytest.mark.parametrize("tasks", ["2", "2(x3)", "", "2,2,x"])
+def test_counts_of_another_allocation_are_refused(tasks: str) -> None:
+    with pytest.raises(LaunchError, match="task counts"):
+        slots_by_node("n[1-4]", tasks)
+
+
+TWO = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "16,8"}
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "ranks", "slots"),
+    [
+        ({"SLURM_NTASKS": "2"}, 0, 0, [1, 1]),
+        ({"SLURM_NTASKS": "2", "SLURM_GPUS_PER_NODE": "a100:4"}, 0, 0, [4, 4]),
+        ({"SLURM_NTASKS": "2", "SLURM_GPUS_ON_NODE": "2"}, 0, 4, [2, 2]),
+        ({"SLURM_GPUS_PER_NODE": "8"}, 4, 0, [4, 4]),
+        ({"SLURM_GPUS_PER_NODE": "2"}, 0, 10, [16, 8]),
+        ({}, 0, 24, [16, 8]),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, 0, 24, [16, 8]),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, 0, 0, [1, 1]),
+    ],
+)
+def test_slots_of_an_allocation(more: dict[str, str], gpus: int, ranks: int, slots: list[int]) -> None:
+    """GPUs before tasks; cores only limit a number of ranks that is asked for."""
+    assert list(slurm_slots({**TWO, **more}, gpus, ranks).values()) == slots
+
+
+def test_an_allocation_that_names_no_number_of_ranks_is_refused() -> None:
+    with pytest.raises(LaunchError, match="hvdtrain launch -np N"):
+        slurm_slots(TWO, 0, 0)
+    with pytest.raises(LaunchError, match="heterogeneous"):
+        slurm_slots({**TWO, "SLURM_NTASKS": "2", "SLURM_HET_SIZE": "2"}, 0, 0)
+
+
+needs_ssh = pytest.mark.skipif(
+    shutil.which("ssh") is None and "CI" not in os.environ, reason="there is no ssh: apt-get install openssh-client"
+)
+
+
+def test_the_first_that_has_no_address_is_named() -> None:
+    assert find_unknown_host([]) is None
+    assert find_unknown_host(["localhost", "me@127.0.0.1"]) is None
+    assert find_unknown_host(["localhost", "me@a.invalid", "b.invalid"]) == "me@a.invalid"
+
+
+@needs_ssh
+@pytest.mark.parametrize("option", ["HostName=127.0.0.1", "ProxyJump=gate.invalid", "ProxyCommand=nc %h %p"])
+def test_a_name_or_a_way_that_ssh_knows_is_enough(option: str) -> None:
+    assert find_unknown_host(["a.invalid"], ["-o", option]) is None
+    assert find_unknown_host(["a.invalid"], ["-o", "HostName=b.invalid"]) == "a.invalid"
+
+
+def test_without_an_answer_of_ssh_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_unknown_host(["a.invalid"], ["--no-such-option"]) == "a.invalid"
+    monkeypatch.setenv("PATH", "")
+    assert find_unknown_host(["me@127.0.0.1", "a.invalid"]) == "a.invalid"
+
+
+def test_it_is_reported_before_mpi_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("os.execvpe", lambda program, argv, variables: started.append(argv))
+    monkeypatch.setattr("hvdtrain.cli.launch._found", lambda command: command)
+    argv = ["--to", "openmpi", "-np", "2", "-H", "localhost:1,b.invalid:1", "--ssh-port", "2222"]
+    argv += ["--ssh-option=-4"]
+    main(argv)
+    said = capsys.readouterr().err
+    assert "unknown host b.invalid" in said
+    assert "doctor --hosts localhost,b.invalid --ssh-port 2222 --ssh-option=-4" in said
+    assert len(started) == 1
+    main([*argv, "--dry-run"])
+    main([*argv[:5], "localhost:2"])
+    assert "no address" not in capsys.readouterr().err and len(started) == 2

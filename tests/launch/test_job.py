@@ -1,4 +1,4 @@
-"""Whole jobs: a real driver, real agents, and processes that speak the channel but do not train."""
+"""Whole jobs: a real driver, real agents, and processes that speak the channel but do not train; two with Horovod."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.install.record import installed
 from tests.support.bursting_rank import LAST, LINES
 from tests.support.fake_launch import TIMEOUT_S, FakeJob
 from tests.support.scenario import Hosts
@@ -147,3 +148,30 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
 def test_options_that_are_wrong_for_every_rank_end_the_job_at_once(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--restarts", "3", "--", "--help", program=Path("/nothing/here.py")) as job:
         assert job.end()[0] == 2  # Python's own exit code for a program that is not there
+
+
+HVD_RANK = Path(__file__).parents[1] / "support" / "hvd_rank.py"
+
+
+@pytest.mark.slow
+def test_horovod_lives_through_rounds_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod")
+    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
+    options = ("-np", "2", "--elastic", "1:2", "-H", "localhost:1,127.0.0.1:1", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", "3", "kill:1:200", program=HVD_RANK) as job:
+        code, out = job.end()
+    assert code == 0 and sizes(job) == [2, 1, 2], job.said
+    assert "round 2: rank 0 of 1 at 200" in out and "[1] round 3: rank 1 of 2 at 0" in out
+
+
+@pytest.mark.slow
+def test_pending_messages_of_a_dead_rank_fail_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = installed()
+    if found is None or not found.fixed:
+        pytest.skip("there is no Horovod, or its Gloo does not tell")
+    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
+    with FakeJob(tmp_path, *TWO, "--", "2", "kill:1:5", "512", program=HVD_RANK) as job:
+        code, out = job.end()
+    assert code == 0 and "round 2: rank 0 of 1 at 5" in out, job.said
+    assert any("Connection closed by peer" in line or "reset by peer" in line for line in job.said)
+    assert not any("Timed out" in line for line in job.said)

@@ -1,9 +1,12 @@
-"""The laws of `hvdtrain.launch.membership` over any history of faults, growth, removal and time."""
+"""The laws of `hvdtrain.launch.membership` over any history of faults, growth, removal and time; and what it costs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -168,3 +171,51 @@ def test_it_ends_some_day_where_too_few_ever_come_back(history: History) -> None
     for _ in range(4):
         job.wait(60)
     assert job.code == 1 and not job.living()
+
+
+def calls(act: Callable[[], object]) -> int:
+    """How many functions of Python are called in it: what no machine makes faster or slower."""
+    count = 0
+
+    def see(_frame: FrameType, what: str, _of: Any) -> None:
+        nonlocal count
+        count += what == "call"
+
+    sys.setprofile(see)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def job(size: int) -> World:
+    made = World(Limits(size, size // 2, size), {"a": 8, **{f"b{i}": 8 for i in range(size // 8 - 1)}})
+    assert len(made.round()) == size
+    return made
+
+
+DEEDS: dict[str, Callable[[World], object]] = {
+    "a moment goes by": lambda world: world.members.tick(world.now_s),
+    "a rank is gone": lambda world: world.members.worker_exited(world.by_rank(9).number, -9, world.now_s),
+    "a host is gone": lambda world: world.members.agent_lost("b1", "why", world.now_s),
+    "one leaves the round": lambda world: world.members.worker_message(
+        world.by_rank(9).number, {"type": "join", "why": "changed"}, world.now_s
+    ),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_the_cost_of_events_grows_in_proportion(deed: str) -> None:
+    few, many = job(32), job(128)
+    assert calls(lambda: DEEDS[deed](many)) < 6 * calls(lambda: DEEDS[deed](few))
+
+
+def test_a_sign_of_life_costs_the_same_among_any_number() -> None:
+    message = {"type": "alive", "round": 1, "step": 1, "idle_s": 0.1, "waiting": True}
+
+    def cost(world: World) -> int:
+        number = world.by_rank(9).number
+        return calls(lambda: world.members.worker_message(number, message, world.now_s))
+
+    assert cost(job(32)) == cost(job(128))

@@ -107,9 +107,7 @@ sys.exit(int(sys.argv[2:][min(n, len(sys.argv) - 3)]))
         ((1,), 0, 1, 1),
     ],
 )
-def test_only_failures_that_may_not_recur_restart(
-    codes: tuple[int, ...], most: int, runs: int, code: int, tmp_path: Path
-) -> None:
+def test_which_exit_codes_restart(codes: tuple[int, ...], most: int, runs: int, code: int, tmp_path: Path) -> None:
     file = tmp_path / "runs"
     argv = [sys.executable, "-c", COUNT, str(file), *map(str, codes)]
     assert Restarts(argv, most, first_s=0).run() == code

@@ -117,9 +117,7 @@ def test_a_profile_that_is_not_there_is_named_with_the_folders(folders: dict[str
 
 
 @pytest.mark.parametrize("mode", [0o646, 0o666])
-def test_a_file_that_others_can_write_is_refused_unless_it_is_named(
-    mode: int, folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_file_others_can_write_is_refused_unless_named(mode: int, folders: dict[str, str], tmp_path: Path) -> None:
     path = write(tmp_path / "own/a.yaml", mode=mode)
     for asked in (None, "a"):
         with pytest.raises(LaunchError, match="other users can change it") as wrong:
