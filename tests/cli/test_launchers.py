@@ -50,7 +50,7 @@ def test_more_ranks_than_micro_batches_work(precision: str, tmp_path: Path, caps
 
 
 LONG = [TOY[0], "--train.steps=1000000", "--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=0"]
-LONG += ["--run_dir=run", "--observe.line_every_s=0"]
+LONG += ["--run_dir=run", "--observe.line_every_s=0.3"]
 
 
 def _steps(process: subprocess.Popen[str]) -> Iterator[int]:
@@ -68,7 +68,7 @@ def _checkpoints(folder: Path) -> list[str]:
 def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(size: int, workers: int, tmp_path: Path) -> None:
     """mpirun sends what it gets to all processes of the job, loader processes too."""
     # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer, and it waits.
-    patient = {"OMPI_MCA_odls_base_sigkill_timeout": "10"}
+    patient = {"OMPI_MCA_odls_base_sigkill_timeout": "60"}
     options = (*LONG, f"--loader.workers={workers}")
     with training(*options, size=size, cwd=tmp_path, after=4, environment=patient, forks=False) as process:
         steps = _steps(process)

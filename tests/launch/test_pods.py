@@ -127,6 +127,12 @@ def test_a_process_that_ends_meanwhile_is_no_rank(monkeypatch: pytest.MonkeyPatc
     assert find_ranks(psutil.Process()) == []
 
 
+def test_the_waits_double_up_to_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts, waits = Restarts(["false"], 7), list[float]()
+    monkeypatch.setattr(restarts._ended, "wait", waits.append)
+    assert restarts.run() == 1 and waits == [10, 20, 40, 80, 160, 300, 300]
+
+
 @pytest.mark.parametrize("code", [None, 1])
 def test_sigterm_ends_the_restarts(code: int | None, tmp_path: Path) -> None:
     """While the program runs, and in the wait before it is started again."""

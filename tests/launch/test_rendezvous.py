@@ -15,7 +15,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import request
+from hvdtrain.launch import node_store, request
+from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find_node_store
+from hvdtrain.launch.node_store import request as ask
 from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
 from hvdtrain.launch.rendezvous_store import MOST_BYTES
 from hvdtrain.runtime import json_lines as lines
@@ -107,6 +109,30 @@ def test_the_addresses_of_a_thousand_ranks(served: Served) -> None:
     assert served.ask("PUT", path, value) == (200, b"")
     assert served.ask("GET", path) == (200, value)
     assert MOST_BYTES > 136 * 10_000 and 3 * MOST_BYTES // 2 < lines.MOST_BYTES  # in base64
+
+
+def test_each_node_of_an_srun_gets_the_values_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod asks the store of its own node; values travel by the store of srun_job."""
+    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(node_store, "_AGAIN_S", 0.0)
+    main = Rendezvous(pytest.fail, put=lambda number, key, value: batches.put(key, value))
+    batches = Batches(main.add)
+    main.start()
+    main.open(ROUND, {})
+    threading.Thread(target=batches.run, daemon=True).start()
+    address = f"{main.address}/{ROUND}"
+    copies = [NodeStore(address, node) for node in "01"]
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(copy.run, lambda: True) for copy in copies]
+        nodes = [find_node_store(address, node) for node in "01"]
+        assert len({address, *nodes}) == 3
+        for number, node in enumerate(nodes):
+            ask(node, "PUT", f"global/{number}", b"of rank %d" % number)
+            assert [ask(other, "GET", f"global/{number}") for other in nodes] == [b"of rank %d" % number] * 2
+        main.close()
+        assert all(run.exception(TIMEOUT_S) for run in runs), "a copy ends with its store"
+    for copy in copies:
+        copy._rendezvous.close()
 
 
 class Evil:

@@ -11,7 +11,7 @@ from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.site import NO_SITE, find_site, parse_site
 
 WHOLE = b"""
-hosts: ["alex*", "login?.alex.example", gpu1]
+hosts: ["alex*", "login?.alex.example", GPU1]
 options:
   account: 0123
   time: 1:30:00
