@@ -61,19 +61,13 @@ def _end(module: str, what: str, folder: Path, *, ours: bool = False) -> set[tup
     (folder / "discover").chmod(0o755)
     start = "2" if what == "kill" else "1"
     python = program("python")
-    options = {"-np": start, "--min-np": "1", "--max-np": "2", "--network-interface": "lo"}
-    script = [python, "script.py", module, what]
-    flags = [word for option in options.items() for word in option]
-    stock = [program("horovodrun"), "--gloo", *flags, "--host-discovery-script", "./discover"]
-    own = [python, "-m", "hvdtrain", "launch", "-np", start, "--elastic", "1:2", "--discover", "./discover", "--"]
-    done = subprocess.run(
-        [*(own if ours else stock), *script],
-        cwd=folder,
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{ENVIRONMENT['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    flags = ["-np", start, "--min-np", "1", "--max-np", "2", "--network-interface", "lo"]
+    argv = [program("horovodrun"), "--gloo", *flags, "--host-discovery-script", "./discover"]
+    if ours:
+        argv = [python, "-m", "hvdtrain", "launch", "-np", start, "--elastic", "1:2", "--discover", "./discover", "--"]
+    argv += [python, "script.py", module, what]
+    given = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{ENVIRONMENT['PATH']}"}
+    done = subprocess.run(argv, cwd=folder, env=given, capture_output=True, text=True, timeout=TIMEOUT_S)
     found = set(re.findall(r"END \d (\d) (\S+)", done.stdout))
     assert found, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return found

@@ -27,13 +27,8 @@ TASK = "tests.support.toy:toy"
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of 8 steps with three checkpoints."""
     monkeypatch.chdir(tmp_path)
-    options = {
-        "train": {"steps": 8, "global_batch": 4, "micro_batch": 4, "eval_samples": 0},
-        "checkpoint": {"every": 3},
-        "task": TASK,
-        "run_dir": "run",
-    }
-    hvdtrain.train(options)
+    train = {"steps": 8, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}
+    hvdtrain.train({"train": train, "checkpoint": {"every": 3}, "task": TASK, "run_dir": "run"})
     return Path("run")
 
 

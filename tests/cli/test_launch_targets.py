@@ -219,8 +219,6 @@ def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
         (["--to", "pbs", "--nodes", "2"], "number of ranks is missing"),
         (["--to", "openmpi", "-np", "2", "--time", "2h"], "does not support --time"),
         (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "NOT_THERE"),
-        (["--to", "pbs", "-np", "2", "--time", "1m"], "--notice"),
-        (["--to", "lsf", "-np", "2", "--array", "1-2"], "the same run"),
         (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "two or more hosts"),
         (["-np", "2", "train"], "is not an option of launch"),
         (["--elastic", "x"], "--elastic is not MIN:MAX"),

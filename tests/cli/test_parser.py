@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli import build_horovod, bundle, doctor, launch_options
+from hvdtrain.cli import build_horovod, doctor, launch_options
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import ConfigError
 
@@ -68,8 +68,3 @@ def test_options_are_accepted_with_dashes_and_with_underscores() -> None:
 def test_help_shows_one_spelling() -> None:
     text = doctor.parser().format_help()
     assert "--run_dir" in text and "--run-dir" not in text
-
-
-def test_the_usage_is_one_line() -> None:
-    assert doctor.parser().format_help().startswith("usage: hvdtrain doctor [OPTIONS]\n\n")
-    assert bundle.parser().format_help().startswith("usage: hvdtrain bundle [OPTIONS] FOLDER\n\n")

@@ -60,10 +60,9 @@ def test_open_mpi_4_is_driven_by_horovodrun(run: Any, in_slurm: bool, capsys: py
 def test_others_are_started_by_mpirun_with_a_reason(run: Any, mpi: Mpi, capsys: pytest.CaptureFixture[str]) -> None:
     argv, variables = run(mpi)
     assert argv[0].endswith(("mpirun", "mpiexec.hydra")) and argv[1:3] == ["-np", "3"]
-    assert argv[-len(PROGRAM) :] == PROGRAM
+    assert argv[-len(PROGRAM) :] == PROGRAM and not {*ROOT_MAY_RUN, *REMOTE_SHELL} & variables.keys()
     assert variables["PATH"].split(os.pathsep)[1] == str(Path(mpi.mpirun).parent) or mpi.mpirun == "mpirun"
     assert f"using mpirun of {mpi}\n+ " in capsys.readouterr().out
-    assert not {*ROOT_MAY_RUN, *REMOTE_SHELL} & variables.keys()
 
 
 def test_open_mpi_starts_for_root_and_without_ssh(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

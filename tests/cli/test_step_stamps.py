@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hvdtrain.observe.past_journal import read_steps as read_journal_steps
+from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.span_files import read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import read_starts
 from tests.support.gallery import STEPS, TOY, Gallery
-from tests.support.step_tables import read_spans, read_steps
+from tests.support.step_tables import read_spans
 from tests.support.thread_job import train_on_threads
 
 
@@ -57,11 +57,6 @@ def test_so_it_is_at_other_sizes(size: int, tmp_path: Path) -> None:
     _check_starts(tmp_path, size, (5, 12), 9)
 
 
-def test_off_means_none(tmp_path: Path) -> None:
-    train_on_threads(*TOY, "--train.steps=3", "--observe.timeline=off", f"--run_dir={tmp_path}", size=2)
-    assert read_steps(tmp_path) == [] and not (tmp_path / "timeline/steps.jsonl").exists()
-
-
 APART_US = 50_000.0
 """Between Horovod's clock and ours: of the pair of looks that joins them a busy machine may delay the second."""
 
@@ -70,32 +65,15 @@ def test_horovods_own_times_lie_inside_of_ours(gallery: Gallery) -> None:
     """On rank 0's clock, put there by the pair of times in its span file."""
     run = gallery["two"].run
     (file,) = (run / "timeline").glob("horovod-*")
-    epoch_us, reductions = _horovods(file)
-    wall_us = wall_clock_us(read_span_files(run))
-    assert wall_us is not None
+    horovod, wall_us = read_horovod(file), wall_clock_us(read_span_files(run))
+    assert horovod.epoch_us is not None and wall_us is not None
     spans = read_spans(run)[0]
     assert len(spans.buckets) == 2
     for track, bucket in spans.buckets.items():
         mine = (spans.track == track) & (spans.step >= 10) & (spans.step <= 30)
-        theirs = np.array(reductions[f"allreduce.{bucket.name}"]) + (epoch_us - wall_us)
-        assert len(theirs) == mine.sum() == 21
-        assert (spans.start_us[mine] - APART_US <= theirs[:, 0]).all()
-        assert (theirs[:, 1] <= spans.end_us[mine] + APART_US).all()
-
-
-def _horovods(file: Path) -> tuple[float, dict[str, list[tuple[float, float]]]]:
-    """The wall clock at time 0 in microseconds, and begin and end of each ALLREDUCE by tensor."""
-    epoch_us, names = 0.0, {}
-    open_: dict[int, list[tuple[str, float]]] = {}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for event in json.loads(file.read_text()):
-        if event["ph"] == "M":
-            epoch_us = event["args"].get("start_time_since_epoch_in_micros", epoch_us)
-            names.setdefault(event["pid"], event["args"].get("name"))
-        elif event["ph"] == "B":
-            open_.setdefault(event["pid"], []).append((event["name"], event["ts"]))
-        elif event["ph"] == "E" and open_.get(event["pid"]):
-            name, began = open_[event["pid"]].pop()
-            if name == "ALLREDUCE":
-                found.setdefault(names[event["pid"]], []).append((began, event["ts"]))
-    return epoch_us, found
+        tensor, phase = list(horovod.tensors).index(f"allreduce.{bucket.name}"), list(horovod.phases).index("ALLREDUCE")
+        theirs = (horovod.tensor == tensor) & (horovod.phase == phase)
+        start_us = horovod.start_us[theirs] + (horovod.epoch_us - wall_us)
+        assert len(start_us) == mine.sum() == 21
+        assert (spans.start_us[mine] - APART_US <= start_us).all()
+        assert (start_us + horovod.duration_us[theirs] <= spans.end_us[mine] + APART_US).all()

@@ -16,11 +16,10 @@ from tests.support.toy import toy
 
 def _result(**changed: Any) -> Result:
     facts: dict[str, Any] = {
-        "run_dir": Path("runs/x"), "reason": "finished", "step": 5, "total_steps": 9, "resumed_at": 0,
-        "train_on": "--train.steps 18",
+        "run_dir": Path("runs/x"), "reason": "finished", "step": 5, "total_steps": 9, "resumed_at": 0, "budget": {},
         "first_loss": 2.0, "last_loss": 1.0, "first_heldout_loss": 2.0, "last_heldout_loss": 1.0, "metrics": {},
-        "tokens_per_s": 124.0, "unit": "samples", "seconds": 3.0, "sizes": [2], "still_s": 0.0, "budget": {},
-        "model": None,
+        "tokens_per_s": 124.0, "unit": "samples", "seconds": 3.0, "sizes": [2], "still_s": 0.0, "model": None,
+        "train_on": "--train.steps 18",
     }  # fmt: skip
     return Result(**{**facts, **changed})
 

@@ -28,7 +28,7 @@ PLAN = Plan(JobSpec((), 2, python="/venv/bin/python"), ("true",), Limits(2, 1, 2
 
 FAKE = """\
 #!/bin/sh
-# What the manuals of {name} say: {options} NODE COMMAND ARGUMENTS, without a shell{how}.
+# What the manuals say: {name} NODE COMMAND ARGUMENTS, without a shell; blaunch with -no-shell, pbs_tmrsh without stdin.
 {take}
 node=$1; shift
 [ "$node" = b.site ] && [ "$2" = -c ] && [ $# -ge 3 ] || {{ echo "{name}: wrong arguments: $*" >&2; exit 255; }}
@@ -42,15 +42,10 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on PATH with programs that run commands here, and a file with the names of two nodes."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    take = '[ "$1" = -no-shell ] || { echo "a shell reads the command" >&2; exit 255; }; shift'
-    texts = {
-        "blaunch": FAKE.format(name="blaunch", options="-no-shell", how="", take=take, run='exec "$@"'),
-        "pbs_tmrsh": FAKE.format(
-            name="pbs_tmrsh", options="", how=" and without stdin", take="", run='exec "$@" < /dev/null >> output 2>&1'
-        ),
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
+    no_shell = '[ "$1" = -no-shell ] || { echo "a shell reads the command" >&2; exit 255; }; shift'
+    without_stdin = 'exec "$@" < /dev/null >> output 2>&1'
+    for name, take, run in (("blaunch", no_shell, 'exec "$@"'), ("pbs_tmrsh", "", without_stdin)):
+        (folder / name).write_text(FAKE.format(name=name, take=take, run=run))
         (folder / name).chmod(0o755)
     (tmp_path / "nodes").write_text("a.site\nb.site\nb.site\n")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -62,30 +57,24 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_in_an_allocation_starts_agents_by_its_scheduler(
     inside: dict[str, str], by: str, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that dies is replaced, and in the end nothing is left."""
+    """A rank that dies is replaced, and an agent; in the end nothing is left."""
     for name, value in inside.items():
         monkeypatch.setenv(name, value)
     options = ["-H", "localhost:1,b.site:1", "-np", "2", "--elastic", "1:2", "--interface", "lo"]
     with FakeJob(tmp_path, *options, "--", "1000000", "kill:1:5") as job:
         job.until("round 1: 2 rank(s) on 2 host(s)")
         job.until("round 3: 2 rank(s) on 2 host(s)")
+        agents = (p for p in job.processes("create_connection") if "called_agent" not in " ".join(p.cmdline()))
+        if by == "pbs_tmrsh":
+            next(agents).kill()
+            job.until("b.site is lost")
+            job.until("round 5: 2 rank(s) on 2 host(s)")
         job.signal(signal.SIGTERM)
         code, _ = job.end()
-    assert code == 128 + signal.SIGTERM and (tmp_path / "called").read_text() == "b.site\n"
+    starts = 2 if by == "pbs_tmrsh" else 1
+    assert code == 128 + signal.SIGTERM and (tmp_path / "called").read_text() == "b.site\n" * starts
     assert any(f"agents on other hosts by {by}" in line for line in job.said)
     assert not list(tmp_path.glob(".hvdtrain-agent-*"))
-
-
-def test_a_lost_agent_of_pbs_is_started_again(fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in IN_PBS.items():
-        monkeypatch.setenv(name, value)
-    options = ["-H", "localhost:1,b.site:1", "-np", "2", "--elastic", "1:2", "--interface", "lo"]
-    with FakeJob(tmp_path, *options, "--", "1000000") as job:
-        job.until("round 1: 2 rank(s) on 2 host(s)")
-        (agent,) = (p for p in job.processes("create_connection") if "called_agent" not in " ".join(p.cmdline()))
-        agent.kill()
-        job.until("b.site is lost")
-        job.until("round 3: 2 rank(s) on 2 host(s)")
 
 
 def test_only_who_reads_the_file_is_connected(fakes: Path, tmp_path: Path) -> None:

@@ -67,14 +67,14 @@ def test_what_starts_containers_is_found(
 @pytest.mark.parametrize(
     ("asked", "image", "target", "said"),
     [
-        ("auto", "lab/x:1", "srun", r"apptainer or singularity on PATH, or --container-image in srun --help"),
-        ("auto", "lab/x:1", "pbs", r"apptainer or singularity on PATH$(?s:.*)--container_runtime apptainer"),
+        ("auto", "lab/x:1", "srun", "--container-image in srun --help"),
+        ("auto", "lab/x:1", "pbs", "--container_runtime apptainer"),
         ("pyxis", "lab/x:1", "pbs", "--to pbs and lab/x:1"),
         ("pyxis", "x.sif", "slurm", "an image of a registry"),
     ],
 )
 def test_what_starts_no_container_is_refused(asked: str, image: str, target: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=f"(?m){said}"):
+    with pytest.raises(LaunchError, match=said):
         find_container_runtime(asked, image, target, {"PATH": str(tmp_path)})
 
 

@@ -1,9 +1,10 @@
-"""The rendered files of launchers/ are current; its scripts are clean, and do what they say."""
+"""The files of launchers/ are current, clean, and do what they say; docs/ names each target and valid commands."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hvdtrain.cli.launch_options import parse
+from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.hosts import parse_discovered
+from hvdtrain.launch.targets import TARGETS
 from tests.support.launchers import files
 from tests.support.mpijob_schema import problems
 
@@ -63,11 +67,7 @@ def test_local(spied: dict[str, str]) -> None:
 
 def test_mpirun(spied: dict[str, str]) -> None:
     argv = _argv("mpirun.sh", {**spied, "NP": "8", "HOSTS": "a:4,b:4"})
-    assert (
-        argv[:4] == ["-np", "8", "--host", "a:4,b:4"]
-        and argv[-3:] == WORDS
-        and argv[-6:-3] == ["python", "-m", "hvdtrain"]
-    )
+    assert argv[:4] == ["-np", "8", "--host", "a:4,b:4"] and argv[-6:] == ["python", "-m", "hvdtrain", *WORDS]
     done = subprocess.run([FOLDER / "mpirun.sh"], env=spied, capture_output=True, text=True)
     assert done.returncode != 0 and "such as NP=8" in done.stderr
 
@@ -78,3 +78,24 @@ def test_the_discovery_script_prints_the_file(tmp_path: Path) -> None:
     for variables in ({"PATH": "/usr/bin:/bin"}, {"PATH": "/usr/bin:/bin", "HVDTRAIN_HOSTS": str(tmp_path / "hosts")}):
         done = subprocess.run([script], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
         assert parse_discovered(done.stdout) == {"a": 4, "b": 2}
+
+
+def _page(name: str) -> str:
+    return (FOLDER.parent / "docs" / f"{name}.md").read_text()
+
+
+def test_every_target_is_in_the_table() -> None:
+    table = _page("launching").partition("| `--to`")[2].partition("##")[0]
+    listed = {
+        name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert listed == {AUTO, OWN, *TARGETS}
+
+
+def test_the_examples_are_valid_commands() -> None:
+    lines = re.findall(
+        r"^    (?:salloc .*)?hvdtrain launch (.*?)-- .*$", _page("elastic") + _page("launching"), re.MULTILINE
+    )
+    assert len(lines) > 10
+    for line in lines:
+        parse(line.split())

@@ -13,34 +13,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.launch.commands import Limits
-from tests.support.job_world import World
+from tests.support.job_world import FakeWorker, World
 
 LIMITS = Limits(start=3, least=2, most=5)
 QUIET_S = 200.0
 
 
-def _pick(job: World, number: int) -> int:
-    return sorted(w.number for w in job.living())[number % len(job.living())] if job.living() else 0
+Action = Callable[[World, int], object]
 
 
-def _kill(job: World, number: int) -> None:
-    if worker := job.workers.get(_pick(job, number)):
-        job.exit(worker, -9)
+def _of_one(act: Callable[[World, FakeWorker], object]) -> Action:
+    """Something that one of the living does, or that is done to it."""
+
+    def do(job: World, number: int) -> None:
+        if living := job.living():
+            act(job, living[number % len(living)])
+
+    return do
 
 
-def _die(job: World, number: int) -> None:
-    if worker := job.workers.get(_pick(job, number)):
-        job.die(worker)
-
-
-def _drain(job: World, number: int) -> None:
-    if (worker := job.workers.get(_pick(job, number))) and not worker.dying:
+def _drain(job: World, worker: FakeWorker) -> None:
+    if not worker.dying:
         job.say(worker, "drain")
 
 
-def _fail(job: World, number: int) -> None:
-    if (worker := job.workers.get(_pick(job, number))) and worker.inside:
+def _fail(job: World, worker: FakeWorker) -> None:
+    if worker.inside:
         job.join(worker, "failed", "an error")
+
+
+def _deaf(job: World, worker: FakeWorker) -> None:
+    """A message crosses another: it is heard late."""
+    worker.deaf = not worker.deaf
+    if not worker.deaf and worker.inside and worker.told[-1] in ("broken", "changed"):
+        job.join(worker, "failed")
 
 
 def _step(job: World, number: int) -> None:
@@ -66,14 +72,6 @@ def _wait(job: World, number: int) -> None:
     job.wait(number % 7 + 0.3)
 
 
-def _deaf(job: World, number: int) -> None:
-    """A message crosses another: it is heard late."""
-    if worker := job.workers.get(_pick(job, number)):
-        worker.deaf = not worker.deaf
-        if not worker.deaf and worker.inside and worker.told[-1] in ("broken", "changed"):
-            job.join(worker, "failed")
-
-
 def _late(job: World, number: int) -> None:
     """Newcomers take their time from now on, or no longer."""
     job.joining = not job.joining
@@ -82,8 +80,9 @@ def _late(job: World, number: int) -> None:
             job.join(worker)
 
 
-ACTIONS = [_kill, _kill, _die, _drain, _fail, _step, _hosts, _cut, _reach, _wait, _wait, _deaf, _late]
-History = list[tuple[Callable[[World, int], None], int]]
+OF_ONE = (World.exit, World.exit, World.die, _drain, _fail, _deaf)
+ACTIONS: list[Action] = [*map(_of_one, OF_ONE), _step, _hosts, _cut, _reach, _wait, _wait, _late]
+History = list[tuple[Action, int]]
 HISTORIES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 26)), max_size=25)
 
 

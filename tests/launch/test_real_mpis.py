@@ -53,9 +53,8 @@ def test_ranks_get_their_arguments_and_environment(mpi: Mpi, ranks: int, tmp_pat
     job = spec(mpi, folder, ranks)
     start = TARGETS[mpi.flavour].render(job)
     assert isinstance(start, Command)
-    done = subprocess.run(
-        start.argv, cwd=folder, env=environment(mpi, start), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    given = environment(mpi, start)
+    done = subprocess.run(start.argv, cwd=folder, env=given, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     lines = told(done.stdout)
     assert [(line["rank"], line["size"], line["local_rank"]) for line in lines] == [(k, ranks, k) for k in range(ranks)]
@@ -96,9 +95,8 @@ def test_a_notice_reaches_the_ranks(mpi: Mpi, tmp_path: Path) -> None:
     job = replace(spec(mpi, tmp_path, 2), python=python, arguments=())
     start = TARGETS[mpi.flavour].render(job)
     assert isinstance(start, Command)
-    with subprocess.Popen(
-        start.argv, cwd=tmp_path, env=environment(mpi, start), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    given, pipe = environment(mpi, start), subprocess.PIPE
+    with subprocess.Popen(start.argv, cwd=tmp_path, env=given, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         seen = "".join(process.stdout.readline() for _ in range(2))
         assert seen.count("ready") == 2
@@ -112,14 +110,11 @@ def test_ranks_start_in_containers(mpi: Mpi, tmp_path: Path) -> None:
     image, show = make_image(tmp_path), "import json, sys; sys.stdout.write(json.dumps(sys.argv[1:]) + '\\n')"
     words = ("python", "-c", show, *AWKWARD)
     box = Container(str(image), str(make_runtime(tmp_path) / "apptainer"), ("/data:/data:ro",), gpus=True)
-    start = TARGETS[mpi.flavour].render(
-        replace(spec(mpi, tmp_path, 2), arguments=words, is_program=True, container=box)
-    )
+    job = replace(spec(mpi, tmp_path, 2), arguments=words, is_program=True, container=box)
+    start = TARGETS[mpi.flavour].render(job)
     assert isinstance(start, Command)
     variables = {**environment(mpi, start), "PYTHONPATH": "/of-host"}
-    done = subprocess.run(
-        start.argv, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = subprocess.run(start.argv, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [list(AWKWARD)] * 2, done.stderr
     assert [(flags, options["--bind"]) for flags, options, _ in starts(image)] == [
         (["--nv"], [f"{tmp_path}:{tmp_path}", "/data:/data:ro"])

@@ -151,7 +151,6 @@ def test_where_mpi_is_goes_through_the_shell_of_horovodrun() -> None:
 @pytest.mark.parametrize(
     ("arguments", "is_program", "added"),
     [
-        ((), False, True),
         (("--config", "a.yaml"), False, True),
         (("--parallel.device=cpu",), False, False),
         (("evaluate", "run"), False, False),
@@ -170,19 +169,11 @@ def test_an_array_of_lsf_counts_from_one() -> None:
         TARGETS["lsf"].render(jobs.queued(jobs.MPICH, jobs.Batch(array="0-3")))
 
 
-@pytest.mark.parametrize(
-    ("word", "shown"),
-    [
-        ("plain", "plain"),
-        ("{array}", '"${I}"'),
-        ("a{array}b", 'a"${I}"b'),
-        ("it's {array}", "'it'\"'\"'s '\"${I}\""),
-        (Shell("{array}"), "{array}"),
-    ],
-)
-def test_the_index_replaces_its_placeholder(word: str, shown: str) -> None:
-    assert insert_array_index(word, "I") == shown
-    assert isinstance(insert_array_index(word, "I"), Shell) == ("{array}" in word)
+def test_the_index_replaces_its_placeholder() -> None:
+    for word, shown in (("plain", "plain"), ("a{array}b", 'a"${I}"b'), ("it's {array}", "'it'\"'\"'s '\"${I}\"")):
+        assert insert_array_index(word, "I") == shown
+        assert isinstance(insert_array_index(word, "I"), Shell) == ("{array}" in word)
+    assert insert_array_index(Shell("{array}"), "I") == "{array}"
 
 
 def test_commands_and_scripts_are_shown_as_they_are() -> None:

@@ -11,9 +11,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from hvdtrain.cli.launch import main
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.variables import agent_environment, passed_variables, secret_variables, submit_environment
@@ -102,12 +99,6 @@ def test_the_ssh_command_works_from_any_folder(tmp_path: Path) -> None:
     process.stdout.close()
     assert [m["text"] for m in rest] == [*NASTY.splitlines(), str(root)]
     assert not (tmp_path / "pwned").exists()
-
-
-def test_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--to", "hvdtrain", "-np", "2", "-H", "localhost:1,b:1", "--dry-run", "--", "--train.steps", "3"]) == 0
-    shown = capsys.readouterr().out
-    assert "-m hvdtrain --train.steps 3" in shown and "\n  ssh " in shown
 
 
 def test_lines_that_are_no_messages_are_passed_over() -> None:
