@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 
 import pytest
@@ -41,38 +41,15 @@ class Served:
         host, port = self.address.split(":")
         return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
-    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        connection = HTTPConnection(self.address, timeout=TIMEOUT_S)
-        try:
-            connection.request(method, path, body, headers)
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        with closing(HTTPConnection(self.address, timeout=TIMEOUT_S)) as connection:
+            connection.request(method, path, body)
             answer = connection.getresponse()
             return answer.status, answer.read()
-        finally:
-            connection.close()
-
-
-@pytest.fixture(scope="module")
-def serving() -> Iterator[Served]:
-    one = Served()
-    yield one
-    one.server.close()
 
 
 @pytest.fixture
-def served(serving: Served) -> Served:
-    serving.keys.clear()
-    serving.log.clear()
-    serving.server._counts.clear()
-    serving.server.open(3, {})
-    opened = threading.Event()
-    serving.server._run_in_thread(opened.set)
-    assert opened.wait(TIMEOUT_S)
-    return serving
-
-
-@pytest.fixture
-def crowded() -> Iterator[Served]:
-    """A server of its own: connections that waited in the kernel may be accepted after the test that made them."""
+def served() -> Iterator[Served]:
     one = Served()
     one.server.open(3, {})
     yield one
@@ -187,21 +164,21 @@ def test_repeated_refusals_do_not_fill_the_log(served: Served) -> None:
     assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
 
 
-def test_idle_connections_block_no_rank(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
     monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
-    drip = f"PUT /{crowded.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
+    drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
     connections = []
     for number in range(3 * MOST_STRANGERS):
-        connections.append(crowded.connect())
+        connections.append(served.connect())
         if number % 2:
             connections[-1].sendall(drip[: 1 + number % len(drip)])
-    assert crowded.ask("PUT", f"/{crowded.token}/3:0/scope/key", b"x") == (200, b"") and crowded.keys
-    assert len(crowded.server._strangers) <= MOST_STRANGERS
+    assert served.ask("PUT", f"/{served.token}/3:0/scope/key", b"x") == (200, b"") and served.keys
+    assert len(served.server._strangers) <= MOST_STRANGERS
     assert connections[0].recv(1) == b""
-    assert re.search(rf"\(\d+ of uid {os.getuid()}\).* :{crowded.address.split(':')[1]}", crowded.log[0])
-    for connection in connections:
-        connection.close()
+    assert re.search(rf"\(\d+ of uid {os.getuid()}\).* :{served.address.split(':')[1]}", served.log[0])
+    for one in connections:
+        one.close()
 
 
 def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +191,13 @@ def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.Monke
     assert "without a request in" in served.log[0]
 
 
-def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
-    waiting, sending = crowded.connect(), crowded.connect()
-    waiting.sendall(f"GET /{crowded.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
-    sending.sendall(f"PUT /{crowded.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())
-    others = [crowded.connect() for _ in range(2 * MOST_STRANGERS)]
-    crowded.ask("PUT", f"/{crowded.token}/3:0/global/0", b"")
+    waiting, sending = served.connect(), served.connect()
+    waiting.sendall(f"GET /{served.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
+    sending.sendall(f"PUT /{served.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())
+    others = [served.connect() for _ in range(2 * MOST_STRANGERS)]
+    served.ask("PUT", f"/{served.token}/3:0/global/0", b"")
     sending.sendall(b"2")
     assert sending.makefile("rb").readline().startswith(b"HTTP/1.1 200")
     assert waiting.makefile("rb").read().endswith(b"\r\n\r\n12")
