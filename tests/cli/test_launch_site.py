@@ -116,51 +116,48 @@ def test_a_queued_job_without_mpi_follows_the_profile_once(
     assert re.search(shown, launch("--to", to, "-np", "2", profile=profile)[0])
 
 
-def test_agents_are_for_other_hosts(launch: Launch) -> None:
-    profile = options("agents: srun")
-    out, _ = launch("--to", "hvdtrain", "-np", "2", profile=profile)
-    assert out.startswith("localhost: up to 2 rank(s)")
-    _, err = launch("--to", "hvdtrain", "-H", "a:2", profile=profile, code=2)
-    assert "--agents srun" in err and "--site none" in err
+IMAGE = "container: x.sif, container_runtime: apptainer, container_mount: ['/a:/a']"
+MOUNT = "container_mount: ['/a:/b'], container_runtime: apptainer"
 
 
-def test_a_container_of_the_profile_is_never_left_out_silently(launch: Launch) -> None:
-    profile = options("container: x.sif, container_runtime: apptainer, container_mount: ['/a:/a']")
-    assert " apptainer exec --bind " in launch("--to", "slurm", "-np", "2", profile=profile)[0]
-    assert "apptainer" not in launch("--to", "slurm", "-np", "2", "--container", "none", profile=profile)[0]
-    _, err = launch("--to", "hvdtrain", "-np", "2", profile=profile, code=2)
-    assert "--to hvdtrain cannot start the ranks in a container" in err
-    launch("--to", "hvdtrain", "-np", "2", "--container", "none", profile=profile)
-    launch("--to", "mpijob", "-np", "2", profile=profile)  # which has an image of its own
+@pytest.mark.parametrize(
+    ("profile", "words", "shown", "hidden"),
+    [
+        # agents and an interface are for other hosts
+        ("agents: srun", "--to hvdtrain -np 2", "localhost: up to 2 rank(s)", "srun"),
+        ("interface: ib0", "--to hvdtrain -np 2", "localhost: up to 2 rank(s)", "IFNAME"),
+        ("interface: ib0", "--to hvdtrain -H a:1,b:1", "NCCL_SOCKET_IFNAME=ib0", "agents"),
+        # mounts wait for an image
+        (MOUNT, "--to slurm -np 2", "#SBATCH", "/a:/b"),
+        (MOUNT, "--to slurm -np 2 --container x.sif", "/a:/b", "/a:/a"),
+        (IMAGE, "--to slurm -np 2", " apptainer exec --bind ", "/a:/b"),
+        (IMAGE, "--to slurm -np 2 --container none", "#SBATCH", "apptainer"),
+        (IMAGE, "--to hvdtrain -np 2 --container none", "localhost: up to 2 rank(s)", "apptainer"),
+        (IMAGE, "--to mpijob -np 2", "MPIJob", "apptainer"),  # which has an image of its own
+        ("preflight: 'true'", "--to slurm -np 2", "preflight --write", "apptainer"),
+        ("preflight: 'true'", "--to slurm -np 2 --no-preflight", "#SBATCH", "preflight"),
+        # hosts of the command line replace a script
+        ("discover: ./hosts.sh", "-H a:1 --to hvdtrain", "a: up to 1 rank(s)", "hosts.sh"),
+        ("queue: gpu", "--site none --to slurm -np 2", "#SBATCH", "gpu"),
+    ],
+)
+def test_what_a_profile_means_for_a_job(profile: str, words: str, shown: str, hidden: str, launch: Launch) -> None:
+    out, err = launch(*words.split(), profile=options(profile))
+    assert shown in out and hidden not in out and ("site alex" in err) == ("--site none" not in words)
 
 
-def test_mounts_of_the_profile_wait_for_an_image(launch: Launch) -> None:
-    asked = ("--to", "slurm", "-np", "2")
-    profile = options("container_mount: ['/a:/b'], container_runtime: apptainer")
-    assert "/a:/b" not in launch(*asked, profile=profile)[0]
-    assert "/a:/b" in launch(*asked, "--container", "x.sif", profile=profile)[0]
-
-
-def test_a_flag_of_the_profile_can_be_switched_off(launch: Launch) -> None:
-    profile = options("preflight: 'true'")
-    assert "preflight --write" in launch("--to", "slurm", "-np", "2", profile=profile)[0]
-    assert "preflight" not in launch("--to", "slurm", "-np", "2", "--no-preflight", profile=profile)[0]
-
-
-def test_an_interface_of_the_profile_is_not_for_ranks_of_one_host(launch: Launch) -> None:
-    profile = options("interface: ib0")
-    assert "NCCL_SOCKET_IFNAME" not in launch("--to", "hvdtrain", "-np", "2", profile=profile)[0]
-    assert "NCCL_SOCKET_IFNAME=ib0" in launch("--to", "hvdtrain", "-H", "a:1,b:1", profile=profile)[0]
-
-
-def test_site_none_uses_none(launch: Launch) -> None:
-    out, err = launch("--site", "none", "--to", "slurm", "-np", "2")
-    assert "gpu" not in out and "site" not in err
-
-
-def test_hosts_of_the_command_line_replace_a_script_of_the_profile(launch: Launch) -> None:
-    out, _ = launch("-H", "a:1", "--to", "hvdtrain", profile=options("discover: ./hosts.sh"))
-    assert out.startswith("a: up to 1 rank(s)")
+@pytest.mark.parametrize(
+    ("profile", "words", "said"),
+    [
+        ("agents: srun", "--to hvdtrain -H a:2", "--agents srun"),
+        (IMAGE, "--to hvdtrain -np 2", "cannot start the ranks in a container"),
+    ],
+)
+def test_what_the_profile_asks_for_is_never_left_out_silently(
+    profile: str, words: str, said: str, launch: Launch
+) -> None:
+    _, err = launch(*words.split(), profile=options(profile), code=2)
+    assert said in err and "--site none" in err
 
 
 def test_the_documented_profile_is_accepted(launch: Launch) -> None:

@@ -208,6 +208,9 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     assert shlex.split(go_on)[2:5] == ["launch", "-np", "2"]
 
 
+MOUNTS = [["--container", "x.sif", "--container_mount", mount] for mount in ("/data", "data:/data", "/data:/data:rw+x")]
+
+
 def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
     assert parse(["-n", "3"]).np == parse(["-np", "3"]).np == 3
 
@@ -229,6 +232,13 @@ def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
         (["--restart=2"], "did you mean --restarts?"),  # which --re may be is another thing tomorrow
         *((of_training, "an option of training") for of_training in (["--task", "toy"], ["--train.steps=9"])),
         (["--quite-another"], "follow --"),
+        *((["--to", "pbs", "-np", "2", *mount], "is not a mount") for mount in MOUNTS),
+        (["--to", "pbs", "-np", "2", "--container=-x"], "not an image"),
+        (["--to", "slurm", "-np", "2", "--container_mount", "/a:/a"], "--container_mount is given without an image"),
+        (
+            ["--to", "slurm", "-np", "2", "--container_runtime", "pyxis"],
+            "--container_runtime is given without an image",
+        ),
         (["-np", "0"], "-np"),
         (["-np", "2", "-H", "-oProxyCommand=x:2"], "-H"),
         (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),

@@ -14,16 +14,10 @@ import pytest
 from hvdtrain.__main__ import main
 from hvdtrain.observe.span_trace import LAST_STEPS
 from tests.support.gallery import Gallery
-from tests.support.launch import ENVIRONMENT, stop_by_sigterm, training
+from tests.support.launch import ENVIRONMENT, ROOT, stop_by_sigterm, training
 
-TOY = [
-    f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
-    "--train.steps=1000000",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-    "--checkpoint.every=0",
-    "--run_dir=run",
-]
+TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=1000000", "--train.global_batch=8"]
+TOY += ["--train.micro_batch=2", "--checkpoint.every=0", "--run_dir=run"]
 
 
 @contextmanager

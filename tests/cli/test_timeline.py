@@ -14,16 +14,10 @@ import pytest
 from hvdtrain.install import record
 from hvdtrain.observe.past_journal import read_journal
 from tests.support.gallery import Gallery
-from tests.support.launch import program, run, train
+from tests.support.launch import ROOT, program, run, train
 
-TOY = [
-    f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
-    "--train.steps=8",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-    "--checkpoint.every=0",
-    "--run_dir=run",
-]
+TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=8", "--train.global_batch=8", "--train.micro_batch=2"]
+TOY += ["--checkpoint.every=0", "--run_dir=run"]
 LAUNCHERS = ["mpirun", "horovodrun --gloo"]
 GRADIENTS = "allreduce.gradients/0"
 OURS = "broadcast.timeline/"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.launch import main
 from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_spec import idle_gpus, spec_of
 from hvdtrain.errors import LaunchError
@@ -90,25 +89,6 @@ def test_what_starts_no_container_is_refused(asked: str, image: str, target: str
 def test_a_path_that_a_mount_would_change_is_refused(target: str, job: JobSpec, found: str) -> None:
     with pytest.raises(LaunchError, match=f"cannot mount this path(?s:.*){found}"):
         TARGETS[target].render(job)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--container", "x.sif", "--container_mount", "/data"], "SRC:DST:ro"),
-        (["--container", "x.sif", "--container_mount", "data:/data"], "is not a mount"),
-        (["--container", "x.sif", "--container_mount", "/data:/data:rw+x"], "is not a mount"),
-        (["--container=-x"], "not an image"),
-        (["--container_mount", "/a:/a"], "--container_mount is given without an image"),
-        (["--container_runtime", "pyxis"], "--container_runtime is given without an image"),
-    ],
-)
-def test_options_without_meaning_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(["--to", "slurm", "-np", "2", "--dry-run", *options, "--"])
-    except SystemExit as ended:
-        code = int(str(ended.code))
-    assert code == 2 and said in capsys.readouterr().err
 
 
 def test_the_image_decides_what_the_program_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
