@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hvdtrain.cli.launch import main
 from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_spec import plan_of, spec_of
+from hvdtrain.launch import own_task
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import JobSpec
@@ -27,7 +29,6 @@ from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
 
 PATHS = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"}
 TELL = 'import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "HVD"))}))'
-WAITS_FOR_SIGNAL = "trap 'echo heard; exit 0' TERM; echo ready; while :; do sleep 0.1; done"
 
 
 def spec(*words: str, target: str = OWN, options: Sequence[str] = ()) -> JobSpec:
@@ -103,6 +104,31 @@ def test_with_elastic_it_speaks_to_the_driver_itself() -> None:
     assert plan_of(words, parse(words), made, {}).program == (sys.executable, "script.py")
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("exit 0", 0, ["finished"]),
+        ("exit 7", 7, []),
+        ("exit 143", 143, []),
+        ("kill -TERM $PPID; exec sleep 1000", 143, ["SIGTERM"]),
+        ("trap 'exit 143' TERM; kill -TERM $PPID; while :; do sleep 0.01; done", 143, ["SIGTERM"]),
+    ],
+)
+def test_the_driver_hears_how_it_ended(
+    script: str, code: int, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that reached the rank alone is no failure. The program sends it to its parent, which forwards it."""
+    driver = Mock(is_broken=lambda: False, join=lambda why: Mock(variables=dict))
+    monkeypatch.setattr(own_task, "connect_to_driver", lambda variables: driver)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        assert own_task.main(["sh", "-c", script]) == code
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+    assert [call.args[0] for call in driver.report_leaving.call_args_list] == told
+
+
 def test_it_finds_its_place_as_under_horovodrun(tmp_path: Path) -> None:
     done = launch(tmp_path, "python", "-c", TELL, options=("--tag",))
     assert done.returncode == 0, done.stderr
@@ -125,15 +151,15 @@ def test_a_rank_that_fails_last_fails_the_job(tmp_path: Path) -> None:
     assert done.returncode == 1 and "rank 1 on localhost ended with exit code 7" in done.stderr
 
 
-@pytest.mark.parametrize("script", [WAITS_FOR_SIGNAL, "echo ready; exec sleep 1000"])
-def test_signals_reach_it(script: str, tmp_path: Path) -> None:
+def test_signals_reach_it(tmp_path: Path) -> None:
+    script = "trap 'echo heard; exit 0' TERM; echo ready; while :; do sleep 0.1; done"
     argv = [sys.executable, "-m", "hvdtrain", "launch", "--to", OWN, "-np", "2", "--", "sh", "-c", script]
     with subprocess.Popen(argv, cwd=tmp_path, env=PATHS, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert [job.stdout.readline().split()[-1] for _ in range(2)] == ["ready", "ready"]
         os.kill(job.pid, signal.SIGTERM)
         rest = job.stdout.read()
-    assert job.returncode == 128 + signal.SIGTERM and rest.count("heard") == 2 * ("heard" in script)
+    assert job.returncode == 128 + signal.SIGTERM and rest.count("heard") == 2
 
 
 SUM = """

@@ -18,10 +18,19 @@ def world(limits: Limits = ELASTIC, hosts: dict[str, int] | None = None, **how: 
     return World(limits, hosts or TWO_HOSTS, **how)
 
 
-def train(job: World, step: int = 3) -> None:
+def with_a_starting_rank() -> tuple[World, FakeWorker]:
+    """A job of two ranks that train, and the process of a third that has not asked for a place."""
+    job = World(TWO, {"a": 2})
+    job.joining = False
+    job.hosts({"a": 3})
+    _, _, starting = job.living()
+    return job, starting
+
+
+def train(job: World) -> None:
     """All in the round have done steps."""
     for worker in job.round():
-        worker.step = step
+        worker.step = 3
         job.alive(worker)
 
 
@@ -462,11 +471,9 @@ class TestGrowth:
         assert len(job.rounds) > 2
 
     def test_a_starting_rank_blocks_no_round(self) -> None:
-        job = World(TWO, {"a": 2})
-        job.joining = False
-        job.hosts({"a": 4})
+        job, starting = with_a_starting_rank()
         job.wait(60)
-        assert len(job.rounds) == 1 and len(job.living()) == 4
+        assert len(job.rounds) == 1 and starting.alive
 
 
 class TestRemoval:
@@ -484,10 +491,7 @@ class TestRemoval:
         assert sizes(job) == [4, 2, 4]
 
     def test_a_starting_rank_on_a_removed_slot_is_ended(self) -> None:
-        job = World(TWO, {"a": 2})
-        job.joining = False
-        job.hosts({"a": 3})
-        assert len(job.living()) == 3
+        job, _ = with_a_starting_rank()
         job.hosts({"a": 2})
         assert len(job.living()) == 2 and len(job.rounds) == 1
 
@@ -678,11 +682,8 @@ class TestHangs:
         assert not stopped.alive and len(job.round()) == 3
 
     def test_one_that_is_stopped_before_it_ever_spoke_is_killed(self) -> None:
-        job = World(TWO, {"a": 2})
-        job.joining = False
-        job.hosts({"a": 3})
-        stopped, other = job.living()[2], job.living()[0]
-        stopped.deaf = True
+        job, stopped = with_a_starting_rank()
+        stopped.deaf, other = True, job.by_rank(0)
         for _ in range(4):
             job.alive(other)
             job.members.agent_heartbeat("a", {stopped.number: True}, job.now_s)
@@ -715,10 +716,7 @@ class TestHangs:
         assert kill.worker == held.number and kill.after_s > 0
 
     def test_a_rank_that_never_requests_a_place_is_started_again(self) -> None:
-        job = World(TWO, {"a": 2})
-        job.joining = False
-        job.hosts({"a": 3})
-        stuck = job.living()[2]
+        job, stuck = with_a_starting_rank()
         job.wait(ELASTIC.start_timeout_s - 10)
         assert stuck.alive
         job.wait(30)
