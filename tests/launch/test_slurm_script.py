@@ -162,12 +162,3 @@ def test_a_missing_folder_starts_nothing(tmp_path: Path) -> None:
     script = render(replace(SPEC, folder=str(tmp_path / "gone"))).text
     done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1 and "gone" in done.stderr
-
-
-ARRAY = replace(SPEC, slurm_mpi="", arguments=("it's {array}",), batch=Batch(array="0-1"))
-
-
-@pytest.mark.parametrize("spec", [SPEC, ARRAY, CHECKED], ids=["pmix", "array-gloo", "preflight"])
-def test_shellcheck_has_nothing_to_say(spec: JobSpec, shellcheck: str) -> None:
-    done = subprocess.run([shellcheck, "-"], input=render(spec).text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
