@@ -1,7 +1,7 @@
 """``hvdtrain launch`` with `tests.support.fake_rank` instead of training, for tests.
 
 As a program: the options of launch, ``--``, the arguments of the fake rank. Its driver takes nobody who is merely slow
-for lost, gives whoever has to end all the time that it needs, and pauses only a moment before it starts one again.
+for lost, gives whoever has to end all the time that it needs, and pauses less than usual before it starts one again.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ if __name__ == "__main__":
     split = sys.argv.index("--")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     limits = {**dict.fromkeys(PATIENT, TIMEOUT_S), "silent_s": float(os.environ.get(SILENT, TIMEOUT_S))}
-    limits |= {"cooldown_s": 0.1, "debounce_s": 0.1}
+    limits |= {"cooldown_s": 0.4}
     launch_spec.Limits = partial(Limits, **limits)  # type: ignore[misc,assignment]
     launch_spec._rank_program = lambda spec: (sys.executable, sys.argv[1], *sys.argv[split + 1 :])
     sys.exit(launch.main(["--to", "hvdtrain", *sys.argv[2:split]]))
