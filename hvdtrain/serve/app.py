@@ -198,7 +198,8 @@ class Service:
         return int(most - used)
 
     async def _take_turn(self, began: float) -> None:
-        if self._waiting >= self._limits.waiting:
+        free = not self._turn.locked()  # then one of those that wait is about to take the turn
+        if self._waiting >= self._limits.waiting + free:
             raise RefusedError(429, f"{self._waiting} requests wait for the model already")
         self._waiting += 1
         try:
