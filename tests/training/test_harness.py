@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,13 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 QUESTIONS = [f"{number} + 2 =" for number in range(7)]
+
+
+@pytest.fixture(autouse=True)
+def _looks_for_no_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are thousands, which it reads each time."""
+    tasks = import_module("lm_eval.tasks")
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
 
 
 @pytest.fixture(scope="module")
