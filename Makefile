@@ -40,13 +40,13 @@ test: setup ## the tests: units, and each law on real jobs; those in tests/paral
 test-all: setup ## the slower tests, which make test leaves out: two hosts, Slurm, browsers, other MPIs, containers
 	@$(RUNNER) slow
 
-unstable: setup ## TESTS 20 times beside busy cores: make unstable TESTS=tests/test_files.py::test_name
+unstable: setup ## TESTS 20 times while all cores are busy: make unstable TESTS=tests/test_files.py::test_name
 	@$(RUNNER) unstable $(TESTS)
 
 times: setup ## record what the last .ci/run or make test-all measured, in tests/runner/times.json
 	@$(RUNNER) record
 
-check: ## what to run before each commit, in a minute: ruff, wording, collection of all tests, structure, mypy if its cache is warm
+check: ## before each commit, in a minute: lint, whether all tests can be collected, tests of the structure
 	@$(RUNNER) check
 
 ROOMS ?=

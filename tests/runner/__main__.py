@@ -5,7 +5,7 @@ slow       what `make test-all` runs
 all        what ``.ci/run`` runs: both, with lint beside them; then mutations of rooms that have changed
 unstable   repeat tests beside busy cores: python -m tests.runner unstable TEST ...
 lint       ruff, mypy and wording
-check      in a minute: lint, where mypy has a cache; collection of all tests; tests of the structure
+check      in a minute: lint, collection of all tests, tests of the structure
 record     write what the last run, and the last `make mutations`, measured into tests/runner/times.json
 tiers      print the table of commands and times for CONTRIBUTING.md
 

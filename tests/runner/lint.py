@@ -23,14 +23,8 @@ def lint() -> str:
 
 
 def check() -> str:
-    """Return what can be found in a minute: lint, test files that cannot be collected, a broken structure.
-
-    mypy is left out where it has no cache: it takes minutes then.
-    """
-    is_warm = (ROOT / ".mypy_cache").is_dir()
-    if not is_warm:
-        print("mypy has no cache yet, and is left out: make lint")
-    typing = beside(lambda: _findings([_MYPY] if is_warm else []))
+    """Return what can be found in a minute: lint, test files that cannot be collected, a broken structure."""
+    typing = beside(lambda: _findings([_MYPY]))
     found = _findings([*_QUICK, _COLLECTION, _STRUCTURE])
     return "\n".join(filter(None, [found, typing()]))
 
