@@ -33,7 +33,7 @@ from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.verify.data import verify_data
 from tests.laws.test_laws import UNOBSERVED
 from tests.support.gallery import Recorded
-from tests.support.thread_rounds import Period, train_in_rounds
+from tests.support.thread_job import Period, train_in_rounds
 
 STEPS = 24
 METHODS = {

@@ -24,7 +24,7 @@ from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest,
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK, stack
 from tests.support.thread_comm import ThreadComm, on_ranks
-from tests.support.thread_rounds import Period, train_in_rounds
+from tests.support.thread_job import Period, train_in_rounds
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 AUTO = replace(Config(), train=TrainConfig(micro_batch="auto"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,36 @@ from hvdtrain.files import write_text
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
-from tests.support import permissions
 from tests.support.gallery import TOY
 from tests.support.journals import read_events
 from tests.support.recorded import recorded
 from tests.support.thread_job import train_on_threads
 
 OPTIONS = (*TOY[:3], "--checkpoint.every=0", "--optimizer.warmup_steps=0")
+
+
+_VERSION_3 = 0x20080522
+_OVERRIDE = 1 << 1 | 1 << 2
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, see capabilities(7)."""
+
+
+@contextmanager
+def permissions_held() -> Iterator[None]:
+    """Inside, this thread, and those it starts, may open files only as their modes say."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = (ctypes.c_uint32 * 2)(_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    before = sets[0]
+    sets[0] &= ~_OVERRIDE  # of the effective set; the permitted one keeps them
+    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        sets[0] = before
+        assert libc.capset(header, sets) == 0
 
 
 def _train(folder: Path, *options: str, size: int = 1) -> Result:
@@ -129,7 +154,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_used_is_refused_at_the_start(odd
     else:
         folder.chmod(0o300 if odd == "not listed" else 0o500)
     before = _content(run)
-    with permissions.held(), pytest.raises(RunDirectoryError, match="the folder of checkpoints") as caught:
+    with permissions_held(), pytest.raises(RunDirectoryError, match="the folder of checkpoints") as caught:
         _train(run, "--train.steps=8", size=2)
     assert str(folder) in caught.value.what
     assert isinstance(caught.value, UnusableRunDirectoryError) == (odd != "a dangling link")
@@ -145,7 +170,7 @@ def test_a_file_without_permission_is_named_and_left_where_it_is(name: str, run:
     (run / name).chmod(0)
     before = set((run / "checkpoints").rglob("*"))
     expected = UnreadableCheckpointError if name.startswith("checkpoints") else UnusableRunDirectoryError
-    with permissions.held(), pytest.raises(expected, match="Permission denied") as caught:
+    with permissions_held(), pytest.raises(expected, match="Permission denied") as caught:
         _train(run, "--train.steps=8", size=2)
     assert str((run / name).parent) in caught.value.what
     assert set((run / "checkpoints").rglob("*")) == before
@@ -175,7 +200,7 @@ def test_a_run_of_another_user_is_passed_over(own_folder: Path) -> None:
     others.mkdir(parents=True)
     (others / ".identity").write_text("of another config")
     others.chmod(0)
-    with permissions.held():
+    with permissions_held():
         result = train_on_threads(*OPTIONS, "--train.steps=2", size=1)[0]
     others.chmod(0o700)
     assert result.run_dir.parent.samefile("runs")
