@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,17 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _take_and_die(path: Path) -> None:
+    assert _take(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_holder_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom hvdtrain.lease import take_lease\n"
-        "assert take_lease(Path(sys.argv[1]))\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "l")]).returncode == -9
-    assert (tmp_path / "l").exists()
+    process = multiprocessing.get_context("fork").Process(target=_take_and_die, args=(tmp_path / "l",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / "l").exists()
     held = _take(tmp_path / "l")
     assert held is not None
     held.release()

@@ -61,18 +61,6 @@ def test_a_part_past_its_limit_is_killed_and_its_results_stay(tmp_path: Path) ->
     assert not is_alive(int(started.read_text()))
 
 
-def test_parts_without_time_are_not_run(tmp_path: Path) -> None:
-    options = _options(tmp_path)
-    options.minutes = 0.0
-    assert gpu.run_all([_part("late", "raise SystemExit('it ran')")], options) == 1
-    assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["state"] == "not run: no time was left"
-
-
-def test_text_of_a_part_is_not_html(tmp_path: Path) -> None:
-    gpu.run_all([_part("evil", "print('<script>alert(1)</script>'); raise SystemExit(1)")], _options(tmp_path))
-    assert "<script>" not in (tmp_path / "gpu.html").read_text()
-
-
 def test_every_check_is_a_part_and_every_part_has_a_check() -> None:
     options = _options(Path(), kit=None, python=sys.executable, venv=Path(), quick=True)
     named = {part.argv[part.argv.index("cpu") + 1] for part in gpu.parts("python", options) if "cpu" in part.argv}

@@ -32,15 +32,8 @@ def test_hosts_are_added_and_removed_and_come_back(shard: str, tmp_path: Path, l
     assert len(steps) == len(set(steps)), "no step was done twice"
 
 
-@pytest.mark.parametrize(
-    ("fault", "rank"),
-    [
-        ("SIGKILL", 0),
-        (EXCEPTION, 1),
-        ("SIGKILL", 1),
-        (EXCEPTION, 0),
-    ],
-)
+@pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_fails_and_the_others_continue(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", fault=fault, rank=rank)
     with nothing_lost(job.run, losses), job:
@@ -96,41 +89,35 @@ def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:
         again.finish()
 
 
-def test_all_ranks_fail_and_are_started_again(tmp_path: Path, losses: Losses) -> None:
-    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--restarts", "1")
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_all_ranks_or_hosts_fail_at_once_and_are_started_again(hosts: int, tmp_path: Path, losses: Losses) -> None:
+    on_hosts = ("-H", "localhost:1,127.0.0.1:1") if hosts == 2 else ()
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--restarts", "1", *on_hosts)
     with nothing_lost(job.run, losses), job:
         job.until_step(25)
-        job.kill_ranks()
+        if hosts == 1:
+            job.kill_ranks()
+        else:
+            for agent in job.processes("hvdtrain.launch.agent"):
+                agent.kill()
         job.until("the whole job restarts (1 of 1)")
+        job.until(f"2 rank(s) on {hosts} host(s)")
         job.finish()
 
 
-def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) -> None:
-    options = ("-np", "2", "--elastic", "1:2", "--restarts", "1", "-H", "localhost:1,127.0.0.1:1")
-    job = Scenario(tmp_path, *options)
-    with nothing_lost(job.run, losses), job:
-        job.until_step(25)
-        for agent in job.processes("hvdtrain.launch.agent"):
-            agent.kill()
-        job.until("the whole job restarts (1 of 1)")
-        job.until("2 rank(s) on 2 host(s)")
-        job.finish()
-
-
-def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> None:
-    options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.1")
-    job = Scenario(tmp_path, *options, fault="SIGKILL", step=25)
+@pytest.mark.parametrize(
+    ("elastic", "limit", "why"),
+    [
+        ("2:2", ("--elastic-timeout", "0.1"), "there are 1 of at least 2 ranks"),
+        ("1:2", ("--reset-limit", "1"), "exceeds --reset-limit 1"),
+    ],
+)
+def test_a_limit_ends_the_job_which_can_be_started_again(
+    elastic: str, limit: tuple[str, str], why: str, tmp_path: Path, losses: Losses
+) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", elastic, *limit, fault="SIGKILL", step=25)
     with job:
         assert job.end()[0] == 1
-    assert any("there are 1 of at least 2 ranks" in line for line in job.said)
-    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "2:2") as again:
-        again.finish()
-
-
-def test_the_limit_of_resets(tmp_path: Path, losses: Losses) -> None:
-    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--reset-limit", "1", fault="SIGKILL", step=25)
-    with job:
-        code, _ = job.end()
-    assert code == 1 and any("exceeds --reset-limit 1" in line for line in job.said)
-    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "1:2") as again:
+    assert any(why in line for line in job.said)
+    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", elastic) as again:
         again.finish()

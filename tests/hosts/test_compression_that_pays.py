@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hvdtrain.observe.past_journal import read_journal, read_steps
-from hvdtrain.timeline.whatif.predict import WORTH
 from tests.support.two_hosts import TwoHosts
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +18,7 @@ JOB = [
     "--observe.timeline=off",  # its probe of the link would be counted among what gradients send
 ]
 STOP_AT = "--train.stop_at=8"  # the choice is made at step 7
-SLOW, SLOW_BYTES_PER_S = "100mbit", 100e6 / 8
+SLOW, SLOW_BYTES_PER_S = "25mbit", 25e6 / 8
 
 
 def _train(hosts: TwoHosts, run: Path, *options: str) -> list[dict[str, Any]]:
@@ -35,7 +32,6 @@ def _events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [line for line in journal if line.get("event") == name]
 
 
-@pytest.mark.flaky(reruns=2)
 def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts, tmp_path: Path) -> None:
     run = tmp_path / "run"
     hosts.throttle(SLOW)
@@ -45,7 +41,7 @@ def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts
     gradient_bytes = 4 * _events(journal, "started")[0]["parameters"]
     assert found["compression"] != "none"
     assert predicted_s[found["compression"]] < predicted_s["none"] == found["step_s"]
-    assert 0 < found["bytes_per_s"] < SLOW_BYTES_PER_S * 4, "far below the unlimited link; busy cores blur it"
+    assert 0 < found["bytes_per_s"] < SLOW_BYTES_PER_S * 4, "far below the unlimited link"
     # of two ranks each sends the gradients once, which the link does not let through any sooner
     assert found["exposed_s"] > gradient_bytes / SLOW_BYTES_PER_S / 2
 
@@ -60,13 +56,3 @@ def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts
     plain_bytes = 12 * gradient_bytes
     assert plain_bytes / 8 < sent[1] < 0.75 * plain_bytes, "rank 1 has no state to hand on: its gradients"
     assert sent[0] - sent[1] < 5 * gradient_bytes, "rank 0 hands on weights, two moments, what compression carries"
-
-
-@pytest.mark.slow
-@pytest.mark.flaky(reruns=2)
-def test_a_link_as_fast_as_memory_gets_none(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Unless the measurements of this job, on a machine that others use too, say that one pays."""
-    (found,) = _events(_train(hosts, tmp_path / "run", STOP_AT), "compression_chosen")
-    best_s = min(found["predicted_step_s"].values())
-    assert (found["compression"] == "none") == (best_s > WORTH * found["step_s"])
-    assert found["bytes_per_s"] > 4 * SLOW_BYTES_PER_S, "which a slow link stays below"

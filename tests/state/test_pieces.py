@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 MOMENT = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 MODEL = {"w": torch.ones(5, 7)}
 ROWS = {0: (0, 2), 1: (2, 2), 2: (2, 5)}
+
+
+def _save(folder: Path, state_of: Callable[[int], StateDict], size: int, min_bytes: int = 1) -> Path:
+    """Save what each rank has, and return the path of the checkpoint."""
+
+    def save(comm: ThreadComm) -> None:
+        store = CheckpointStore(folder / "checkpoints", print) if comm.rank == 0 else None
+        writer = CheckpointWriter(comm, store, size, lambda event: None, print, min_bytes=min_bytes)
+        with writer.opened():
+            writer.save(1, state_of(comm.rank), {}, wait=True)
+
+    on_ranks(size, save, at_once=True)
+    (saved,) = CheckpointStore(folder / "checkpoints", print).list()
+    return saved.path
 
 
 def _state(rank: int) -> StateDict:
@@ -48,16 +63,9 @@ def test_rank_0_gathers_whole_tensors() -> None:
 
 @pytest.mark.parametrize("min_bytes", [1, 1 << 30])
 def test_a_checkpoint_of_pieces_is_read_whole(min_bytes: int, tmp_path: Path) -> None:
-    def save(comm: ThreadComm) -> None:
-        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
-        writer = CheckpointWriter(comm, store, 3, lambda event: None, print, min_bytes=min_bytes)
-        with writer.opened():
-            writer.save(1, _state(comm.rank), {}, wait=True)
-
-    on_ranks(3, save, at_once=True)
-    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
-    _check(load(saved.path))
-    files = [path for path in saved.path.iterdir() if path.name.startswith("optimizer")]
+    saved = _save(tmp_path, _state, 3, min_bytes)
+    _check(load(saved))
+    files = [path for path in saved.iterdir() if path.name.startswith("optimizer")]
     assert len(files) == (1 if min_bytes > 1 else 2)
 
 
@@ -69,19 +77,15 @@ def test_a_checkpoint_need_not_fit_into_memory(tmp_path: Path) -> None:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) >> 10
 
-    def save(comm: ThreadComm) -> None:
-        rows = torch.full((1024, 8192), float(comm.rank))
-        place = Place((2048, 8192), (1024 * comm.rank, 0), (comm.rank,))
-        state = StateDict({"model": MODEL, "optimizer": {"w/m": rows}}, {}, {("optimizer", "w/m"): place})
-        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
-        with (writer := CheckpointWriter(comm, store, 2, lambda event: None, print, min_bytes=1)).opened():
-            writer.save(1, state, {}, wait=True)
+    def state_of(rank: int) -> StateDict:
+        place = Place((2048, 8192), (1024 * rank, 0), (rank,))
+        rows = torch.full((1024, 8192), float(rank))
+        return StateDict({"model": MODEL, "optimizer": {"w/m": rows}}, {}, {("optimizer", "w/m"): place})
 
-    on_ranks(2, save, at_once=True)
-    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
+    saved = _save(tmp_path, state_of, 2)
     return_freed_memory()  # of the tests before, which would be used again
     before = own_mib()
-    loaded = load(saved.path).tensors["optimizer"]
+    loaded = load(saved).tensors["optimizer"]
     assert specs(loaded) == {"w/m": ((2048, 8192), torch.float32)}
     assert own_mib() - before < 16
     whole = loaded["w/m"]
@@ -90,19 +94,9 @@ def test_a_checkpoint_need_not_fit_into_memory(tmp_path: Path) -> None:
 
 
 def test_a_missing_piece_is_found(tmp_path: Path) -> None:
-    def save(comm: ThreadComm) -> None:
-        state = _state(comm.rank)
-        if comm.rank == 2:
-            state = StateDict({"model": MODEL, "optimizer": {}}, {})
-        store = CheckpointStore(tmp_path / "checkpoints", print) if comm.rank == 0 else None
-        writer = CheckpointWriter(comm, store, 3, lambda event: None, print, min_bytes=1)
-        with writer.opened():
-            writer.save(1, state, {}, wait=True)
-
-    on_ranks(3, save, at_once=True)
-    (saved,) = CheckpointStore(tmp_path / "checkpoints", print).list()
+    saved = _save(tmp_path, lambda rank: _state(min(rank, 1)), 3)
     with pytest.raises(CheckpointError, match="is damaged") as caught:
-        load(saved.path)
+        load(saved)
     assert "w/m" in str(caught.value.found)
 
 

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hvdtrain.errors import CheckpointError
 from hvdtrain.state.tensor_file import _DTYPES, FileDigest, checksum, read_tensors, write_tensors
+from tests.support.checkpoints import bits
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3, 2)]
 
@@ -34,43 +34,28 @@ def _all() -> dict[str, Tensor]:
     return tensors
 
 
-def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(_bits(a[name]) == _bits(b[name]) for name in a)
-
-
 def _one(data_offsets: list[int | None], shape: list[int]) -> str:
     """A header of one tensor."""
     return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": data_offsets}})
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> FileDigest:
-    return write_tensors(path, tensors, lambda: None)
+def _read(path: Path) -> dict[str, Tensor]:
+    """Read a file of any content as one that was written so."""
+    content = path.read_bytes()
+    return read_tensors(path, FileDigest(len(content), checksum(content)), lambda: None)[0]
 
 
-def test_bit_for_bit_by_the_library_and_by_us(tmp_path: Path) -> None:
-    tensors = _all()
-    facts = _write(tmp_path / "t", tensors)
-    assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)
-    assert _same(read_tensors(tmp_path / "t", facts, lambda: None)[0], tensors)
-
-
-def test_no_tensors_at_all(tmp_path: Path) -> None:
-    facts = _write(tmp_path / "t", {})
-    assert safetensors.torch.load_file(tmp_path / "t") == {} == read_tensors(tmp_path / "t", facts, lambda: None)[0]
+@pytest.mark.parametrize("tensors", [_all(), {}], ids=["all", "none"])
+def test_bit_for_bit_by_the_library_and_by_us(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    facts = write_tensors(tmp_path / "t", tensors, lambda: None)
+    assert bits(safetensors.torch.load_file(tmp_path / "t")) == bits(tensors)
+    assert bits(read_tensors(tmp_path / "t", facts, lambda: None)[0]) == bits(tensors)
 
 
 def test_files_written_by_the_library_are_read(tmp_path: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in _all().items()}
     safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
-    content = (tmp_path / "library").read_bytes()
-    assert _same(
-        read_tensors(tmp_path / "library", FileDigest(len(content), checksum(content)), lambda: None)[0], tensors
-    )
+    assert bits(_read(tmp_path / "library")) == bits(tensors)
 
 
 @pytest.mark.parametrize(
@@ -91,21 +76,15 @@ def test_files_written_by_the_library_are_read(tmp_path: Path) -> None:
 )
 def test_a_header_that_does_not_fit_the_file_is_refused(header: str, length: int | None, tmp_path: Path) -> None:
     text = header.encode()
-    content = struct.pack("<Q", len(text) if length is None else length) + text + b" " * 8
-    (tmp_path / "t").write_bytes(content)
+    (tmp_path / "t").write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + b" " * 8)
     with pytest.raises((ValueError, TypeError)):
-        read_tensors(tmp_path / "t", FileDigest(len(content), checksum(content)), lambda: None)
-
-
-def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"big cannot be saved: its dtype is torch.complex128"):
-        _write(tmp_path / "t", {"big": torch.zeros(1, dtype=torch.complex128)})
+        _read(tmp_path / "t")
 
 
 def test_no_file_is_written_over(tmp_path: Path) -> None:
-    _write(tmp_path / "t", {"a": torch.zeros(1)})
+    (tmp_path / "t").touch()
     with pytest.raises(FileExistsError):
-        _write(tmp_path / "t", {})
+        write_tensors(tmp_path / "t", {}, lambda: None)
 
 
 def test_larger_than_any_block(tmp_path: Path) -> None:
@@ -115,5 +94,5 @@ def test_larger_than_any_block(tmp_path: Path) -> None:
     facts = write_tensors(tmp_path / "t", tensors, lambda: moves.append(1))
     assert len(moves) >= 40
     assert facts.size_bytes == (tmp_path / "t").stat().st_size
-    assert _same(read_tensors(tmp_path / "t", facts, lambda: None)[0], tensors)
-    assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)
+    assert bits(read_tensors(tmp_path / "t", facts, lambda: None)[0]) == bits(tensors)
+    assert bits(safetensors.torch.load_file(tmp_path / "t")) == bits(tensors)

@@ -1,15 +1,35 @@
-"""Write checkpoints without a background thread."""
+"""Write checkpoints without a background thread, and compare states."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.shard_files import ShardedWrite, select_shard, write_shard
+
+
+def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    """What tensors are to the last bit, by name: NaNs are equal to themselves, and zeros of two signs are not."""
+    plain = {name: tensor.detach().contiguous().reshape(-1) for name, tensor in tensors.items()}
+    return {
+        name: (t.dtype, tensors[name].shape, t.view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+        for name, t in plain.items()
+    }
+
+
+def same_state(a: StateDict, b: StateDict) -> bool:
+    """Whether two states have the same tensors, bit for bit, and the same values as JSON has them."""
+    values = [json.dumps(dict(state.values), sort_keys=True) for state in (a, b)]
+    groups = [{group: bits(tensors) for group, tensors in state.tensors.items()} for state in (a, b)]
+    return values[0] == values[1] and groups[0] == groups[1]
 
 
 def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str, Any] | None = None) -> Path:
