@@ -17,7 +17,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.data_text import to_text
 from tests.support.gallery import Gallery
-from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program, run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -114,11 +114,12 @@ def test_other_commands(command: str, folder: Path) -> None:
 
 def test_an_own_model_from_python(folder: Path) -> None:
     (folder / "own.py").write_text(FROM_PYTHON)
-    out = _run([sys.executable, "own.py"], folder)
+    out = run(["own.py"], cwd=folder).stdout
     assert float(out.splitlines()[-1].split()[0]) < 100
     assert len(list((folder / "runs").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_horovod_script(folder: Path) -> None:
     (folder / "script.py").write_text(HOROVOD_SCRIPT)
     (command,) = [c for c in COMMANDS if "script.py" in c]

@@ -20,6 +20,7 @@ from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
+from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.checkpoints import same_state, save
@@ -219,11 +220,14 @@ def test_saving_a_step_again_leaves_the_old_one(tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in old.iterdir()} == before
 
 
-def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("best", ["loss", "right:max"])
+def test_retention_keeps_the_last_and_the_best(best: str, tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
+    store.best = Measure.parse(best)
     snapshot = _state().state_dict()
     for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 6.0], start=1):
-        store.remove_old(2, save(store, step, snapshot, {"heldout_loss": loss}))
+        notes = {"heldout_loss": loss, "metrics": {"right": -loss} if loss else {}}
+        store.remove_old(2, save(store, step, snapshot, notes))
     assert [saved.step for saved in store.list()] == [2, 5, 6]
     assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
 

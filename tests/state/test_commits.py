@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from hypothesis import given
@@ -35,12 +36,31 @@ def test_no_commit_waits_for_longer_than_it_has_to(step_s: float, cost_s: float)
     assert not is_commit_due(wait_s - 2 * step_s, step_s, cost_s, 1e9) or wait_s <= step_s
 
 
+class Average:
+    """A callback that changes its tensors in place; one has the name of a parameter."""
+
+    def __init__(self, model: nn.Linear) -> None:
+        self.kept: Mapping[str, torch.Tensor] = {"weight": model.weight.detach().clone(), "count": torch.zeros(1)}
+
+    def add(self, model: nn.Linear) -> None:
+        self.kept["weight"].lerp_(model.weight.detach(), 0.1)
+        self.kept["count"].add_(1)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        return self.kept
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.kept = state
+
+
 def _state(model: nn.Linear | None = None) -> TrainState:
     model = model or nn.Linear(3, 2)
-    return TrainState(model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler(enabled=False), Progress())
+    scaler, extras = torch.amp.GradScaler(enabled=False), {"average": Average(model)}
+    return TrainState(model, torch.optim.Adam(model.parameters()), scaler, Progress(), extras=extras)
 
 
 def _step(state: TrainState) -> None:
+    state.extras["average"].add(state.model)  # type: ignore[attr-defined]
     state.optimizer.zero_grad()
     state.model(torch.randn(4, 3)).square().sum().backward()
     state.optimizer.step()

@@ -101,13 +101,18 @@ def test_a_missing_piece_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "offset", "size"),
-    [((5, 7), (4, 0), (2, 7)), ((5, 7), (-1, 0), (2, 7)), ((5, 8), (0, 0), (5, 8))],
+    ("shape", "offset", "piece"),
+    [
+        ((5, 7), (4, 0), torch.zeros(2, 7)),
+        ((5, 7), (-1, 0), torch.zeros(2, 7)),
+        ((5, 8), (0, 0), torch.zeros(5, 8)),
+        ((5, 7), (2, 0), torch.zeros(3, 7).half()),
+    ],
 )
 def test_a_piece_that_does_not_fit_is_refused(
-    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+    shape: tuple[int, ...], offset: tuple[int, ...], piece: torch.Tensor
 ) -> None:
     assembly = Assembly()
     assembly.add("w", MOMENT[:2], (5, 7), (0, 0))
     with pytest.raises(ValueError, match="does not fit"):
-        assembly.add("w", torch.zeros(size), shape, offset)
+        assembly.add("w", piece, shape, offset)
