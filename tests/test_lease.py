@@ -19,7 +19,6 @@ from hvdtrain.lease import Lease, take_lease
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.task.base import Task
 from hvdtrain.training.start import run_directory
-from hvdtrain.training.start.run_directory import RunDirectory
 from tests.support.thread_job import train_on_threads
 
 
@@ -27,19 +26,22 @@ def _take(path: Path) -> Lease | None:
     return take_lease(path, lambda seconds: pytest.fail("of a holder on this host no beat is waited for"))
 
 
+def _held(path: Path) -> Lease:
+    taken = _take(path)
+    assert taken is not None
+    return taken
+
+
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
-    first = _take(tmp_path / "l")
-    assert first is not None
+    first = _held(tmp_path / "l")
     assert _take(tmp_path / "l") is None
     first.release()
-    second = _take(tmp_path / "l")
-    assert second is not None
-    second.release()
+    _held(tmp_path / "l").release()
     assert list(tmp_path.iterdir()) == []
 
 
 def _take_and_die(path: Path) -> None:
-    assert _take(path)
+    _held(path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -49,43 +51,40 @@ def test_a_holder_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL and (tmp_path / "l").exists()
-    held = _take(tmp_path / "l")
-    assert held is not None
-    held.release()
+    _held(tmp_path / "l").release()
 
 
 def test_a_reused_process_number_is_no_holder(tmp_path: Path) -> None:
-    held = _take(tmp_path / "l")
-    assert held is not None
+    held = _held(tmp_path / "l")
     content = json.loads((tmp_path / "l").read_text())
     held.release()
     (tmp_path / "l").write_text(json.dumps({**content, "began": "1"}))
-    again = _take(tmp_path / "l")
-    assert again is not None
-    again.release()
+    _held(tmp_path / "l").release()
 
 
+FAR = {"nonce": "a", "boot": "of another host", "container": "", "pid": 1, "began": "1"}
+
+
+@pytest.mark.parametrize("where", ["here", "far"])
 def test_of_two_jobs_that_find_a_stale_lease_the_slower_does_not_take_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "l"
-    path.write_text(json.dumps({**FAR, **lease._where()}))
+    path.write_text(json.dumps(FAR if where == "far" else {**FAR, **lease._where()}))
     faster: list[Lease | None] = []
 
     def look(*_: object) -> bool:
         if not faster:
             faster.append(None)  # the other one looks too, and sees the same
-            faster[0] = _take(path)
+            faster[0] = take_lease(path, lambda seconds: None)
         return False
 
-    monkeypatch.setattr(lease, "_lives", look)
-    assert _take(path) is None
+    if where == "here":  # elsewhere the slower one sees it while it waits for a beat
+        monkeypatch.setattr(lease, "_lives", look)
+    assert take_lease(path, look) is None
     assert faster[0] is not None and lease._read(path)["pid"] == os.getpid()
     faster[0].release()
     assert list(tmp_path.iterdir()) == []
-
-
-FAR = {"nonce": "a", "boot": "of another host", "container": "", "pid": 1, "began": "1"}
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -105,25 +104,9 @@ def test_a_holder_elsewhere_is_known_by_its_beats(tmp_path: Path, lives: bool) -
         taken.release()
 
 
-def test_of_two_jobs_that_find_a_stale_lease_one_gets_it(tmp_path: Path) -> None:
-    path = tmp_path / "l"
-    path.write_text(json.dumps(FAR))
-    faster: list[Lease | None] = []
-
-    def wait(seconds: float) -> None:
-        if not faster:
-            faster.append(None)
-            faster[0] = take_lease(path, lambda seconds: None)
-
-    assert take_lease(path, wait) is None
-    assert faster[0] is not None
-    faster[0].release()
-
-
 def test_a_holder_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
-    held = _take(tmp_path / "l")
-    assert held is not None
+    held = _held(tmp_path / "l")
     while "beats" not in json.loads((tmp_path / "l").read_text()):
         pass
     held.release()
@@ -132,19 +115,16 @@ def test_a_holder_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("without_locks")
 def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path) -> None:
-    first = run_directory._claim(tmp_path / "run")
-    assert isinstance(first, RunDirectory)
-    assert run_directory._claim(tmp_path / "run") is None
-    first.release()
-    again = run_directory._claim(tmp_path / "run")
-    assert again is not None
-    again.release()
+    for _ in range(2):
+        claim = run_directory._claim(tmp_path / "run")
+        assert claim is not None
+        assert run_directory._claim(tmp_path / "run") is None
+        claim.release()
 
 
 def test_a_job_that_lost_its_lease_does_not_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
-    held = _take(tmp_path / "l")
-    assert held is not None
+    held = _held(tmp_path / "l")
     others = json.dumps({"nonce": "another's"})
     while held._thread.is_alive():  # a beat that is under way may still be written over it
         (tmp_path / "new").write_text(others)

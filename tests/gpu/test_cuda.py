@@ -21,6 +21,8 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.runtime.binding import cores_near
 from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
+from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.training.diagnostics.experts import count_tokens
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -104,22 +106,16 @@ def test_trains_on_the_device(precision: str, tmp_path: Path) -> None:
     assert result.last_heldout_loss < result.first_heldout_loss
 
 
-def test_without_dropout_the_curve_is_the_cpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_at_once", [False, True])
+def test_without_dropout_the_curve_is_the_cpus(state_at_once: bool, tmp_path: Path) -> None:
     """With dropout it is not: CUDA draws other random numbers."""
     losses = []
     for device in ("cpu", "cuda"):
-        _train(tmp_path / device, dropout=0.0, parallel={"device": device})
-        losses.append(_losses(tmp_path / device))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_an_optimizer_that_makes_its_state_at_once_trains_on_the_device(tmp_path: Path) -> None:
-    losses = []
-    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
         task = toy(dropout=0.0)
-        task = replace(task, optimizer=torch.optim.Adagrad(task.model.parameters()))
+        optimizer = torch.optim.Adagrad(task.model.parameters()) if state_at_once else None
         options = {**OPTIONS, "run_dir": str(tmp_path / device), "parallel": {"device": device}}
-        hvdtrain.train(options, task)
+        hvdtrain.train(options, replace(task, optimizer=optimizer))
         losses.append(_losses(tmp_path / device))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -156,6 +152,26 @@ def test_parts_of_a_step_are_timed_by_the_device_without_a_wait(tmp_path: Path) 
     assert {e["args"]["step"] for e in on_device} >= set(range(1, 8))
     profile = json.loads((tmp_path / "run" / "timeline" / "torch-steps-3-4-rank-0.json").read_text())
     assert any(e.get("cat") == "kernel" for e in profile["traceEvents"])
+    gradients = json.loads((tmp_path / "run" / "timeline" / "gradients.json").read_text())
+    assert gradients["device"] == "cuda"
+    names = [p["name"] for p in gradients["parameters"]]
+    for step in gradients["steps"]:
+        ready = dict(zip(names, step["ready_us"], strict=True))
+        assert 0 < ready["layers.3.weight"] <= ready["layers.0.weight"] <= step["backward_us"]
+        assert ready["idle.weight"] is None
+
+
+def test_kernels_queued_later_do_not_change_a_snapshot() -> None:
+    tensors = {"w": torch.zeros(64 << 20, device="cuda"), "step": torch.tensor(0.0), "turned": torch.zeros(3, 2).t()}
+    snapshot = Snapshot()
+    for step in range(5):
+        snapshot.capture(StateDict({"model": tensors}, {"step": step}), step)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        found = snapshot.state
+        assert found.tensors["model"]["w"].is_pinned()
+        assert all(bool((tensor == step).all()) for tensor in found.tensors["model"].values())
+        assert found.values == {"step": step}
 
 
 def test_tokens_of_experts_are_counted_without_a_wait() -> None:
