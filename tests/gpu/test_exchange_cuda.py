@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression.table import TABLE, parse
+from hvdtrain.compression.base import commit_all
+from hvdtrain.compression.table import TABLE, Compression, parse
 from hvdtrain.exchange.bucket import SideStream
 from hvdtrain.exchange.buckets import Plan, lay_out
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.rows import RowBucket
+from tests.support.compression import bucket, drive, gradients
+from tests.support.compression_contract import CLAUSES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -24,12 +29,14 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
 
 
-@pytest.fixture
+@contextmanager
 def no_waiting() -> Iterator[None]:
     """Any wait of the host for the device is an error."""
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _step(reducer: Reducer, model: nn.Module, x: torch.Tensor) -> None:
@@ -58,16 +65,15 @@ def test_the_sums_are_the_cpus(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_host_waits_for_nothing_in_backward_and_exchange(name: str, no_waiting: None) -> None:
-    torch.cuda.set_sync_debug_mode("default")
+def test_the_host_waits_for_nothing_in_backward_and_exchange(name: str) -> None:
     model = _model().cuda()
     reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse(name))
     x = torch.randn(16, 64, device="cuda")
     _step(reducer, model, x)  # makes the buckets
     reducer.commit(applied=True)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    _step(reducer, model, x)
+    with no_waiting():
+        _step(reducer, model, x)
 
 
 def test_backward_on_a_stream_of_its_own_is_followed() -> None:
@@ -111,3 +117,26 @@ def test_rows_are_exchanged_after_the_kernels_that_made_them(exact: bool) -> Non
     assert parameter.grad is not None
     torch.testing.assert_close(parameter.grad, 3 * expected, rtol=1e-3, atol=1e-3)
     assert bucket.count == 9
+
+
+EVERY = pytest.mark.parametrize("compression", [*map(parse, TABLE), parse("topk:0.2"), parse("topk:1e-5")], ids=str)
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
+@EVERY
+def test_the_contract_holds_on_a_device(compression: Compression, clause: Callable[[Comm, Compression], None]) -> None:
+    with torch.device("cuda"):
+        clause(SoloComm(), compression)
+
+
+@EVERY
+def test_an_exchange_does_not_wait_for_the_device(compression: Compression) -> None:
+    with torch.device("cuda"):
+        compressor = compression.load()(bucket(((400, 300), (7,), (400, 300))), SoloComm())
+        values = gradients(compressor.shape, 1)
+        for context in (nullcontext(), no_waiting()):  # the first step may set things up
+            with context:
+                for index, value in enumerate(values):
+                    compressor.pack(index, value, 0.5)
+                drive(compressor)
+            commit_all([compressor], applied=True)

@@ -24,16 +24,8 @@ BYTES = 4 * 4 * 512 * 512
 def _train(hosts: TwoHosts, folder: Path, *options: str, steps: int = 4, per_host: int = 1) -> tuple[list[float], int]:
     """Return the losses of a run, and the bytes that both hosts have sent."""
     before = hosts.a.sent_bytes() + hosts.b.sent_bytes()
-    command = [
-        sys.executable,
-        "-m",
-        "hvdtrain",
-        *WIDE,
-        f"--train.steps={steps}",
-        f"--run_dir={folder / 'run'}",
-        *options,
-    ]
-    hosts.mpirun(command, cwd=ROOT, environment=FOUND, per_host=per_host)
+    command = [sys.executable, "-m", "hvdtrain", *WIDE, f"--train.steps={steps}", f"--run_dir={folder / 'run'}"]
+    hosts.mpirun([*command, *options], cwd=ROOT, environment=FOUND, per_host=per_host)
     return Recorded(folder, 0, "", "").losses(), hosts.a.sent_bytes() + hosts.b.sent_bytes() - before
 
 

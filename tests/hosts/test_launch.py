@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from hvdtrain.verify.data import verify_data
 from tests.support.two_hosts import LINK, TwoHosts
@@ -81,7 +80,6 @@ def test_a_cut_link_loses_the_host_and_mending_it_brings_it_back(hosts: TwoHosts
     assert all(f"if={LINK}" in line for line in rounds) and len(rounds) == 2
 
 
-@pytest.mark.slow
 def test_a_host_that_goes_saves_and_the_job_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
     """As a worker of an MPIJob does: the ranks on one host are asked to end, and the launcher starts all again."""
     variables = {"PYTHONPATH": str(ROOT), "OMPI_MCA_odls_base_sigkill_timeout": "1"}

@@ -23,8 +23,9 @@ TOY = (
     "--train.micro_batch=2",
     "--checkpoint.every=3",
 )
+LISTENING = f"--task={ROOT}/tests/support/listening.py:build"
+"""The toy, which writes what its rank listens on."""
 LM = ("--run_dir=lm", "--model.preset=tiny", "--data.text=*.txt", "--data.seq_len=16", "--train.steps=2")
-
 
 OF_CONCERN = ("pickle.find_class", "socket.bind", "os.system", "subprocess.Popen")
 
@@ -36,14 +37,17 @@ def test_two_ranks_of_mpirun_unpickle_nothing_open_no_port_and_start_no_shell(ga
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["none", "mpirun", "horovodrun --gloo"])
 def test_a_rank_unpickles_nothing_opens_no_port_and_starts_no_shell(launcher: str, tmp_path: Path) -> None:
-    file = tmp_path / "audit"
+    file, size = tmp_path / "audit", 1 + (launcher != "none")
     for stop_at in ("--train.stop_at=3", "--train.stop_at=null"):  # the second start reads what the first has saved
-        train(*TOY, stop_at, size=1 + (launcher != "none"), launcher=launcher, cwd=tmp_path, environment=audited(file))
+        train(LISTENING, *TOY[1:], stop_at, size=size, launcher=launcher, cwd=tmp_path, environment=audited(file))
     for event in OF_CONCERN:
         lines = seen(file, event)
         assert len(lines) == len(of_launcher(lines)), lines
     # horovodrun does all of it itself: the ranks' silence is no deafness of the test's
     assert bool(seen(file, "pickle.find_class")) == (launcher == "horovodrun --gloo")
+    found = [json.loads(facts.read_text()) for facts in tmp_path.glob("listening-*.json")]
+    assert len(found) == 2 * size and not any(facts["notifications"] for facts in found)
+    assert launcher == "mpirun" or not any(facts["ports"] for facts in found)
 
 
 @pytest.mark.slow
@@ -76,22 +80,11 @@ def test_a_gloo_job_of_horovodrun_warns_once_of_its_open_port(elastic: bool, tmp
     assert len([line for line in journal if "all interfaces" in line.get("text", "")]) == 1
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
-@pytest.mark.slow
-def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path) -> None:
-    task = f"--task={ROOT}/tests/support/listening.py:build"
-    train(task, *TOY[1:], size=2, launcher=launcher, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
-    found = [json.loads(file.read_text()) for file in tmp_path.glob("listening-*.json")]
-    assert len(found) == 2 and not any(facts["notifications"] for facts in found)
-    if launcher == "horovodrun --gloo":
-        assert [facts["ports"] for facts in found] == [[], []]
-
-
 @pytest.mark.slow
 def test_under_our_driver_a_rank_opens_no_port_and_unpickles_nothing(tmp_path: Path) -> None:
-    task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
+    file = tmp_path / "audit"
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", task, *TOY[1:]],
+        [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", LISTENING, *TOY[1:]],
         cwd=tmp_path,
         env={**ENVIRONMENT, **audited(file)},
         capture_output=True,

@@ -147,7 +147,6 @@ def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> 
     assert job.log.count("did you mean --train.steps?") == 1
 
 
-@pytest.mark.slow
 def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
     """Over Gloo. The last job of an array has the array's own number: asked for by that, all would go back."""
     arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]

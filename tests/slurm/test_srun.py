@@ -25,12 +25,7 @@ from tests.support.host import Host, command_of
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
 
-TOY = [
-    f"--task={ROOT}/tests/support/toy.py:toy",
-    "--train.steps=8",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-]
+TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=8", "--train.global_batch=8", "--train.micro_batch=2"]
 LONG = [*TOY, "--train.steps=1000000", "--checkpoint.every=0", "--run_dir=run"]
 PATHS = {"PYTHONPATH": str(ROOT)}
 
@@ -61,15 +56,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [line["loss"] for line in read_steps(folder / "run/journal.jsonl").values()]
 
 
+def assert_trained_on_two_ranks(run: Path, alone: list[float]) -> None:
+    journal = run / "journal.jsonl"
+    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
+    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+
+
 @pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])
 def test_ranks_of_srun_train_as_one_process_does(
     slurm_mpi: str, slurm: Slurm, alone: list[float], tmp_path: Path
 ) -> None:
     argv = ["salloc", "--ntasks=2", *command(*TOY, "--run_dir=it's a run", slurm_mpi=slurm_mpi)]
     done = slurm.run(argv, cwd=tmp_path, environment=PATHS)
-    journal = tmp_path / "it's a run/journal.jsonl"
-    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
-    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+    assert_trained_on_two_ranks(tmp_path / "it's a run", alone)
     assert done.stdout.count("finished at step 8 of 8") == 1
 
 
@@ -85,9 +84,7 @@ def test_ranks_train_in_containers(
     of_host = {"PYTHONPATH": f"{ROOT}:/of-host", "VIRTUAL_ENV": "/of-host"}
     argv = ["salloc", "--ntasks=2", *command(*TOY, "--run_dir=run", slurm_mpi=slurm_mpi, **more)]
     slurm.run(argv, cwd=tmp_path, environment={**of_host, "PATH": f"{programs}:{os.environ['PATH']}"})
-    journal = tmp_path / "run/journal.jsonl"
-    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
-    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+    assert_trained_on_two_ranks(tmp_path / "run", alone)
     of_python = (image / "environment").read_text()
     assert "PYTHONNOUSERSITE=1\n" in of_python and "/of-host" not in of_python
 
@@ -97,8 +94,7 @@ def test_a_step_starts_ranks_as_an_allocation_does(to: str, slurm: Slurm, alone:
     """As in the shell of ``srun --pty bash``: srun would wait for ever for the cores of the step around it."""
     launch = [sys.executable, "-m", "hvdtrain", "launch", "--to", to, "-np", "2", "--", *TOY, "--run_dir=run"]
     slurm.run(["salloc", "--ntasks=2", "srun", "--ntasks=1", *launch], cwd=tmp_path, environment=PATHS)
-    losses = [line["loss"] for line in read_steps(tmp_path / "run/journal.jsonl").values()]
-    assert losses == pytest.approx(alone, rel=1e-6)
+    assert_trained_on_two_ranks(tmp_path / "run", alone)
 
 
 def test_a_rank_for_each_gpu_which_it_must_find(slurm: Slurm, tmp_path: Path) -> None:
