@@ -125,20 +125,18 @@ def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path) -> None:
 def test_a_job_that_lost_its_lease_does_not_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
     held = _held(tmp_path / "l")
-    others = json.dumps({"nonce": "another's"})
     while held._thread.is_alive():  # a beat that is under way may still be written over it
-        (tmp_path / "new").write_text(others)
-        (tmp_path / "new").replace(tmp_path / "l")
+        _take_over(tmp_path / "l")
         held._thread.join(0.01)
     assert held.lost
     held.release()
-    assert (tmp_path / "l").read_text() == others
+    assert json.loads((tmp_path / "l").read_text()) == FAR
 
 
-def _takes_over(folder: Path) -> None:
+def _take_over(path: Path) -> None:
     """Do what another host's job does that has seen no beat of this one's."""
-    (folder / "new").write_text(json.dumps(FAR))
-    (folder / "new").replace(folder / ".lease")
+    path.with_name("new").write_text(json.dumps(FAR))
+    path.with_name("new").replace(path)
 
 
 @pytest.fixture
@@ -163,7 +161,7 @@ def test_a_job_treated_as_dead_ends_on_every_rank(size: int, tmp_path: Path, mon
         def __getitem__(self, index: int) -> torch.Tensor:
             drawn.append(index)
             if len(drawn) >= 5:  # again and again: a beat of the holder may replace the file just after
-                _takes_over(run)
+                _take_over(run / ".lease")
             return torch.ones(1)
 
     def build(rank: int) -> Task:
@@ -186,7 +184,7 @@ def test_nothing_is_saved_into_a_run_that_another_job_has_taken_over(tmp_path: P
     assert claim is not None
     store = CheckpointStore(tmp_path / "checkpoints", pytest.fail, check=claim.check)
     store.begin(1, 1)
-    _takes_over(tmp_path)
+    _take_over(tmp_path / ".lease")
     with pytest.raises(RunDirectoryError):
         store.begin(2, 1)
     assert claim.lost

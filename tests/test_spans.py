@@ -62,14 +62,6 @@ def test_a_wait_for_activations_is_no_part_of_the_pass_around_it() -> None:
     assert sum(event.end_ns - event.start_ns for event in spans.events() if event.name == "forward") > 1500
 
 
-def test_an_exception_ends_its_spans() -> None:
-    spans = Spans()
-    with pytest.raises(ValueError), spans("outer"), spans("inner"):
-        raise ValueError
-    assert spans.open() == []
-    assert [event.name for event in spans.events()] == ["inner", "outer"]
-
-
 def test_memory_is_bounded_and_the_oldest_go() -> None:
     spans = Spans(capacity=5)
     for number in range(20):
@@ -171,7 +163,7 @@ def test_progress_within_a_long_span_can_be_reported() -> None:
         assert spans.idle_s() < 1e-6
 
 
-def test_what_a_listener_raises_after_an_error_does_not_replace_it() -> None:
+def test_an_error_ends_its_spans_and_what_a_listener_raises_then_does_not_replace_it() -> None:
     class Broken:
         def enter(self, name: str) -> None:
             pass
@@ -184,9 +176,10 @@ def test_what_a_listener_raises_after_an_error_does_not_replace_it() -> None:
 
     spans = Spans()
     spans.listeners.append(Broken())
-    with pytest.raises(ValueError, match="first"), spans("forward"):
+    with pytest.raises(ValueError, match="first"), spans("outer"), spans("inner"):
         raise ValueError("first")
     assert spans.open() == []
+    assert [event.name for event in spans.events()] == ["inner", "outer"]
     with pytest.raises(RuntimeError, match="device is gone"), spans("forward"):
         pass
     assert spans.open() == []

@@ -71,7 +71,7 @@ ROWS: list[tuple[str, int, str, str]] = [
     ("--task tasks.py:unreadable --loader.workers 1", 1, "OSError", "worker"),
     ("--task tasks.py:ending", 2, "TaskError", "task's code"),
     ("--task tasks.py:empty_samples", 1, "TypeError", "batch"),
-    ("--task tasks.py:build --observe.sinks '[\"nowhere.py:x\"]'", 2, "ConfigError", "'nowhere.py'"),
+    ("--task tasks.py:build --observe.sinks '[\"nowhere.py:x\"]'", 2, "ConfigError", "nowhere.py"),
     ("--task tasks.py:build --resume nowhere", 2, "ConfigError", "--resume"),
     ("--task tasks.py:build --resume folder", 2, "ConfigError", "--resume"),
     ("--task tasks.py:build --resume cut", 1, "CheckpointError", "cut"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.support.host import command_of, tool, until
+from tests.support.host import command_of, until
 from tests.support.two_hosts import LINK, OWN, Host, TwoHosts
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,21 @@ def doctor(host: Host, *options: str, cwd: Path = ROOT, python: str = sys.execut
 
 def checks(said: Any) -> dict[str, Any]:
     return {check["name"]: check for check in said["checks"]}
+
+
+@contextmanager
+def docker0(*hosts: Host) -> Iterator[None]:
+    """Give each host a bridge for containers, with the address that it has everywhere."""
+    for host in hosts:
+        host.configure("ip", "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.configure("ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+        for name in ("docker0", "docker1"):
+            host.configure("ip", "link", "set", name, "up")
+    try:
+        yield
+    finally:
+        for host in hosts:
+            host.configure("ip", "link", "del", "docker0")
 
 
 def test_two_hosts_that_are_alike(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -122,15 +139,8 @@ def test_packets_of_another_size_are_named(hosts: TwoHosts) -> None:
 
 
 def test_an_address_that_both_hosts_have_is_named(hosts: TwoHosts) -> None:
-    for host in (hosts.a, hosts.b):
-        host.configure("ip", "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
-        host.configure("ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
-        host.configure("ip", "link", "set", "docker0", "up")
-    try:
+    with docker0(hosts.a, hosts.b):
         found = checks(doctor(hosts.a, "--hosts", "a,b"))
-    finally:
-        for host in (hosts.a, hosts.b):
-            host.configure("ip", "link", "del", "docker0")
     assert found["address"]["level"] == "warning"
     assert "172.17.0.1 is docker0" in found["address"]["found"] and "btl_tcp_if_include" in found["address"]["mend"]
 
@@ -174,20 +184,10 @@ def test_an_mpi_that_does_not_start_is_reported_and_tcp_measures(hosts: TwoHosts
 
 
 def test_in_a_job_doctor_names_what_one_host_would_not_mind(hosts: TwoHosts) -> None:
-    ip = tool("ip")
-    hosts.a.run([ip, "link", "add", "docker0", "type", "veth", "peer", "name", "veth9"])
-    try:
-        hosts.a.run([ip, "address", "add", "172.17.0.1/16", "dev", "docker0"])
-        for name in ("docker0", "veth9"):
-            hosts.a.run([ip, "link", "set", name, "up"])
-        done = hosts.mpirun(
-            [sys.executable, "-m", "hvdtrain", "doctor", "--json"],
-            cwd=ROOT,
-            environment={**HERE, "NCCL_SOCKET_IFNAME": "=ib0"},
-            check=False,
-        )
-    finally:
-        hosts.a.run([ip, "link", "del", "docker0"])
+    given = {**HERE, "NCCL_SOCKET_IFNAME": "=ib0"}
+    with docker0(hosts.a):
+        argv = [sys.executable, "-m", "hvdtrain", "doctor", "--json"]
+        done = hosts.mpirun(argv, cwd=ROOT, environment=given, check=False)
     said, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.find('{"format"') :])
     found = checks(said)
     assert said["rank"]["host"] == "a" and said["rank"]["local_size"] == 1
