@@ -79,10 +79,8 @@ def test_other_parameters_change_as_by_adamw(fused: bool) -> None:
     shapes = ((8, 24), (7,), ())
     ours, theirs = _parameters(*shapes), _parameters(*shapes)
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "fused": fused}
-    found, expected = (
-        _train(Muon([{"params": ours}], **given), ours),
-        _train(torch.optim.AdamW(theirs, **given), theirs),
-    )
+    found = _train(Muon([{"params": ours}], **given), ours)
+    expected = _train(torch.optim.AdamW(theirs, **given), theirs)
     assert all(map(torch.equal, found, expected))
 
 

@@ -33,14 +33,19 @@ def test_hosts_are_added_and_removed_and_come_back(shard: str, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_fails_and_the_others_continue(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
-    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", fault=fault, rank=rank)
+@pytest.mark.parametrize(
+    ("elastic", "rank", "sizes"), [("1:2", 0, [2, 1, 2]), ("1:2", 1, [2, 1, 2]), ("2:2", 1, [2, 2])]
+)
+def test_a_rank_fails_and_the_others_continue_or_wait_for_another(
+    elastic: str, rank: int, sizes: list[int], fault: str, tmp_path: Path, losses: Losses
+) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", elastic, fault=fault, rank=rank)
     with nothing_lost(job.run, losses), job:
-        job.until("round 2: 1 rank(s) on 1 host(s)")
-        job.until("round 3: 2 rank(s) on 1 host(s)")
+        if len(sizes) == 2:
+            job.until("at least 2 are needed: waiting")
+        job.until(f"round {len(sizes)}: 2 rank(s) on 1 host(s)")
         job.finish()
-    assert job.sizes() == [2, 1, 2], "\n".join(job.said)
+    assert job.sizes() == sizes, "\n".join(job.said)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -65,16 +70,6 @@ def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> No
         job.until("round 4: 3 rank(s)")
         job.finish()
     assert job.sizes() == [2, 3, 2, 3], "\n".join(job.said)
-
-
-@pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
-def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path, losses: Losses) -> None:
-    job = Scenario(tmp_path, "-np", "2", "--elastic", "2:2", fault=fault)
-    with nothing_lost(job.run, losses), job:
-        job.until("at least 2 are needed: waiting")
-        job.until("round 2: 2 rank(s) on 1 host(s)")
-        job.finish()
-    assert job.sizes() == [2, 2], "\n".join(job.said)
 
 
 def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:

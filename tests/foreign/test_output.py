@@ -24,17 +24,7 @@ def _shell(line: str, cwd: Path, **variables: str) -> subprocess.CompletedProces
     return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        ">/dev/full",
-        ">/dev/full 2>/dev/full",
-        ">&-",
-        ">&- 2>&-",
-        "| head -n 1",
-        "| true",
-    ],
-)
+@pytest.mark.parametrize("where", [">/dev/full", ">/dev/full 2>/dev/full", ">&-", ">&- 2>&-", "| head -n 1", "| true"])
 def test_a_run_does_not_need_its_output(where: str, tmp_path: Path) -> None:
     done = _shell(f"{COMMAND} --run_dir=run {where}", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -24,11 +24,8 @@ TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.global_batch=8", "--t
 
 def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, tmp_path: Path) -> None:
     hosts.throttle("1gbit")
-    hosts.mpirun(
-        [sys.executable, "-c", PROGRAM, *TOY, "--train.steps=100", "--run_dir=run"],
-        cwd=tmp_path,
-        environment={"PYTHONPATH": str(ROOT)},
-    )
+    argv = [sys.executable, "-c", PROGRAM, *TOY, "--train.steps=100", "--run_dir=run"]
+    hosts.mpirun(argv, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     (start,) = read_starts(tmp_path / "run")
     first = json.loads((tmp_path / "run/timeline/steps.jsonl").read_text().splitlines()[0])
     assert first["clock_ids"] == ["a", "b"] and len(start.clock_us) == 8
@@ -42,11 +39,8 @@ def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, tmp_path: P
 
 def test_rank_0_gets_the_spans_of_a_host_that_does_not_share_the_run_folder(hosts: TwoHosts) -> None:
     run = OWN / "run"
-    hosts.mpirun(
-        [sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=30", f"--run_dir={run}"],
-        cwd=ROOT,
-        environment={"PYTHONPATH": str(ROOT)},
-    )
+    argv = [sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=30", f"--run_dir={run}"]
+    hosts.mpirun(argv, cwd=ROOT, environment={"PYTHONPATH": str(ROOT)})
     there, here = (
         host.run([sys.executable, "-c", f"print(open('{run}/timeline/spans-rank-1.json').read())"]).stdout
         for host in (hosts.b, hosts.a)

@@ -39,17 +39,9 @@ def _untouched(folder: Path) -> bool:
 @pytest.mark.slow
 def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
     audit, run = folder / "audit", Path(NASTY) / "run"
-    task = f"--task={NASTY}.py:toy"
+    options = (f"--task={NASTY}.py:toy", f"--run_dir={run}", *OPTIONS)
     for stop_at in ("2", "null"):
-        train(
-            task,
-            f"--run_dir={run}",
-            f"--train.stop_at={stop_at}",
-            *OPTIONS,
-            size=size,
-            cwd=folder,
-            environment=audited(audit),
-        )
+        train(*options, f"--train.stop_at={stop_at}", size=size, cwd=folder, environment=audited(audit))
     assert list(read_steps(folder / run / "journal.jsonl")) == [1, 2, 3, 4]
     assert "resumed" in [line.get("event") for line in read_journal(folder / run / "journal.jsonl")]
     assert _untouched(folder)

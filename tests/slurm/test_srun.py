@@ -101,10 +101,8 @@ def test_a_rank_for_each_gpu_which_it_must_find(slurm: Slurm, tmp_path: Path) ->
     launch = [sys.executable, "-m", "hvdtrain", "launch", "--gpus_per_node", "2", "--cpus_per_rank", "1", "--"]
     argv = ["salloc", "--gpus-per-node=2", "--cpus-per-task=2", *launch, *TOY, "--run_dir=run"]
     done = slurm.run(argv, cwd=tmp_path, environment=PATHS, check=False)
-    assert (
-        " --ntasks=2 " in done.stderr
-        and "--gpus-per-node=2 --cpus-per-task=1 --distribution=block:block" in done.stderr
-    )
+    for words in (" --ntasks=2 ", "--gpus-per-node=2 --cpus-per-task=1 --distribution=block:block"):
+        assert words in done.stderr
     assert done.returncode != 0 and "torch finds no CUDA device" in done.stderr
 
 
