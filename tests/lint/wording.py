@@ -41,9 +41,6 @@ INSTEAD = {
 }
 """A pattern, matched as whole words whatever the case, and what to write instead."""
 
-ALLOWED: dict[str, tuple[str, ...]] = {}
-"""By file: text around a match that stays, such as the output of another program."""
-
 _WORDS = re.compile("|".join(rf"(?P<w{n}>\b(?:{pattern})\b)" for n, pattern in enumerate(INSTEAD)), re.IGNORECASE)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
@@ -65,14 +62,12 @@ def of_document(text: str) -> Iterator[tuple[int, str]]:
 
 
 def found(path: Path) -> Iterator[str]:
-    """A line for each match in a file that is not allowed there."""
+    """A line for each match in a file."""
     name = str(path.relative_to(ROOT))
     read = of_python if path.suffix == ".py" else of_document
     for first, text in read(path.read_text()):
         for match in _WORDS.finditer(text):
             around = text[max(0, match.start() - 30) : match.end() + 30].replace("\n", " ")
-            if any(allowed in around for allowed in ALLOWED.get(name, ())):
-                continue
             line = first + text.count("\n", 0, match.start())
             instead = [*INSTEAD.values()][int(str(match.lastgroup)[1:])]
             yield f"{name}:{line}: {match[0]!r} in {around.strip()!r}: {instead}"

@@ -15,13 +15,8 @@ from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, train
 
 TOY = (
-    f"--task={ROOT}/tests/support/toy.py:toy",
-    "--run_dir=run",
-    "--samples=41",
-    "--train.steps=6",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-    "--checkpoint.every=3",
+    *(f"--task={ROOT}/tests/support/toy.py:toy", "--run_dir=run", "--samples=41", "--train.steps=6"),
+    *("--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=3"),
 )
 LISTENING = f"--task={ROOT}/tests/support/listening.py:build"
 """The toy, which writes what its rank listens on."""

@@ -19,12 +19,8 @@ STEPS = 40
 PATHS = {"PYTHONPATH": str(ROOT)}
 """What the task of the job imports is the tests' own."""
 PACED = [
-    f"--task={Path(__file__).parents[1]}/support/toys.py:paced",
-    f"--train.steps={STEPS}",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-    "--checkpoint.every=0",
-    "--loader.workers=0",
+    *(f"--task={ROOT}/tests/support/toys.py:paced", f"--train.steps={STEPS}", "--train.global_batch=8"),
+    *("--train.micro_batch=2", "--checkpoint.every=0", "--loader.workers=0"),
     "--sample_s=0.4",  # a minute in the first start: long enough for what is done to it, on a busy machine too
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")

@@ -81,7 +81,6 @@ MODELS: dict[str, Callable[[Path], nn.Module]] = {
     "DeepSeek": lambda folder: _preset(),
     "a folder": _pretrained,
     "a run": _saved,
-    "Llama": lambda folder: _transformer("Llama"),
     "ViT": lambda folder: _transformer("ViT"),  # truncated
     "Mamba": lambda folder: _transformer("Mamba"),  # looks at the device of its parameters
 }
