@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from hvdtrain.install.record import installed
-from tests.support.bursting_rank import LAST, LINES
 from tests.support.fake_launch import TIMEOUT_S, FakeJob
 from tests.support.scenario import Hosts
 
@@ -34,10 +33,10 @@ def test_start_and_end(tmp_path: Path) -> None:
 
 
 def test_the_last_output_of_a_rank_is_shown(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "support" / "bursting_rank.py"
-    with FakeJob(tmp_path, "-np", "1", "--", program=program) as job:
+    program = Path(__file__).parents[1] / "support" / "visiting_rank.py"
+    with FakeJob(tmp_path, "-np", "1", "--", "burst", program=program) as job:
         code, out = job.end()
-    assert code == 0 and out.splitlines() == [*map(str, range(LINES)), LAST]
+    assert code == 0 and out.splitlines() == [*map(str, range(5000)), "the last words"]
 
 
 def stop(job: FakeJob, after: str) -> None:

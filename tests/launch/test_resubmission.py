@@ -136,12 +136,10 @@ def test_without_an_mpi_our_own_driver_stops_the_ranks() -> None:
 
 TASK = """
 import os
-from dataclasses import replace
-from tests.support.toys import Slow
-from tests.support.toy import toy
+from tests.support.toys import slow
 
 def task():
-    return replace(toy(), train_data=Slow(50, float(os.environ["SAMPLE_S"])))
+    return slow(float(os.environ["SAMPLE_S"]))
 """
 TRAINING = ("--task=task.py:task", "--train.steps=40", "--train.global_batch=4", "--train.micro_batch=2")
 TRAINING += ("--run_dir=run", "--checkpoint.every=0", "--loader.workers=0")

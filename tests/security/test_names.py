@@ -79,7 +79,16 @@ def test_an_invalid_value_is_reported_and_never_run(
 def test_arguments_reach_ranks_of_launch_as_they_are(folder: Path) -> None:
     arguments = [NASTY, "--", "", "-np", "a\tb", "\udcff", "$HOME", "%s"]
     done = subprocess.run(
-        [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "argv_rank.py", "-np", "1", "--", *arguments],
+        [
+            sys.executable,
+            SUPPORT / "fake_launch.py",
+            SUPPORT / "visiting_rank.py",
+            "-np",
+            "1",
+            "--",
+            "argv",
+            *arguments,
+        ],
         cwd=folder / NASTY,
         env={**ENVIRONMENT, **audited(folder / "audit")},
         capture_output=True,

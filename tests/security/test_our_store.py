@@ -41,7 +41,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("job")
     attack = encoded(MakesFolder(folder / "was here"))
     with subprocess.Popen(
-        [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "store_rank.py", "-np", "2", "--"],
+        [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "visiting_rank.py", "-np", "2", "--", "store"],
         cwd=folder,
         env={**ENVIRONMENT, **audited(folder / "audit")},
         stdin=subprocess.DEVNULL,

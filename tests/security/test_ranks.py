@@ -18,7 +18,7 @@ TOY = (
     *(f"--task={ROOT}/tests/support/toy.py:toy", "--run_dir=run", "--samples=41", "--train.steps=6"),
     *("--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=3"),
 )
-LISTENING = f"--task={ROOT}/tests/support/listening.py:build"
+LISTENING = f"--task={ROOT}/tests/support/toys.py:listening"
 """The toy, which writes what its rank listens on."""
 LM = ("--run_dir=lm", "--model.preset=tiny", "--data.text=*.txt", "--data.seq_len=16", "--train.steps=2")
 

@@ -24,9 +24,9 @@ from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_po
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import Outcome, compare
 from tests.support.journals import read_events
-from tests.support.spoiled import spoiled
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
+from tests.support.toys import spoiled
 
 NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("own_folder")
