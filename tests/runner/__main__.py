@@ -76,7 +76,8 @@ def run(command: str, began: float, deadline: float | None) -> int:
     outcomes: dict[str, Outcome] = {}
     if command != "slow":
         outcomes = {name + ON_RANKS: outcome for name, outcome in on_two_ranks().items()}
-    outcomes |= on_all_cores(*_chosen(command, deadline))
+    # One process has the hosts and the scheduler, and mostly waits for them.
+    outcomes |= on_all_cores(*_chosen(command, deadline), more=int(command != "fast"))
     findings = linting() if linting is not None else ""
     again = _again(failed(outcomes), None if deadline is None else deadline + 60 * AGAIN_MIN)
     mutations = _mutations(deadline) if command == "all" and deadline is not None and all(again.values()) else 0
