@@ -72,10 +72,10 @@ def test_only_what_passes_each_time_is_unstable(again: list[str | None], is_unst
     assert judged({"a": Outcome(FAILED), "b": Outcome(PASSED)}, runs) == {"a": is_unstable}
 
 
-def test_the_last_line_counts_every_test_once() -> None:
+def test_the_last_lines_count_every_test_once() -> None:
     kinds = {"a": PASSED, "b": FAILED, "c": FAILED, "d": SKIPPED, "e": NOT_RUN}
-    line = summary({name: Outcome(kind) for name, kind in kinds.items()}, ["b"], 61)
-    assert line == "all together: 2 passed, 1 failed, 1 skipped, 1 not run, 1 unstable in 1 min 1 s"
+    text = summary({name: Outcome(kind) for name, kind in kinds.items()}, ["b"], 61)
+    assert text == "1 min 1 s, 1 unstable, 1 not run\ntotal: 2 passed, 1 failed, 1 skipped"
 
 
 def test_groups_are_no_part_of_an_id() -> None:
@@ -158,7 +158,7 @@ def test_what_fails_once_is_unstable_and_passes(tmp_path: Path) -> None:
     assert any("test_a.py::test_once" in line and "the first time" in line for line in unstable)
     assert any("parallel/test_ranks.py::test_once on 2 ranks" in line for line in unstable)
     assert any("test_dies.py::test_once" in line for line in unstable)
-    assert "all together: 4 passed, 0 failed, 4 unstable" in done.stdout
+    assert "4 unstable, 0 not run\ntotal: 4 passed, 0 failed, 0 skipped\n" in done.stdout
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_what_fails_again_fails_the_run_and_the_others_run(tmp_path: Path) -> No
     failures = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
     assert len(failures) == 3
     assert all(any(name in line for line in failures) for name in ("test_always", "test_bad.py", "on 2 ranks"))
-    assert "all together: 2 passed, 3 failed" in done.stdout
+    assert "total: 2 passed, 3 failed, 0 skipped\n" in done.stdout
 
 
 @pytest.mark.slow
@@ -182,4 +182,4 @@ def test_the_deadline_leaves_slow_tests_out_and_lists_them(tmp_path: Path) -> No
     done = planted(tmp_path, {"tests/test_a.py": text}, "slow", "--deadline-min=0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "  tests/test_a.py::test_late\n" in done.stdout
-    assert "all together: 0 passed, 0 failed, 1 not run" in done.stdout
+    assert "1 not run\ntotal: 0 passed, 0 failed, 0 skipped\n" in done.stdout

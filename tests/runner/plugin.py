@@ -21,6 +21,7 @@ import pytest
 from xdist.scheduler import LoadGroupScheduling
 from xdist.workermanage import WorkerController
 
+from tests.runner.order import OF_HOSTS
 from tests.support.jobs_started import job_of
 
 NOT_RUN = "not run"
@@ -85,6 +86,7 @@ class _Runner:
         self._controls = not hasattr(config, "workerinput")
         self._results = Path(f"{option.results}.rank{RANK}" if RANK else option.results) if option.results else None
         self._listed = set(json.loads(Path(option.listed).read_text())) if option.listed else None
+        self._orders = option.order is not None
         self._seconds: dict[str, float] = json.loads(Path(option.order).read_text()) if option.order else {}
         self._deadline: float | None = option.deadline
         self._most: int | None = option.jobs_at_most
@@ -102,9 +104,14 @@ class _Runner:
             left = [item for item in items if plain(item.nodeid) not in self._listed]
             config.hook.pytest_deselected(items=left)
             items[:] = [item for item in items if plain(item.nodeid) in self._listed]
-        if self._seconds:
+        if self._orders:
             places = {nodeid: place for place, nodeid in enumerate(self._seconds)}
-            items.sort(key=lambda item: places.get(plain(item.nodeid), -1) if _is_slow(item) else -2)
+
+            def place(item: pytest.Item) -> tuple[int, int]:
+                kind = 0 if item.nodeid.startswith(OF_HOSTS) else 2 if _is_slow(item) else 1
+                return kind, places.get(plain(item.nodeid), -1) if kind != 1 else 0
+
+            items.sort(key=place)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._note_tests([item.nodeid for item in session.items])

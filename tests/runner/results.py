@@ -79,11 +79,9 @@ def judged(first: Mapping[str, Outcome], again: Iterable[Mapping[str, Outcome]])
 
 
 def summary(outcomes: Mapping[str, Outcome], unstable: Iterable[str], seconds: float) -> str:
-    """Return one line that counts all; an unstable test counts as passed."""
+    """Return two lines that count all tests; an unstable one counts as passed."""
     passed_later = set(unstable)
     counts = Counter(PASSED if name in passed_later else outcome.kind for name, outcome in outcomes.items())
-    kinds = [PASSED, FAILED, SKIPPED, NOT_RUN]
-    named = [f"{counts[kind]} {kind}" for kind in kinds if counts[kind] or kind in (PASSED, FAILED)]
-    unstables = [f"{len(passed_later)} unstable"] if passed_later else []
     minutes, rest = divmod(round(seconds), 60)
-    return f"all together: {', '.join(named + unstables)} in {minutes} min {rest} s"
+    total = ", ".join(f"{counts[kind]} {kind}" for kind in (PASSED, FAILED, SKIPPED))
+    return f"{minutes} min {rest} s, {len(passed_later)} unstable, {counts[NOT_RUN]} not run\ntotal: {total}"
