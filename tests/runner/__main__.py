@@ -35,7 +35,7 @@ from tests.runner.times import changed_since, head, read_times, write_times
 
 LAST, TRIED = BUILD / "last.json", BUILD / "mutations.json"
 AGAIN_MIN = 10.0
-"""How long tests may run again after the deadline."""
+"""How long tests may run after the deadline: half of it those that have begun, then those that run again."""
 MUTATIONS_MIN = 10.0
 """How long mutations may take."""
 TWICE = 2
@@ -77,9 +77,11 @@ def run(command: str, began: float, deadline: float | None) -> int:
     if command != "slow":
         outcomes = {name + ON_RANKS: outcome for name, outcome in on_two_ranks().items()}
     # One process has the hosts and the scheduler, and mostly waits for them.
-    outcomes |= on_all_cores(*_chosen(command, deadline), more=int(command != "fast"))
+    end = None if deadline is None else deadline + 60 * AGAIN_MIN
+    halfway = None if deadline is None else deadline + 30 * AGAIN_MIN
+    outcomes |= on_all_cores(*_chosen(command, deadline), more=int(command != "fast"), until=halfway)
     findings = linting() if linting is not None else ""
-    again = _again(failed(outcomes), None if deadline is None else deadline + 60 * AGAIN_MIN)
+    again = _again(failed(outcomes), end)
     mutations = _mutations(deadline) if command == "all" and deadline is not None and all(again.values()) else 0
     seconds = time.time() - began
     LAST.write_text(

@@ -47,11 +47,11 @@ def on_two_ranks(*, listed: Iterable[str] | None = None, until: float | None = N
     return _run([*command, *([PARALLEL] if listed is None else [])], listed, until, more, ranks=2)
 
 
-def on_all_cores(*options: str, more: int = 0) -> dict[str, Outcome]:
+def on_all_cores(*options: str, more: int = 0, until: float | None = None) -> dict[str, Outcome]:
     """Run the tests that `options` of pytest choose, a process for each core, and `more`."""
     number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) + more
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(number), "--dist=loadgroup", "--no-loadscope-reorder"]
-    return _run([*command, "--durations=25", "--durations-min=3", *options], None, None, {})
+    return _run([*command, "--durations=25", "--durations-min=3", *options], None, until, {})
 
 
 def alone(listed: Iterable[str], *, until: float | None = None) -> dict[str, Outcome]:

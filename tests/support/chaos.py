@@ -20,6 +20,7 @@ from tests.support.chaos_rank import BALLAST, COPIES, PHASES, SIGNALS
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.slurm import Slurm
 from tests.support.two_hosts import TwoHosts, two_hosts
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("chaos_rank.py")
@@ -165,7 +166,7 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None, slurm: Sl
     if cell.fault == "link cut" and cell.phase == "start-up":
         options += ["--start-timeout", str(START_S)]
     train = [*TASK, *cell.options, f"--run_dir={disk / 'run'}"]
-    rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *train])
+    rank = json.dumps([*_python(cell, hosts, slurm), str(RANK), str(order), str(PACE_S), *train])
     command = [sys.executable, "-c", LAUNCH, rank, *options]
     process: subprocess.Popen[Any]
     with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
@@ -182,6 +183,13 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None, slurm: Sl
         except subprocess.TimeoutExpired:
             process.terminate()  # the driver, or what waits for it in the host's namespace
             return process.wait(TIMEOUT_S) or -1
+
+
+def _python(cell: Cell, hosts: TwoHosts | None, slurm: Slurm | None) -> list[str]:
+    """Return the words that start a rank: a fork, but where one that stops must stop what its agent knows."""
+    if slurm is not None or cell.fault == "SIGSTOP":
+        return [sys.executable]
+    return warm_python() if hosts is None else hosts.warm_python()
 
 
 def _outcome(cell: Cell, folder: Path, run: Path, expected: Mapping[int, float], code: int) -> Outcome:

@@ -6,10 +6,12 @@ for lost, gives whoever has to end all the time that it needs, and pauses less t
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("fake_rank.py")
 SILENT = "FAKE_SILENT_S"
+PYTHON = "FAKE_PYTHON"
 TIMEOUT_S = 300
 """A guard, not a judgement of speed: of a test, and in most limits of the job."""
 PATIENT = ("lost_s", "agent_s", "grace_s", "stop_s", "end_s")
@@ -37,14 +40,23 @@ class FakeJob:
         folder: where it runs.
         arguments: of this program.
         program: of its ranks.
+        python: the words that start it.
         silent_s: how long a rank may say nothing.
 
     Attributes:
         said: lines of the driver so far.
     """
 
-    def __init__(self, folder: Path, *arguments: str, program: Path = RANK, silent_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        program: Path = RANK,
+        python: Sequence[str] = (sys.executable,),
+        silent_s: float = TIMEOUT_S,
+    ) -> None:
         self.folder = folder
+        self._python = json.dumps(python)
         self.said: list[str] = []
         self._silent_s = silent_s
         self._command = [sys.executable, str(Path(__file__)), str(program), *arguments]
@@ -53,6 +65,7 @@ class FakeJob:
     def __enter__(self) -> Self:
         """Start it."""
         own = {"FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(ROOT), SILENT: str(self._silent_s)}
+        own[PYTHON] = self._python
         environment, pipe = {**os.environ, **own, "PYTHONWARNINGS": "default"}, subprocess.PIPE
         self._process = subprocess.Popen(
             self._command,
@@ -134,5 +147,6 @@ if __name__ == "__main__":
     limits = {**dict.fromkeys(PATIENT, TIMEOUT_S), "silent_s": float(os.environ.get(SILENT, TIMEOUT_S))}
     limits |= {"cooldown_s": 0.4}
     launch_spec.Limits = partial(Limits, **limits)  # type: ignore[misc,assignment]
-    launch_spec._rank_program = lambda spec: (sys.executable, sys.argv[1], *sys.argv[split + 1 :])
+    python = json.loads(os.environ.get(PYTHON, "null")) or [sys.executable]
+    launch_spec._rank_program = lambda spec: (*python, sys.argv[1], *sys.argv[split + 1 :])
     sys.exit(launch.main(["--to", "hvdtrain", *sys.argv[2:split]]))

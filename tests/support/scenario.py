@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from hvdtrain.observe.past_journal import last_step, read_steps
 from hvdtrain.verify.data import verify_data
 from tests.support.chaos import RANK, TASK
 from tests.support.fake_launch import FakeJob
+from tests.support.warm import warm_python
 
 STEPS = 400
 LENGTH = f"--train.steps={STEPS}"
@@ -48,7 +50,9 @@ class Scenario(FakeJob):
         self._fast = Path(f"{order}.fast")
         self._fast.unlink(missing_ok=True)
         arguments = [str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={self.run}", *train]
-        super().__init__(folder, *options, "--events", str(self.events), "--", *arguments, program=RANK)
+        # A fork that stops does not stop the process that the agent knows.
+        python = [sys.executable] if fault == "SIGSTOP" else warm_python()
+        super().__init__(folder, *options, "--events", str(self.events), "--", *arguments, program=RANK, python=python)
 
     def hurry(self) -> None:
         """Wait no longer between steps."""

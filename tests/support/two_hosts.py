@@ -91,6 +91,12 @@ class TwoHosts:
             *argv,
         ]
 
+    def warm_python(self) -> list[str]:
+        """Return the words that start a fork of a warm Python on either host."""
+        on_a, on_b = self.a.warm_python(), self.b.warm_python()
+        assert on_a == on_b
+        return on_a
+
     def horovodrun_command(self, argv: Sequence[str], *, gloo: bool = False) -> list[str]:
         """What starts `argv` on both hosts by horovodrun, to be run on `a`."""
         prefix = Path(beside_python("mpirun")).parent.parent
@@ -103,9 +109,7 @@ class TwoHosts:
     ) -> subprocess.CompletedProcess[str]:
         """Run `argv` on both hosts by mpirun and wait; `how`: see `Host.run`. hvdtrain runs in forks: see `warm`."""
         if list(argv[:3]) == [sys.executable, "-m", "hvdtrain"] and is_warm(environment or {}):
-            on_a, on_b = self.a.warm_python(), self.b.warm_python()
-            assert on_a == on_b
-            argv = [*on_a, *argv[1:]]
+            argv = [*self.warm_python(), *argv[1:]]
         command = self.mpirun_command(argv, per_host=per_host, environment=environment)
         return self._launch(command, environment=environment, **how)
 
