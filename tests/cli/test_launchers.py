@@ -67,7 +67,7 @@ def _checkpoints(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(size: int, workers: int, tmp_path: Path) -> None:
     """mpirun sends what it gets to all processes of the job, loader processes too."""
-    # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer, and it waits for all of that.
+    # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer.
     patient = {"OMPI_MCA_odls_base_sigkill_timeout": "15"}
     options = (*LONG, f"--loader.workers={workers}")
     with training(*options, size=size, cwd=tmp_path, after=4, environment=patient, forks=False) as process:
