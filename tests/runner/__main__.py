@@ -6,7 +6,7 @@ all        what ``.ci/run`` runs: both, with lint beside them; then mutations of
 unstable   repeat tests beside busy cores: python -m tests.runner unstable TEST ...
 lint       ruff, mypy and wording
 check      in a minute: lint, collection of all tests, tests of the structure
-record     write what the last run, and the last `make mutations`, measured into tests/runner/times.json
+record     write what the last run of each command measured into tests/runner/times.json
 tiers      print the table of commands and times for CONTRIBUTING.md
 
 A test that failed runs again at the end, alone, twice. It fails the run if it fails once more; if it passes both times,
@@ -33,7 +33,7 @@ from tests.runner.results import FAILED, PASSED, Outcome, failed, judged, summar
 from tests.runner.sessions import BUILD, PARALLEL, ROOT, alone, busy, on_all_cores, on_two_ranks
 from tests.runner.times import changed_since, head, read_times, write_times
 
-LAST, TRIED = BUILD / "last.json", BUILD / "mutations.json"
+TRIED = BUILD / "mutations.json"
 AGAIN_MIN = 10.0
 """How long tests may run after the deadline: half of it those that have begun, then those that run again."""
 MUTATIONS_MIN = 10.0
@@ -59,6 +59,8 @@ def main() -> int:
     if options.command in ("lint", "check"):
         findings = lint() if options.command == "lint" else check()
         print(findings or f"{options.command}: nothing found")
+        if options.command == "check" and not findings:
+            _keep("make check", {}, time.time() - options.began)
         return int(bool(findings))
     if options.command == "unstable":
         return repeat(options.tests, options.times)
@@ -84,17 +86,17 @@ def run(command: str, began: float, deadline: float | None) -> int:
     again = _again(failed(outcomes), end)
     mutations = _mutations(deadline) if command == "all" and deadline is not None and all(again.values()) else 0
     seconds = time.time() - began
-    LAST.write_text(
-        json.dumps(
-            {
-                "command": {"fast": "make test", "slow": "make test-all", "all": ".ci/run"}[command],
-                "commit": head(ROOT),
-                "seconds": seconds,
-                "outcomes": {name: asdict(outcome) for name, outcome in outcomes.items()},
-            }
-        )
-    )
+    _keep({"fast": "make test", "slow": "make test-all", "all": ".ci/run"}[command], outcomes, seconds)
     return max(_report(outcomes, again, findings, seconds), mutations)
+
+
+def _keep(command: str, outcomes: Mapping[str, Outcome], seconds: float) -> None:
+    """Keep for `record` what a command measured."""
+    kept = {"commit": head(ROOT), "seconds": seconds, "outcomes": {name: asdict(o) for name, o in outcomes.items()}}
+    BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / f"last-{command.replace('/', '-').replace(' ', '-')}.json").write_text(
+        json.dumps({"command": command, **kept})
+    )
 
 
 def _mutations(deadline: float) -> int:
@@ -186,12 +188,13 @@ def repeat(tests: list[str], times: int) -> int:
 
 
 def record() -> int:
-    """Write what the last runs measured into the committed file; 2 where none can be said to be of a commit."""
+    """Write what the last run of each command measured into the committed file; 2 where none was of a commit."""
     times, added = read_times(), 0
-    if LAST.exists() and (last := json.loads(LAST.read_text()))["commit"]:
-        outcomes = {name: Outcome(**each) for name, each in last["outcomes"].items()}
-        times.add(last["command"], outcomes, last["seconds"], last["commit"])
-        added += 1
+    for file in sorted(BUILD.glob("last-*.json"), key=lambda file: file.stat().st_mtime):
+        if (last := json.loads(file.read_text()))["commit"]:
+            outcomes = {name: Outcome(**each) for name, each in last["outcomes"].items()}
+            times.add(last["command"], outcomes, last["seconds"], last["commit"])
+            added += 1
     if TRIED.exists() and (tried := json.loads(TRIED.read_text()))["commit"]:
         times.add_mutations(tried["rows"], Counter(room_of(each) for each in MUTATIONS), tried["commit"])
         added += 1

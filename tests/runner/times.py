@@ -38,9 +38,9 @@ class Times:
     machine: str = ""
 
     def add(self, command: str, outcomes: Mapping[str, Outcome], seconds: float, commit: str) -> None:
-        """Add a run of a command at a commit. Slow tests that `make test-all` does not have are no longer there."""
+        """Add a run of a command at a commit. Where it had slow tests, others are no longer there."""
         slow = {name: outcome for name, outcome in outcomes.items() if outcome.slow}
-        if command != "make test":
+        if slow:
             self.slow = {name: passed for name, passed in self.slow.items() if name in slow}
         self.slow |= {n: Passed(round(o.seconds, 1), commit) for n, o in slow.items() if o.kind == PASSED}
         passed = sum(outcome.kind == PASSED for outcome in outcomes.values())

