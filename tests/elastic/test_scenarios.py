@@ -67,9 +67,12 @@ def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> No
     with nothing_lost(job.run, losses), job:
         job.until("round 1: 2 rank(s)")
         hosts.are("localhost:3")
-        job.until("round 4: 3 rank(s)")
+        job.until("round 2: 3 rank(s)")
+        job.until("rank 2 on localhost was killed by SIGKILL")
+        job.until(": 3 rank(s)")
         job.finish()
-    assert job.sizes() == [2, 3, 2, 3], "\n".join(job.said)
+    sizes = job.sizes()
+    assert sizes in ([2, 3, 2, 3], [2, 3, 3]), "\n".join(job.said)  # a new rank may come before the next round
 
 
 def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:

@@ -11,6 +11,7 @@ Children of the fork server of `multiprocessing` end without the interpreter's e
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import multiprocessing.process
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 _CLIENT = Path(__file__).with_name("warm_client.py")
+_MOST_STREAMS, _HIGH = 64, 500
 _AT_START = ("AUDIT_", "GLIBC_", "HF_", "LD_", "MALLOC_", "OMP_", "TRANSFORMERS_")
 _OF_PYTHON = {"PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED"}
 """Variables of Python that a fork follows."""
@@ -115,7 +117,10 @@ def _serve(address: str) -> dict[str, Any]:
                     selector.close()
                     for each in (listener, ended, wake, client, *clients.values()):
                         each.close()
-                    for number, stream in enumerate(streams):
+                    high = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, _HIGH) for stream in streams]
+                    for stream in streams:  # whose numbers the client's may have
+                        os.close(stream)
+                    for stream, number in zip(high, request["streams"], strict=True):
                         os.dup2(stream, number)
                         os.close(stream)
                     return request
@@ -131,7 +136,7 @@ def _serve(address: str) -> dict[str, Any]:
 
 def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the request and the streams of a client. EOFError: it has ended."""
-    head, streams, _, _ = socket.recv_fds(client, 8, 3)
+    head, streams, _, _ = socket.recv_fds(client, 8, _MOST_STREAMS)
     if not head:
         raise EOFError
     missing, parts = int.from_bytes(head, "big"), list[bytes]()

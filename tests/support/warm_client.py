@@ -9,11 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def is_inherited(number):
+    with suppress(OSError):  # it is not open
+        return os.get_inheritable(number)
+    return False
+
+
 def pass_on(number, frame):
     with suppress(ProcessLookupError):  # it has ended
         os.kill(child, number)
 
 
+streams = [number for number in range(64) if is_inherited(number)]
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
 request = json.dumps(
@@ -22,9 +29,10 @@ request = json.dumps(
         "folder": str(Path.cwd()),
         "environment": dict(os.environ),
         "cores": sorted(os.sched_getaffinity(0)),
+        "streams": streams,
     }
 ).encode()
-socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+socket.send_fds(server, [len(request).to_bytes(8, "big")], streams)
 server.sendall(request)
 answers = server.makefile()
 child = int(answers.readline())
