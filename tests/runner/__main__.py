@@ -6,7 +6,7 @@ all        what ``.ci/run`` runs: both, with lint beside them; then mutations of
 unstable   repeat tests beside busy cores: python -m tests.runner unstable TEST ...
 lint       ruff, mypy and wording
 check      in a minute: lint, collection of all tests, tests of the structure
-record     write what the last run of each command measured into tests/runner/times.json
+record     write what the last run of each command measured into tests/runner/times.json and CONTRIBUTING.md
 tiers      print the table of commands and times for CONTRIBUTING.md
 
 A test that failed runs again at the end, alone, twice. It fails the run if it fails once more; if it passes both times,
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -203,6 +204,9 @@ def record() -> int:
         print("  next: commit, then .ci/run or make test-all, then make times", file=sys.stderr)
         return 2
     write_times(times)
+    page = ROOT / "CONTRIBUTING.md"
+    begin, end = re.escape(times.table().partition("\n")[0]), r"Measured on [^\n]*"
+    page.write_text(re.sub(rf"{begin}.*?{end}", lambda _: times.table(), page.read_text(), count=1, flags=re.DOTALL))
     return 0
 
 
