@@ -151,14 +151,16 @@ def test_what_fails_once_is_unstable_and_passes(tmp_path: Path) -> None:
         "tests/test_dies.py": FAILS_ONCE.replace("FAILS", "os._exit(3)"),
         "tests/parallel/test_ranks.py": FAILS_ONCE.replace("FAILS", FAILS),
     }
+    files["tests/test_a.py"] += "import pytest\n@pytest.mark.parametrize('speed', ['slow'])\ndef test_fast(speed): pass"
     done = planted(tmp_path, files, "fast")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert '"slow": true' not in (tmp_path / "build/tests/results-2.jsonl").read_text()
     unstable = [line for line in done.stdout.splitlines() if line.startswith("unstable: ")]
     assert len(unstable) == 4  # those of parallel run on one rank, too
     assert any("test_a.py::test_once" in line and "the first time" in line for line in unstable)
     assert any("parallel/test_ranks.py::test_once on 2 ranks" in line for line in unstable)
     assert any("test_dies.py::test_once" in line for line in unstable)
-    assert "4 unstable, 0 not run\ntotal: 4 passed, 0 failed, 0 skipped\n" in done.stdout
+    assert "4 unstable, 0 not run\ntotal: 5 passed, 0 failed, 0 skipped\n" in done.stdout
 
 
 @pytest.mark.slow
@@ -178,7 +180,7 @@ def test_what_fails_again_fails_the_run_and_the_others_run(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_deadline_leaves_slow_tests_out_and_lists_them(tmp_path: Path) -> None:
-    text = "import pytest\n@pytest.mark.slow\ndef test_late(): assert 0\ndef test_fast(): pass"
+    text = "import pytest\n@pytest.mark.slow\ndef test_late(): assert 0\ndef test_fast(): pass\n"
     done = planted(tmp_path, {"tests/test_a.py": text}, "slow", "--deadline-min=0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "  tests/test_a.py::test_late\n" in done.stdout

@@ -25,6 +25,8 @@ from tests.runner.order import OF_HOSTS
 from tests.support.jobs_started import job_of
 
 NOT_RUN = "not run"
+SLOW = "slow"
+"""A property of outcomes: their keywords have the ids of parameters, too."""
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 _started: list[str] = []
 """Jobs that the test under way has started."""
@@ -134,6 +136,8 @@ class _Runner:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        if _is_slow(item) and (SLOW, True) not in item.user_properties:
+            item.user_properties.append((SLOW, True))
         item.user_properties += [("job", job) for job in _started]
         _started.clear()
         yield
@@ -145,12 +149,13 @@ class _Runner:
         name = plain(report.nodeid)
         self._spent_s[name] = self._spent_s.get(name, 0.0) + report.duration
         properties = list(report.user_properties)
-        if report.when == "teardown" and "slow" not in report.keywords:
+        is_slow = (SLOW, True) in properties
+        if report.when == "teardown" and not is_slow:
             self._jobs += [(name, str(job)) for kind, job in properties if kind == "job"]
         if report.failed or report.when == "call" or (report.when == "setup" and report.skipped):
             outcome = NOT_RUN if (NOT_RUN, True) in properties else str(report.outcome)
             error = _first_error(report) if report.failed else None
-            self._write(test=name, outcome=outcome, slow="slow" in report.keywords, error=error)
+            self._write(test=name, outcome=outcome, slow=is_slow, error=error)
         if report.when == "teardown":
             self._write(test=name, seconds=round(self._spent_s.pop(name), 2))
 
