@@ -349,7 +349,8 @@ def test_the_report_has_the_outer_steps(tmp_path: Path) -> None:
     assert all(len(event["cosines"]) == len(event["change_norms"]) == 4 for event in events)
     assert all(-1 <= cosine <= 1 for event in events for cosine in event["cosines"])
     analysis = analyse(load(found.run))
-    assert analysis.budget is not None and analysis.budget.steps >= STEPS - 4  # but for the first ones
+    # How many of the first steps are warm-up depends on their times, but never more than a quarter.
+    assert analysis.budget is not None and 3 * STEPS // 4 <= analysis.budget.steps < STEPS
     outer = analysis.outer
     assert outer is not None and (outer.sync, outer.workers, outer.count) == ("diloco:6", 4, 4)
     assert outer.sent_bytes == 2 * parse_outer("int8").payload_bytes(1171)  # of two workers, to one other rank
