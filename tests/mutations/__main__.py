@@ -25,10 +25,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
 from tests.mutations.mutation import Mutation
 from tests.mutations.table import MUTATIONS, ROOMS, room_of
-from tests.runner.sessions import BUILD, variables
+from tests.runner.sessions import BUILD, mpirun_variables, variables
 from tests.runner.times import head
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,11 +83,15 @@ class Checkout:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         own = {"PYTHONPATH": str(self.root), "TMPDIR": str(self._temporary), "PYTHONPYCACHEPREFIX": str(self._bytecode)}
-        own |= ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
         output = self._temporary.with_name("output")
         with output.open("wb") as file:
             process = subprocess.Popen(
-                argv, cwd=self.root, env=variables(os.environ) | own, stdout=file, stderr=file, start_new_session=True
+                argv,
+                cwd=self.root,
+                env=variables(os.environ) | mpirun_variables() | own,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             try:
                 code = process.wait(TIMEOUT_S)

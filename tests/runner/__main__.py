@@ -45,7 +45,8 @@ ON_RANKS = " on 2 ranks"
 
 def main() -> int:
     """Run a command; 0 where all is well."""
-    parser = argparse.ArgumentParser(prog="python -m tests.runner", description=__doc__, formatter_class=_Formatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tests.runner", description=__doc__, formatter_class=plain)
     parser.add_argument("command", choices=["fast", "slow", "all", "unstable", "lint", "check", "record", "tiers"])
     parser.add_argument("tests", nargs="*", metavar="TEST", help="ids of tests, for unstable")
     parser.add_argument("--times", type=int, default=20, metavar="N", help="of unstable: how often (default: 20)")
@@ -67,10 +68,6 @@ def main() -> int:
         return repeat(options.tests, options.times)
     deadline = None if options.deadline_min is None else options.began + 60 * options.deadline_min
     return run(options.command, options.began, deadline)
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def run(command: str, began: float, deadline: float | None) -> int:

@@ -88,8 +88,7 @@ class _Runner:
         self._controls = not hasattr(config, "workerinput")
         self._results = Path(f"{option.results}.rank{RANK}" if RANK else option.results) if option.results else None
         self._listed = set(json.loads(Path(option.listed).read_text())) if option.listed else None
-        self._orders = option.order is not None
-        self._seconds: dict[str, float] = json.loads(Path(option.order).read_text()) if option.order else {}
+        self._order: dict[str, float] | None = json.loads(Path(option.order).read_text()) if option.order else None
         self._deadline: float | None = option.deadline
         self._most: int | None = option.jobs_at_most
         self._jobs: list[tuple[str, str]] = []
@@ -106,8 +105,8 @@ class _Runner:
             left = [item for item in items if plain(item.nodeid) not in self._listed]
             config.hook.pytest_deselected(items=left)
             items[:] = [item for item in items if plain(item.nodeid) in self._listed]
-        if self._orders:
-            places = {nodeid: place for place, nodeid in enumerate(self._seconds)}
+        if self._order is not None:
+            places = {nodeid: place for place, nodeid in enumerate(self._order)}
 
             def place(item: pytest.Item) -> tuple[int, int]:
                 kind = 0 if item.nodeid.startswith(OF_HOSTS) else 2 if _is_slow(item) else 1
@@ -129,7 +128,7 @@ class _Runner:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if self._deadline is not None and _is_slow(item):
-            expected_s = 2 * self._seconds.get(plain(item.nodeid), 0.0)
+            expected_s = 2 * (self._order or {}).get(plain(item.nodeid), 0.0)
             if time.time() + expected_s > self._deadline:
                 item.user_properties.append((NOT_RUN, True))
                 pytest.skip(f"{NOT_RUN}: the deadline")

@@ -78,10 +78,15 @@ def judged(first: Mapping[str, Outcome], again: Iterable[Mapping[str, Outcome]])
     }
 
 
+def in_words(seconds: float) -> str:
+    """Return a duration in minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
 def summary(outcomes: Mapping[str, Outcome], unstable: Iterable[str], seconds: float) -> str:
     """Return two lines that count all tests; an unstable one counts as passed."""
     passed_later = set(unstable)
     counts = Counter(PASSED if name in passed_later else outcome.kind for name, outcome in outcomes.items())
-    minutes, rest = divmod(round(seconds), 60)
     total = ", ".join(f"{counts[kind]} {kind}" for kind in (PASSED, FAILED, SKIPPED))
-    return f"{minutes} min {rest} s, {len(passed_later)} unstable, {counts[NOT_RUN]} not run\ntotal: {total}"
+    return f"{in_words(seconds)}, {len(passed_later)} unstable, {counts[NOT_RUN]} not run\ntotal: {total}"

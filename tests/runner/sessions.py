@@ -40,11 +40,15 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"} | own
 
 
+def mpirun_variables() -> dict[str, str]:
+    """Return what mpirun needs besides: as root, and where there is no ssh."""
+    return ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
+
+
 def on_two_ranks(*, listed: Iterable[str] | None = None, until: float | None = None) -> dict[str, Outcome]:
     """Run `PARALLEL`, or those `listed`, on two ranks."""
-    more = ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
     command = ["mpirun", "-np", "2", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    return _run([*command, *([PARALLEL] if listed is None else [])], listed, until, more, ranks=2)
+    return _run([*command, *([PARALLEL] if listed is None else [])], listed, until, mpirun_variables(), ranks=2)
 
 
 def on_all_cores(*options: str, more: int = 0, until: float | None = None) -> dict[str, Outcome]:

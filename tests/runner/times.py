@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.runner.order import Passed
-from tests.runner.results import PASSED, Outcome
+from tests.runner.results import PASSED, Outcome, in_words
 
 FILE = Path(__file__).with_name("times.json")
 LIMITS_MIN = {"make check": 1, "make test": 10, ".ci/run": 75}
@@ -58,10 +58,8 @@ class Times:
         for command, limit_min in LIMITS_MIN.items():
             tier = self.tiers.get(command)
             tests = f"{tier['tests']:,}" if tier and tier["tests"] else "-"
-            minutes, seconds = divmod(int(tier["seconds"]), 60) if tier else (0, 0)
-            rows.append(
-                f"| `{command}` | {tests} | {f'{minutes} min {seconds} s' if tier else '-'} | {limit_min} min |"
-            )
+            time = in_words(tier["seconds"]) if tier else "-"
+            rows.append(f"| `{command}` | {tests} | {time} | {limit_min} min |")
         return "\n".join([*rows, "", f"Measured on {self.machine}."])
 
 
