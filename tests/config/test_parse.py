@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from hvdtrain.config import spelling
-from hvdtrain.config.parse import list_changes, parse_argv, parse_object, task_spec
+from hvdtrain.config.options import list_options
+from hvdtrain.config.parse import list_changes, make_parser, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import LEARNING_RATES, Config, OptimizerConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.task.base import NAMED, load_task_function
 from hvdtrain.task.language_model import language_model
 from hvdtrain.yaml_file import flatten, read_yaml, yaml_text
 
@@ -22,8 +26,17 @@ def build(hidden: int = 64, act: str = "relu") -> None:
 
     Args:
         hidden: units of the middle layer
-        act: activation
+        act: activation of 100% of them
     """
+
+
+@pytest.mark.parametrize("function", [*map(load_task_function, NAMED), build])
+def test_help_describes_every_option_and_shows_its_default_once(function: Callable[..., Any]) -> None:
+    parser = make_parser(function)
+    for option in list_options(parser).options:
+        assert option.effect and (option.default is not None or "(default: " in option.effect), option.name
+    shown = re.split(r"\n  (?=--)", parser.format_help().partition("--task TASK   ")[2])
+    assert len(shown) > 30 and {option.count("(default:") + option.count("(required)") for option in shown} == {1}
 
 
 def test_flags_yaml_and_dicts_mean_the_same(tmp_path: Path) -> None:
@@ -38,6 +51,7 @@ def test_flags_yaml_and_dicts_mean_the_same(tmp_path: Path) -> None:
         assert run.task_args == {"hidden": 3, "act": "relu"}
     assert parsed[0] == parsed[1] == parsed[2] == parse_object(parsed[0].resolved, build)
     assert parse_argv(["--config", str(file), "--train.steps", "9"], build).config.train.steps == 9, "flags win"
+    assert parse_argv(["--optimizer", '{"lr": 0.5}'], build).config.optimizer.lr == 0.5, "help omits it"
 
 
 @pytest.mark.parametrize(

@@ -50,23 +50,6 @@ def until(opened: Chrome, condition: Callable[[], Any]) -> Any:
     return WebDriverWait(opened, TIMEOUT_S).until(lambda _: condition())
 
 
-def deep_text(opened: Chrome) -> str:
-    """The text of the page that can be seen, shadow roots included."""
-    return str(
-        opened.execute_script(
-            """
-            const text = node => {
-              if (node.nodeType === Node.TEXT_NODE) return node.textContent;
-              if (["SCRIPT", "STYLE", "TEMPLATE"].includes(node.nodeName)) return "";
-              const inside = [...(node.shadowRoot ? node.shadowRoot.childNodes : []), ...node.childNodes];
-              return inside.map(text).join(" ");
-            };
-            return text(document.body);
-            """
-        )
-    )
-
-
 def severe(opened: Chrome) -> list[str]:
     """Errors of the browser's console since the last call."""
     return [entry["message"] for entry in opened.get_log("browser") if entry["level"] == "SEVERE"]
