@@ -104,14 +104,6 @@ def test_commands_that_show_what_would_run(
     assert "hvdtrain" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
-@pytest.mark.slow
-def test_other_commands(command: str, folder: Path) -> None:
-    assert command in BOTH
-    codes = (0, 1) if "doctor" in command else (0,)  # it may warn of the machine that runs the tests
-    assert "hvdtrain" in _run(shlex.split(command), folder, codes)
-
-
 def test_an_own_model_from_python(folder: Path) -> None:
     (folder / "own.py").write_text(FROM_PYTHON)
     out = run(["own.py"], cwd=folder).stdout
@@ -153,22 +145,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors):
             dead.append(link)
     assert dead == []
-
-
-def test_options_in_the_table_exist() -> None:
-    from hvdtrain.cli import cache, doctor, launch_options, tune
-    from hvdtrain.config.parse import make_parser
-    from hvdtrain.task.base import NAMED, load_task_function
-
-    parsers = [make_parser(load_task_function(name)) for name in NAMED]
-    known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    of_training = re.sub(r"^hvdtrain timeline .*", "", BOTH, flags=re.M)  # those are test_docs.py's
-    named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", of_training))
-    others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
-    for of_another in (cache.parser(), doctor.parser(), launch_options.parser(), tune.parser()):
-        options = {option for action in of_another._actions for option in action.option_strings}
-        others |= {f"--{option[2:].replace('-', '_')}" for option in options}
-    assert {option for option in named if option not in known and option not in others} == set()
 
 
 def test_the_figures_are_those_of_the_results() -> None:
