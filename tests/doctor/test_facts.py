@@ -24,6 +24,7 @@ from tests.support.launch import TIMEOUT_S
 from tests.support.sysfs import dgx_h100, gh200, two_sockets
 
 GIB = 1 << 30
+POD = {"proc/self/cgroup": "0::/pod/c1\n"}
 
 
 def files(root: Path, texts: dict[str, str]) -> Path:
@@ -37,12 +38,9 @@ def files(root: Path, texts: dict[str, str]) -> Path:
     ("limits", "found"),
     [
         ({}, None),
-        ({"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": "max\n"}, None),
-        ({"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": f"{GIB}\n"}, GIB),
-        (
-            {"proc/self/cgroup": "0::/pod/c1\n", "pod/c1/memory.max": f"{4 * GIB}", "pod/memory.max": f"{2 * GIB}"},
-            2 * GIB,
-        ),
+        ({**POD, "pod/c1/memory.max": "max\n"}, None),
+        ({**POD, "pod/c1/memory.max": f"{GIB}\n"}, GIB),
+        ({**POD, "pod/c1/memory.max": f"{4 * GIB}", "pod/memory.max": f"{2 * GIB}"}, 2 * GIB),
         ({"proc/self/cgroup": "4:memory:/job\n", "memory/job/memory.limit_in_bytes": f"{GIB}"}, GIB),
         ({"proc/self/cgroup": "4:memory:/\n", "memory/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
     ],

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.install.build_plan import plan
-from tests.install.probe_examples import example_probe
+from tests.runtime.launched import srun
 from tests.support.doctor import (
     Findings,
     as_in_a_container,
@@ -26,13 +25,6 @@ from tests.support.doctor import (
 BUILD = "hvdtrain build-horovod"
 NOWHERE = {"OPAL_PREFIX": "/nowhere", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-SRUN = {
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_NODEID": "0",
-}
 UNDEFINED = "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at4_ops5zeros4callEv')"
 Provoke = Callable[[Path], Findings]
 
@@ -55,7 +47,7 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
         [("remote_shell", "warning", "ssh", "only: export OMPI_MCA_plm_rsh_agent=/bin/false")],
     ),
     "srun without any PMI": (
-        lambda folder: look(environment=SRUN),
+        lambda folder: look(environment=srun(0)),
         [("launcher", "broken", "", "hvdtrain launch --to srun")],
     ),
     "folders that are not there": (
@@ -110,7 +102,3 @@ def test_root_may_not_run_mpirun_without_two_variables() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_plain_mpirun_binds_a_rank_to_one_core() -> None:
     _check(look(launcher="mpirun", size=1), [("binding", "warning", "1 core", "--bind-to none")])
-
-
-def test_our_build_lets_cmake_4_configure_old_projects() -> None:
-    assert "CMAKE_POLICY_VERSION_MINIMUM=3.5" in str(plan(example_probe()))

@@ -28,15 +28,11 @@ CHANGED = (
         ("u@b: Permission denied (publickey,password).", "without a password", "ssh-copy-id u@b"),
         ("Received disconnect from 1.2.3.4 port 22:2: Too many authentication failures", "password", "ssh-copy-id"),
         ("kex_exchange_identification: read: Connection reset by peer", "closes connections", "MaxStartups"),
-        ("bash: line 1: exec: /v/bin/python: not found", "does not exist there under the same path", "same path"),
-        (
-            "bash: line 1: /v/bin/python: No such file or directory",
-            "does not exist there under the same path",
-            "same path",
-        ),
-        ("zsh:1: no such file or directory: /v/bin/python", "does not exist there under the same path", "same path"),
-        ("fish: Unknown command: /v/bin/python; exec: cannot", "does not exist there under the same path", "same path"),
-        ("bash: line 1: /v/bin/python: Permission denied", "does not exist there under the same path", "same path"),
+        ("bash: line 1: exec: /v/bin/python: not found", "does not exist there", "same path"),
+        ("bash: line 1: /v/bin/python: No such file or directory", "does not exist there", "same path"),
+        ("zsh:1: no such file or directory: /v/bin/python", "does not exist there", "same path"),
+        ("fish: Unknown command: /v/bin/python; exec: cannot", "does not exist there", "same path"),
+        ("bash: line 1: /v/bin/python: Permission denied", "does not exist there", "same path"),
         ("ModuleNotFoundError: No module named 'hvdtrain'", "hvdtrain is neither installed", "install hvdtrain there"),
         ("ModuleNotFoundError: No module named 'hvdtrain.doctor.hosts'", "another version", "the same version"),
         ("ModuleNotFoundError: No module named 'psutil'", "a package that it needs", "the same environment"),
@@ -52,7 +48,5 @@ def test_each_message_is_reported_with_its_fix(said: str, why: str, fix: str) ->
 
 
 def test_the_most_specific_line_is_shown() -> None:
-    assert (
-        explain_ssh_failure("b", CHANGED).found == "Host key for b has changed and you have requested strict checking."
-    )
+    assert explain_ssh_failure("b", CHANGED).found.startswith("Host key for b has changed")
     assert explain_ssh_failure("b", "").found == "no message"

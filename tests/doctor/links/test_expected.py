@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,18 +83,11 @@ def test_a_fast_link_hides_all_of_it() -> None:
 
 def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
     found = outlook(model(), links(hosts=3), 2)
-    assert [(row.ranks.hosts, row.ranks.size, row.beyond) for row in found.rows] == [
-        (1, 1, False),
-        (1, 2, False),
-        (2, 4, False),
-        (3, 6, False),
-        (6, 12, True),
-        (12, 24, True),
-        (24, 48, True),
-    ]
+    shapes = [(1, 1), (1, 2), (2, 4), (3, 6), (6, 12), (12, 24), (24, 48)]
+    assert [(row.ranks.hosts, row.ranks.size) for row in found.rows] == shapes
+    assert [row.beyond for row in found.rows] == [False] * 4 + [True] * 3
     text = "\n".join(lines(found))
     assert "6*" in text and "3*" not in text and "not in the model" in text
-    assert json.loads(json.dumps(asdict(found)))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
 
 
 def test_a_run_of_ranks_that_divide_the_model_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.doctor.links.link_pairs import MOST_ROUNDS, MOST_S, budget_s, rounds
-from hvdtrain.doctor.links.measured import Direction, Links, check_links, gbit, link_table
+from hvdtrain.doctor.links.measured import Direction, Links, check_links, link_table
 
 GBIT = 1.25e8
 
@@ -31,6 +31,7 @@ def wrong(found: Links, **plugs: int) -> dict[str, str]:
 
 def test_similar_links_have_no_outlier() -> None:
     assert not wrong(links(), a=10000)
+    assert Links.from_data(json.loads(json.dumps(links().as_data()))) == links()
     (between, inside) = check_links(links())
     assert "10 Gbit/s" in between.found and "20 us" in between.found and "80 Gbit/s" in inside.found
 
@@ -51,17 +52,8 @@ def test_what_is_slow_is_named(found: Links, names: list[str]) -> None:
     assert list(wrong(found)) == names
 
 
-def test_a_slow_way_is_compared_with_the_median() -> None:
-    assert wrong(links(slow={("a", "b"): 4.0})) == {"slow a to b": "4 Gbit/s; the median is 10 Gbit/s"}
-
-
 def test_a_link_that_is_slower_than_its_plug_is_named() -> None:
     assert list(wrong(links(), b=40000, a=0)) == ["link of b"]
-
-
-def test_measurements_survive_json() -> None:
-    found = links()
-    assert Links.from_data(json.loads(json.dumps(found.as_data()))) == found
 
 
 def test_a_table_has_a_cell_for_each_pair() -> None:
@@ -74,16 +66,8 @@ def test_a_table_has_a_cell_for_each_pair() -> None:
     ]
     missing = Links(["a", "b"], found.directions[:1], "TCP")
     assert link_table(missing)[-1].split() == ["b", "-", "-"]
-
-
-def test_of_many_hosts_the_slowest_ways_are_listed() -> None:
     many = link_table(links("abcdefghijklmno", {("b", "c"): 0.5}))
-    assert many[1].split()[:4] == ["b", "to", "c:", "0.5"] and len(many) == 13
-
-
-@pytest.mark.parametrize(("number", "text"), [(0.0953, "95.3 Mbit/s"), (0.9999, "1 Gbit/s"), (12.34, "12.3 Gbit/s")])
-def test_bandwidth_in_words(number: float, text: str) -> None:
-    assert gbit(number) == text
+    assert many[1].startswith("  b to c: 0.5 ") and len(many) == 13, "of many hosts the slowest"
 
 
 @settings(max_examples=40)
