@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from pathlib import Path
 from sysconfig import get_python_version
@@ -66,13 +65,3 @@ def test_an_interrupt_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(bundle, "make", stopped)
     assert main(["/nowhere"]) == 130
     assert "the same command continues" in capsys.readouterr().err
-
-
-def test_the_page_names_the_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
-    page = (ROOT / "docs" / "offline.md").read_text()
-    assert options <= set(re.findall(r"--\w+", page))
-    shown = re.findall(r"hvdtrain bundle \./offline(.*)", page)
-    assert len(shown) == 3 and set(re.findall(r"--\w+", " ".join(shown))) <= options

@@ -89,9 +89,7 @@ def test_the_options_of_train_are_those_of_its_parser() -> None:
 
 _STEPS, _PRECISIONS = ["--train.steps", "--train.stop_at"], ["fp32", "bf16", "fp16", "bf16-weights"]
 _OFFERED = {
-    "tr": ["train"],
     "launch --el": ["--elastic", "--elastic-timeout"],
-    "train --train.st": _STEPS,
     "--train.st": _STEPS,
     "--train.steps 5 --checkpoint.k": ["--checkpoint.keep"],
     "train --precision ": _PRECISIONS,
@@ -99,12 +97,7 @@ _OFFERED = {
     "train --precision =": _PRECISIONS,
     "train --train.compile ": ["true", "false"],
     "train --act ": ["relu", "tanh"],
-    "train --config ru": ["run 1.yaml"],
-    "launch -np 2 --env A -- --train.st": _STEPS,
-    "launch -np 2 -- --precision ": _PRECISIONS,
     "launch -np 2 -- --config ru": ["run 1.yaml"],
-    "timeline re": ["report"],
-    "timeline report ru": ["run 1.yaml"],
     "verify ": ["data", "plan", "resume"],
     "completion ": ["bash", "zsh", "fish"],
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +13,6 @@ import yaml
 from hvdtrain.cli.config import main
 from hvdtrain.config.options import Options, list_options, to_yaml
 from hvdtrain.config.parse import make_parser, parse_argv
-from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import load_task_function
 from hvdtrain.yaml_file import flatten
@@ -85,29 +82,6 @@ def test_the_written_file_reads_back_as_the_defaults(function: Callable[..., Any
     leaves = set(vars(make_parser(function).get_defaults().as_flat())) - {"config"}
     keys = set(flatten(yaml.safe_load(file.read_text())))
     assert {key for key in keys if not key.startswith("table.")} == leaves - {"table"}
-
-
-@pytest.mark.parametrize("function", _TASKS, ids=lambda function: function.__name__)
-def test_each_option_comes_after_its_description(function: Callable[..., Any]) -> None:
-    lines = to_yaml(_options(function), "a task").splitlines()
-    known = {option.name.rpartition(".")[2]: option for option in _options(function).options}
-    seen = 0
-    for before, line in pairwise(lines):
-        name = line.strip().partition(":")[0]
-        if name in known and not line.lstrip().startswith(("#", '"')):
-            margin = len(line) - len(line.lstrip())
-            assert before.startswith(" " * margin + "# "), line
-            seen += 1
-    assert seen >= len(known)
-    assert max(map(len, (line for line in lines if "#" in line))) <= 112
-
-
-def test_comments_are_the_docstrings_of_the_classes() -> None:
-    text = to_yaml(_options(plain), "t")
-    assert "(fp32, bf16, fp16 or bf16-weights)\nprecision: fp32\n" in text
-    assert "(number or null; default: train.steps instead)\n  epochs: null\n" in text
-    nvtx = re.search(r"^  # (.*) \(true or false\)\n  nvtx: false$", text, re.M)
-    assert nvtx and f"nvtx: {nvtx[1]}" in " ".join(str(ObserveConfig.__doc__).split())
 
 
 def test_an_option_that_has_to_be_given_is_missed_until_it_is(tmp_path: Path) -> None:

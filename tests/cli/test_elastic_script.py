@@ -1,4 +1,4 @@
-"""An elastic script of Horovod's with the import changed: a rank is killed, one joins, and parameters are stock's."""
+"""`hvdtrain.torch` against stock Horovod, by more launchers and on more ranks; as a rank is killed, and one joins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, run
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,15 @@ state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
 train(state)
 print("END", hvd.rank(), hvd.size(), repr(sum(p.double().sum().item() for p in model.parameters())), flush=True)
 """
+
+
+FILES = [f"tests/parallel/{name}.py" for name in ("test_drop_in", "test_drop_in_divided", "test_drop_in_misuse")]
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("mpirun", 1), ("mpirun", 3), ("horovodrun --gloo", 2)])
+def test_the_drop_in_does_as_stock_horovod_does(launcher: str, size: int) -> None:
+    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], size=size, launcher=launcher, cwd=ROOT)
+    assert "passed" in done.stdout and "no Horovod job" not in done.stdout
 
 
 def _end(module: str, what: str, folder: Path, *, ours: bool = False) -> set[tuple[str, str]]:

@@ -63,8 +63,3 @@ def test_options_are_accepted_with_dashes_and_with_underscores() -> None:
     assert run.config.run_dir == "a" and run.config.train.global_batch == 4
     with pytest.raises(ConfigError, match=r"invalid --train\.global_batch"):
         parse_argv(["--train.global-batch=many"], None)
-
-
-def test_help_shows_one_spelling() -> None:
-    text = doctor.parser().format_help()
-    assert "--run_dir" in text and "--run-dir" not in text

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-import hvdtrain
 from hvdtrain.cli.train import summary
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.training.result import Result
-from tests.support.toy import toy
 
 
 def _result(**changed: Any) -> Result:
@@ -42,22 +40,3 @@ def test_a_command_takes_a_stop_back_only_where_one_was_asked_for(reason: str) -
     text = summary(_result(reason=reason), RankInfo())
     assert ("--train.stop_at null" in text) == (reason == "stop_at")
     assert ("  continue " in text) == (reason == "stop_at")
-
-
-@pytest.mark.parametrize(("hidden", "told"), [(16, "141 parameters"), (200_000, "1.60M parameters")])
-def test_small_models_have_parameters(
-    hidden: int, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = {"train": {"steps": 1, "global_batch": 2, "micro_batch": 2}, "run_dir": str(tmp_path)}
-    hvdtrain.train({**options, "checkpoint": {"every": 0}}, lambda: toy(hidden))
-    assert f"{told}, 50 samples" in capfd.readouterr().out
-
-
-def test_losses_run_folder_and_commands_are_the_last_lines_of_a_small_terminal() -> None:
-    budget = {f"part {number}": 1.0 for number in range(30)}
-    lines = summary(_result(budget=budget, metrics={"accuracy": 0.5}), RankInfo()).splitlines()
-    last = "\n".join(lines[-24:])
-    for text in ("finished at step 5 of 9", "training loss  2.0000 -> 1.0000", "held-out loss", "accuracy", "runs/x"):
-        assert text in last
-    assert lines[-1].lstrip().startswith("train longer")
-    assert max(len(line) for line in lines[-24:-1]) <= 80
