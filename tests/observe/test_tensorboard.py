@@ -300,11 +300,7 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
         for band in chart.margin.series:
             assert {band.value, band.lower, band.upper} <= written
     assert [chart.title for chart in loss.chart] == [*page.LOSS_CHARTS]
-    assert {chart.title for chart in rest.chart} >= {
-        "words per second",
-        page.STACK_TITLE,
-        page.STRAGGLER_TITLE,
-    }
+    assert {chart.title for chart in rest.chart} >= {"words per second", page.STACK_TITLE, page.STRAGGLER_TITLE}
     assert all(len(chart.multiline.tag) + len(chart.margin.series) == 1 for chart in charts), "one colour, one line"
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
     (alone,) = _write(tmp_path / "alone", {**STARTED, "size": 1}, FIRST).Tensors("custom_scalars__config__")

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+import hvdtrain
 from hvdtrain.config.windows import ALL, OFF, Window
 from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace
 from hvdtrain.observe.trace_file import TraceFile
 from hvdtrain.spans import DEVICE, EXCHANGE, Spans
+from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.full_disk import room_for
+from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
 
@@ -141,3 +144,16 @@ def test_a_failed_write_is_reported_once_and_raises_nothing(tmp_path: Path) -> N
     _train(trace, spans, 1, 500)
     trace.close()
     assert len(said) == 1 and "training continues" in said[0]
+
+
+@pytest.mark.slow
+def test_perfetto_reads_the_spans_of_a_run(tmp_path: Path) -> None:
+    hvdtrain.train({"train": {"steps": 6}, "run_dir": str(tmp_path / "run")}, toy)
+    with perfetto(tmp_path / "run" / "timeline" / "spans-rank-0.json", tmp_path) as opened:
+        until(opened, lambda: "rank 0 on" in text(opened))
+        until(opened, lambda: "training thread" in text(opened))
+        assert import_errors(opened) == []
+    bad, span = tmp_path / "bad.json", {"name": "a", "ph": "X", "pid": 0, "tid": 0}
+    bad.write_text(json.dumps([{**span, "ts": 0, "dur": 10}, {**span, "ts": 5, "dur": 10}, {**span, "ts": "x"}]))
+    with perfetto(bad, tmp_path) as opened:
+        assert import_errors(opened) != [], "it says what is wrong"

@@ -83,23 +83,16 @@ HELD = {"where": "GPU", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_
 def test_memory_that_ran_out_is_explained() -> None:
     statement = _failed(MemoryError("no"), memory_holders=HELD)
     shown = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
-    assert "rank 1 on a ran out of memory: MemoryError" in shown
-    assert "100.0 MiB" in shown and "900.0 MiB" in shown
-    assert "asked for more" in shown and "layers.3.mlp" in shown and "head.weight 80.0 MiB, embed.weight" in shown
-    assert "--train.micro_batch 2 (is 4)" in shown
-    assert "--precision bf16" in shown and "  --memory.checkpointing full: less" in shown
-    assert "expandable_segments:True" in shown
-    assert "fewer ranks on this host" not in shown
+    small = ("--train.micro_batch 2 (is 4)", "--precision bf16", "expandable_segments:True")
+    held = ("ran out of memory", "100.0 MiB", "900.0 MiB", "layers.3.mlp", "head.weight 80.0 MiB", "--memory.")
+    assert all(part in shown for part in (*small, *held)) and "fewer ranks on this host" not in shown
     full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})
-    small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host"}
-    shown = _text([replace(full, memory_holders=small)])
-    assert "--train.micro_batch" not in shown and "bf16" not in shown and "expandable" not in shown
-    assert "fewer ranks on this host" in shown and "nvidia-smi" not in shown
+    shown = _text([replace(full, memory_holders={**HELD, "micro_batch": 1, "precision": "bf16", "where": "host"})])
+    assert "fewer ranks on this host" in shown and not any(part in shown for part in (*small, "nvidia-smi"))
     for outside, has_others in ((1500.0, False), (9000.0, True)):
         unused = {"free": 3000.5, "largest": 20.0, "outside": outside}
         shown = _text([_failed(MemoryError("no"), memory_holders={**HELD, "unused": unused})])
-        assert "3,000.5 MiB, in blocks of up to 20.0 MiB" in shown and f"{outside:,.1f} MiB: CUDA" in shown
-        assert ("nvidia-smi" in shown) is has_others
+        assert "3,000.5 MiB" in shown and ("nvidia-smi" in shown) is has_others
 
 
 def _essentials(text: str) -> list[str]:
@@ -141,20 +134,8 @@ def test_the_essentials_are_last_and_fit_a_small_terminal(
 def test_the_last_lines_of_a_users_error() -> None:
     """What a person sees first: rank, message, the user's own line, checkpoint and command; before them the others."""
     error = _failed(ValueError("the labels are out of range"))
-    assert error.fault is not None
-    frame = f"_failed, {__file__}:{_failed.__code__.co_firstlineno + 2}"
-    assert error.fault.frame == frame
     shown = _text([error, _statement(0, open_spans=[("wait", 2.0)], in_flight={"x": 2.0}, is_waiting=True)])
-    details = shown[: shown.index("rank 1 on a failed")]
-    assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in details
-    assert "rank 1 on a  400 MiB, peak 500 MiB; 1,000 MiB available of the host's 2,000" in details
-    assert _essentials(shown)[1:] == [
-        "rank 1 on a failed: ValueError, at step 3",
-        "  the labels are out of range",
-        f"  in {frame}",
-        "  last checkpoint  run/checkpoints/step-000100",
-        "  resume           again",
-        "  details          above, and in F",
-        "The launcher's own messages follow this line.",
-        "=" * 64,
-    ]
+    assert "waiting for x" in shown[: shown.index("rank 1 on a failed")]
+    frame = f"_failed, {__file__}:{_failed.__code__.co_firstlineno + 2}"
+    parts = ("rank 1 on a failed", "the labels are", frame, "step-000100", "again", "in F", "launcher", "=" * 64)
+    assert all(part in line for part, line in zip(parts, _essentials(shown)[1:], strict=True))

@@ -67,8 +67,6 @@ def test_ranks_at_one_place_are_taken_together_unless_they_wait_for_different_co
 
 
 def test_names() -> None:
-    assert module.ranges([0]) == "0"
-    assert module.ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert module.labels([who(2, "b"), who(1, "a")]) == "ranks 1-2"
     assert module.place(Statement(CURRENT, 0.0, who(0))) == "before the first step"
     assert module.place(replace(failed(0), last_span="forward")) == "at step 3, last in forward"
