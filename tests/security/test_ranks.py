@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.observe.past_journal import read_journal
 from tests.support.audited import audited, of_launcher, seen
 from tests.support.gallery import Gallery
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, train
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, run, train
 
 TOY = (
     *(f"--task={ROOT}/tests/support/toy.py:toy", "--run_dir=run", "--samples=41", "--train.steps=6"),
@@ -78,15 +78,8 @@ def test_a_gloo_job_of_horovodrun_warns_once_of_its_open_port(elastic: bool, tmp
 @pytest.mark.slow
 def test_under_our_driver_a_rank_opens_no_port_and_unpickles_nothing(tmp_path: Path) -> None:
     file = tmp_path / "audit"
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", LISTENING, *TOY[1:]],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, **audited(file)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch = ["-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", LISTENING, *TOY[1:]]
+    done = run(launch, cwd=tmp_path, environment=audited(file))
     found = [json.loads(facts.read_text()) for facts in tmp_path.glob("listening-*.json")]
     assert [(facts["ports"], facts["notifications"]) for facts in found] == [([], False)] * 2
     assert all(peer.startswith("127.") for facts in found for peer in facts["peers"])
