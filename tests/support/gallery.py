@@ -24,6 +24,7 @@ from filelock import FileLock
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.task.base import Task
 from tests.support.audited import audited
 from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
@@ -116,6 +117,14 @@ class Recorded:
     def card(self) -> dict[str, Any]:
         """The failure card."""
         return json.loads((self.run / "failure.json").read_text())  # type: ignore[no-any-return]
+
+
+def record_on_threads(
+    folder: Path, *options: str, size: int = 1, build: Callable[[int], Task] | None = None
+) -> Recorded:
+    """Train in this process, as `train_on_threads` does, and return what is left."""
+    train_on_threads(*options, f"--run_dir={folder / 'run'}", size=size, build=build)
+    return Recorded(folder, 0, "", "")
 
 
 _RECORDINGS: dict[str, Callable[[Path], Recorded]] = {}

@@ -10,7 +10,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "hvdtrain" / "corpus"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
     """The models are tiny: more threads only wait for each other."""
     before = torch.get_num_threads()

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from hvdtrain.task.language_model import ModelConfig, causal_lm
-from tests.support.gallery import Recorded
-from tests.support.thread_job import train_on_threads
+from tests.support.gallery import Recorded, record_on_threads
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,8 +47,7 @@ def _train(folder: Path, model: str, *options: str, size: int) -> Recorded:
     config.write_text(json.dumps({**SHAPE, "model_type": model, **MODELS[model]}))
     common = ("--train.steps=3", "--train.global_batch=4", "--train.micro_batch=1", "--data.seq_len=16")
     common += ("--optimizer.warmup_steps=1", "--train.eval_samples=2", "--optimizer.name=sgd")
-    train_on_threads(*common, f"--model.config={config}", f"--run_dir={folder / 'run'}", *options, size=size)
-    return Recorded(folder, 0, "", "")
+    return record_on_threads(folder, *common, f"--model.config={config}", *options, size=size)
 
 
 def _check_that_transformers_reads(job: Recorded) -> None:

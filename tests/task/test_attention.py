@@ -17,7 +17,6 @@ from tests.support.gallery import LANGUAGE
 from tests.support.thread_job import train_on_threads
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -89,22 +88,18 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, ...]
 
 
 def test_flash_is_tried_with_the_sizes_of_the_model(flash: Callable[..., list[tuple[int, ...]]]) -> None:
-    seen = flash(lambda query, value: query.dtype == BF16 and (query.shape[-1], value.shape[-1]) == (16, 8))
+    """If it fails, the model stays as it was."""
     model = _model()
     model.config.attention_dropout = 0.1  # which only version 2 has
-    assert choose_attention(model, "auto", CUDA, BF16) == "attention: flash_attention_2"
-    assert seen == [(1, 1, 16, 16)] and model.config._attn_implementation == "flash_attention_2"
-
-
-def test_flash_that_fails_leaves_the_model_as_it_was(flash: Callable[..., list[tuple[int, ...]]]) -> None:
     flash(lambda query, value: False)
-    model = _model()
-    model.config.attention_dropout = 0.1
     line = choose_attention(model, "auto", CUDA, BF16)
     assert line == "attention: sdpa (flash_attention_2: FlashAttention only supports other tensors)"
     with pytest.raises(ConfigError, match="flash is not supported"):
         choose_attention(model, "flash", CUDA, BF16)
     assert model.config._attn_implementation == "sdpa"
+    seen = flash(lambda query, value: query.dtype == BF16 and (query.shape[-1], value.shape[-1]) == (16, 8))
+    assert choose_attention(model, "auto", CUDA, BF16) == "attention: flash_attention_2"
+    assert seen == [(1, 1, 16, 16)] and model.config._attn_implementation == "flash_attention_2"
 
 
 def test_sizes_of_heads() -> None:

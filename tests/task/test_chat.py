@@ -20,11 +20,9 @@ from hvdtrain.task.encode import SEPARATOR, ByteEncoder
 from hvdtrain.task.language_model import ModelConfig, language_model
 from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
 from hvdtrain.task.tokenizer_files import SETTINGS
-from tests.support.gallery import Recorded
-from tests.support.thread_job import train_on_threads
+from tests.support.gallery import Recorded, record_on_threads
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}" + PROMPT
@@ -70,9 +68,8 @@ def turns(found: Any) -> list[str]:
 
 def test_bytes_have_a_template_whose_assistant_ends_with_the_separator() -> None:
     made = ChatEncoder(chat_files(ByteEncoder()))
-    found = made.encode(
-        Conversation([{"role": "system", "content": "Be kind."}, *talk("Hé?", "Grüße €", "x", "y")], "")
-    )
+    messages = [{"role": "system", "content": "Be kind."}, *talk("Hé?", "Grüße €", "x", "y")]
+    found = made.encode(Conversation(messages, ""))
     assert shown(found.ids) == "system: Be kind.\nuser: Hé?\nassistant: Grüße €|\nuser: x\nassistant: y|\n"
     assert turns(found) == ["Grüße €|", "y|"]
 
@@ -160,10 +157,7 @@ def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
         ('{"text": "x"}', "text"),
         ('{"messages": []}', "messages"),
         ('{"messages": ["x"]}', "message 1 without a text as role"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}',
-            "message 2 without a text as content",
-        ),
+        ('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}', "message 2 without a text"),
         ('{"prompt": 3, "completion": "x"}', "message 1 without a text as content"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
     ],
@@ -183,9 +177,8 @@ def test_the_loss_is_that_of_the_counted_tokens_of_each_conversation(
     made = [talk("question", "answer one"), talk("another", "answer", "more", "end")]
     chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in made))
     torch.manual_seed(1)
-    task = language_model(
-        ModelConfig(preset="tiny"), TextConfig(chat=chat, seq_len=120, heldout=0, documents=documents)
-    )
+    data = TextConfig(chat=chat, seq_len=120, heldout=0, documents=documents)
+    task = language_model(ModelConfig(preset="tiny"), data)
     assert len(task.train_data) == 1  # type: ignore[arg-type]
     expected, count = 0.0, 0
     for messages in made:
@@ -237,8 +230,7 @@ def _mixture(folder: Path) -> list[str]:
 def _train(folder: Path, *options: str, size: int) -> Recorded:
     common = ("--model.preset=tiny", "--train.epochs=0.2", "--train.global_batch=6", "--data.seq_len=96")
     common += ("--optimizer.warmup_steps=1", "--optimizer.name=sgd", "--train.eval_samples=2")
-    train_on_threads(*common, f"--run_dir={folder / 'run'}", *options, size=size)
-    return Recorded(folder, 0, "", "")
+    return record_on_threads(folder, *common, *options, size=size)
 
 
 def test_the_curve_depends_neither_on_ranks_nor_on_a_resume(tmp_path: Path) -> None:

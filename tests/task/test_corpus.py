@@ -173,16 +173,6 @@ def test_a_source_without_a_sample_is_refused(three, tmp_path):
     assert len(open_corpus(TextConfig(text=str(tmp_path / "a"), seq_len=95)).train) == 1
 
 
-def archive(path):
-    with path.open("wb") as file:
-        np.savez(file, np.arange(1000))
-
-
-def cut_short(path):
-    np.save(path, np.arange(1000))
-    os.truncate(path, 4000)
-
-
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -192,18 +182,17 @@ def cut_short(path):
         (lambda path: np.save(path, np.array([1, -7] * 50)), "-7"),
         (lambda path: np.save(path, np.array([1, "x"] * 50, object), allow_pickle=True), "Python objects"),
         (lambda path: np.save(path, np.arange(10)), "too few tokens"),
-        (archive, r"\.npz"),
+        (lambda path: (np.savez(path, np.arange(9)), path.with_name("t.npy.npz").rename(path)), r"\.npz"),
         (lambda path: path.write_bytes(b""), "no tokens"),
         (lambda path: path.write_bytes(b"not an array"), "no tokens"),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"), "no tokens"),
-        (cut_short, "no tokens"),
+        (lambda path: (np.save(path, np.arange(1000)), os.truncate(path, 4000)), "no tokens"),
     ],
 )
 def test_files_that_are_no_tokens(tmp_path, write, message):
     write(tmp_path / "t.npy")
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         open_corpus(TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=16))
-    assert caught.value.expected
 
 
 @pytest.mark.parametrize(
@@ -251,8 +240,6 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"dataset": "/nowhere"}, DataError, "no dataset in"),
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
         ({"text": "a", "weights": [0.5, 0.5]}, DataError, "weights"),
-        ({"weights": [1.0, 2.0]}, DataError, "weights"),
-        ({"tokens": ["a", "b"], "weights": [1.0, 0.0]}, DataError, "weights"),
         ({"text": "a", "tokens": "b"}, ConfigError, r"data\.text and data\.tokens"),
         ({"text": "a", "tokens": "b", "dataset": "c"}, ConfigError, r"data\.dataset"),
         ({"tokens": "a", "tokenizer": "b"}, ConfigError, "data.tokens and data.tokenizer conflict"),
@@ -265,9 +252,8 @@ def test_options_that_are_wrong(options, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty.1", "empty.2"):
         Path(name).touch()
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message):
         open_corpus(TextConfig(**options))
-    assert caught.value.expected
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "dataset", "chat"])

@@ -19,7 +19,6 @@ from hvdtrain.task.token_loss import check_separation, next_token_loss, position
 from tests.task.test_architectures import MODELS, SHAPE
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 END = 7
 LENGTHS = (9, 1, 14, 3, 20, 2)

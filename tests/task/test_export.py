@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,17 @@ from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.causal_lm import load_model
 from hvdtrain.task.saved_model import find_model
 from tests.support.checkpoints import save
-from tests.support.gallery import LANGUAGE, Recorded
-from tests.support.thread_job import train_on_threads
+from tests.support.gallery import LANGUAGE, Recorded, record_on_threads
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
-
-
-def _train(folder: Path, *options: str) -> Recorded:
-    train_on_threads(*LANGUAGE, "--train.steps=4", f"--run_dir={folder / 'run'}", *options, size=1)
-    return Recorded(folder, 0, "", "")
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     options = ("--model.lora=rank=4", "--optimizer.lr=0.03") if request.param == "lora" else ("--checkpoint.every=2",)
-    return _train(tmp_path_factory.mktemp(request.param), *options)
+    return record_on_threads(tmp_path_factory.mktemp(request.param), *LANGUAGE, "--train.steps=4", *options)
 
 
 def _logits(model: Any) -> torch.Tensor:
@@ -83,18 +75,10 @@ def test_what_cannot_be_exported_leaves_nothing(job: Recorded, tmp_path: Path, m
         main([str(job.run), str(tmp_path / "there")])
     with pytest.raises(ConfigError, match="not a run or checkpoint"):
         main([str(tmp_path / "there"), str(tmp_path / "out")])
-    shutil.copytree(job.run, tmp_path / "run")
-    file = tmp_path / "run/checkpoints/step-000004/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    for form in ("hf", "safetensors"):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            main([str(tmp_path / "run"), str(tmp_path / "out"), f"--format={form}"])
     monkeypatch.setattr(formats, "model_card", lambda checkpoint: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main([str(job.run), str(tmp_path / "out")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_another_task_has_no_model_of_transformers_but_a_state_dict(tmp_path: Path) -> None:
@@ -102,7 +86,7 @@ def test_another_task_has_no_model_of_transformers_but_a_state_dict(tmp_path: Pa
 
     options = ("--task=tests/support/stack.py:stack", "--train.steps=1", "--train.global_batch=2")
     for name, more in (("a", ()), ("b", ("--remade=true",))):
-        train_on_threads(*options, "--train.micro_batch=1", f"--run_dir={tmp_path / name / 'run'}", *more, size=1)
+        record_on_threads(tmp_path / name, *options, "--train.micro_batch=1", *more)
     with pytest.raises(CheckpointError, match="does not describe its model"):
         main([str(tmp_path / "a/run"), str(tmp_path / "out")])
     main([str(tmp_path / "a/run"), str(tmp_path / "out"), "--format=safetensors"])
@@ -122,18 +106,14 @@ def test_onnx(job: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (found,) = session.run(None, {"input_ids": IDS.numpy()})
     assert torch.allclose(torch.from_numpy(found), _logits(load_model(find_model(str(job.run)))), atol=1e-4)
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == found.shape[-1]
-    real = formats._Logits.forward
-    monkeypatch.setattr(formats, "_check_onnx", lambda model, *rest: _check_another(model, real, *rest))
+    check = formats._check_onnx
+
+    def check_other_weights(model: Any, *rest: Any) -> None:
+        with torch.no_grad():
+            model.model.get_output_embeddings().weight.add_(0.1)
+        check(model, *rest)
+
+    monkeypatch.setattr(formats, "_check_onnx", check_other_weights)
     with pytest.raises(TaskError, match="other logits than torch"):
         main([str(job.run), str(tmp_path / "wrong"), "--format=onnx"])
     assert not (tmp_path / "wrong").exists()
-
-
-_real_check = formats._check_onnx
-
-
-def _check_another(model: Any, real: Any, *rest: Any) -> None:
-    """Compare with a model of other weights."""
-    with torch.no_grad():
-        model.model.get_output_embeddings().weight.add_(0.1)
-    _real_check(model, *rest)

@@ -28,9 +28,6 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def some(count, size=32, channels=1, classes=10):
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(count, channels, size, size, generator=generator)

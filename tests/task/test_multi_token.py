@@ -29,12 +29,10 @@ from hvdtrain.task.token_loss import (
     separate_targets,
     token_loss,
 )
-from tests.support.gallery import Recorded
-from tests.support.thread_job import train_on_threads
+from tests.support.gallery import record_on_threads
 from tests.task.test_sequence import check_parts
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, END, MTP = 12, 1, MtpLoss(2, 0.3)
 ROWS = torch.randint(2, 257, (3, TOKENS + 1), generator=torch.Generator().manual_seed(5))
@@ -148,23 +146,19 @@ def test_a_run_does_not_depend_on_ranks_and_its_checkpoint_has_the_layers(tmp_pa
         torch.manual_seed(0)
         return language_model(ModelConfig("tiny", mtp_layers=2), TextConfig(seq_len=16))
 
-    def train(size: int, name: str) -> list[float]:
-        batch = ("--train.global_batch=6", "--train.micro_batch=1", "--train.eval_samples=4", "--train.steps=3")
-        train_on_threads(*batch, f"--run_dir={tmp_path / name / 'run'}", size=size, build=build)
-        return Recorded(tmp_path / name, 0, "", "").losses()
-
-    assert train(ranks, "a") == pytest.approx(train(2, "b"), rel=1e-6)
-    evaluated = Recorded(tmp_path / "a", 0, "", "").events("evaluation")[-1]
+    batch = ("--train.global_batch=6", "--train.micro_batch=1", "--train.eval_samples=4", "--train.steps=3")
+    job, two = (record_on_threads(tmp_path / str(size), *batch, size=size, build=build) for size in (ranks, 2))
+    assert job.losses() == pytest.approx(two.losses(), rel=1e-6)
+    evaluated = job.events("evaluation")[-1]
     assert evaluated["at_step"] == 3 and evaluated["metrics"]["mtp_loss"] > 5
-    checkpoint = SavedModel(next((tmp_path / "a" / "run" / "checkpoints").glob("step-*")), is_checkpoint=True)
+    checkpoint = SavedModel(next((job.run / "checkpoints").glob("step-*")), is_checkpoint=True)
     plain: Any = load_model(checkpoint)
     assert plain.config.num_mtp_layers == 0 and len(plain.model.layers) == 2
     loaded: Any = load_model(checkpoint, mtp=True)
     assert loaded.config.num_mtp_layers == 2 and len(loaded.model.layers) == 4
     for layers in (0, 1, 2):
-        again: Any = causal_lm(
-            ModelConfig(from_=str(tmp_path / "a" / "run"), mtp_layers=layers), vocabulary=257, seq_len=16
-        )
+        options = ModelConfig(from_=str(job.run), mtp_layers=layers)
+        again: Any = causal_lm(options, vocabulary=257, seq_len=16)
         assert len(again.model.layers) == 2 + layers
         for name, value in again.state_dict().items():
             assert torch.equal(value, loaded.state_dict()[name]), name

@@ -25,19 +25,15 @@ from hvdtrain.task.saved_model import find_model
 from hvdtrain.training.start.make_task import make_task
 from hvdtrain.yaml_file import read_yaml
 from tests.support.checkpoints import save, save_in_parts
-from tests.support.gallery import LANGUAGE, Recorded
-from tests.support.thread_job import train_on_threads
+from tests.support.gallery import LANGUAGE, Recorded, record_on_threads
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 def _train(folder: Path, *options: str, size: int = 1) -> Recorded:
-    folder.mkdir(exist_ok=True)
-    train_on_threads(*LANGUAGE, "--train.steps=4", f"--run_dir={folder / 'run'}", *options, size=size)
-    return Recorded(folder, 0, "", "")
+    return record_on_threads(folder, *LANGUAGE, "--train.steps=4", *options, size=size)
 
 
 @pytest.fixture(scope="module")

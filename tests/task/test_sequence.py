@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.sequence import _exchange, divide_sequences
 from hvdtrain.engine.token_exchange import rows_by_comm
 from hvdtrain.errors import ConfigError, TaskError
@@ -36,7 +35,6 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.task.test_documents import a_model
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = 24
 PART = SequencePart(0, 2, lambda tensor, *_: tensor)
@@ -120,12 +118,6 @@ def test_shares_of_a_dimension_are_exchanged_and_gradients_go_back() -> None:
         assert grad[0, :, 0].tolist() == [1, 1, 2, 2, 3, 3]
 
 
-def _with(folder: Path, name: str, **more: Any) -> Any:
-    config = folder / "config.json"
-    config.write_text(json.dumps({"model_type": name, "vocab_size": 257, **more}))
-    return causal_lm(ModelConfig(config=str(config)), vocabulary=257, seq_len=TOKENS)
-
-
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -144,7 +136,9 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 def test_what_cannot_be_divided_is_refused(
     tmp_path: Path, count: int, name: str, sizes: dict[str, Any], found: str
 ) -> None:
-    model = _with(tmp_path, name, **sizes)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": name, "vocab_size": 257, **sizes}))
+    model = causal_lm(ModelConfig(config=str(config)), vocabulary=257, seq_len=TOKENS)
     with pytest.raises(ConfigError, match=found):
         divide_attention(model, SequencePart(0, count, lambda *_: pytest.fail("refused first")), TOKENS)
 
@@ -197,17 +191,28 @@ def test_a_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert next_token_loss(model, ROWS)[0] == next_token_loss(whole, ROWS)[0]
 
 
-def _task(model: nn.Module, **more: Any) -> Task:
-    return Task(model, next_token_loss, [1], **more)
+def _drops_by_config() -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.config = PretrainedConfig(attention_dropout=0.25)
+    return model
+
+
+BY_PART: dict[str, Any] = {"by_part": lambda part: None}
 
 
 @pytest.mark.parametrize(
-    ("more", "found"),
-    [({}, "cannot divide sequences"), ({"by_part": lambda part: 0, "metrics": lambda m, b: {}}, "has metrics")],
+    ("model", "more", "found"),
+    [
+        (nn.Linear(1, 1), {}, "cannot divide sequences"),
+        (nn.Linear(1, 1), {**BY_PART, "metrics": lambda m, b: {}}, "has metrics"),
+        (nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25)), BY_PART, "dropout, which 1 sets"),
+        (_drops_by_config(), BY_PART, r"dropout, which config\.attention_dropout sets"),
+    ],
 )
-def test_a_task_that_cannot_divide_sequences_is_refused(more: dict[str, Any], found: str) -> None:
+def test_a_task_that_cannot_divide_sequences_is_refused(model: nn.Module, more: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found), imagined_ranks(2):
-        divide_sequences(_task(nn.Linear(1, 1), **more), ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
+        task = Task(model, next_token_loss, [1], **more)
+        divide_sequences(task, ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
 
 
 def test_metrics_are_those_of_the_parts() -> None:
@@ -217,19 +222,11 @@ def test_metrics_are_those_of_the_parts() -> None:
     def metrics(model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
         return {}
 
-    task = _task(nn.Linear(1, 1), by_part=lambda part: (loss, metrics), metrics=lambda model, batch: {})
+    more: dict[str, Any] = {"by_part": lambda part: (loss, metrics), "metrics": lambda model, batch: {}}
+    task = Task(nn.Linear(1, 1), next_token_loss, [1], **more)
     with imagined_ranks(2):
         found = divide_sequences(task, ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
     assert (found.loss, found.metrics) == (loss, metrics)
-
-
-def test_dropout_is_refused() -> None:
-    drops, configured = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25)), nn.Linear(1, 1)
-    configured.config = PretrainedConfig(attention_dropout=0.25)
-    for model, where in ((drops, "1"), (configured, "config.attention_dropout")):
-        with pytest.raises(ConfigError, match=f"dropout, which {where} sets") as caught:
-            divide_sequences(_task(model, by_part=lambda part: None), SoloComm(), Dimensions(cp=2), torch.device("cpu"))
-        assert "a config of the model without it" in str(caught.value.next_step)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama", "gpt2"])

@@ -48,11 +48,6 @@ def _to_read(folder: Path) -> Any:
     return model_to_read(transformers.AutoModelForCausalLM, folder, config, {})
 
 
-def _whole(folder: Path) -> nn.Module:
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model
-
-
 def _edit(folder: Path, name: str, change: Any) -> None:
     """Replace a tensor of the folder by what `change` returns for it; None to remove it."""
     index = folder / "model.safetensors.index.json"
@@ -72,7 +67,7 @@ def test_each_parameter_is_that_of_the_whole_model(folder: Path) -> None:
     assert all(isinstance(parameter, Placeholder) for parameter in found.values())
     values = {name: parameter.read() for name, parameter in found.items()}
     assert str(folder) not in Path("/proc/self/maps").read_text(), "no value is in a mapped file"
-    expected = _whole(folder)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert values.keys() == dict(expected.named_parameters()).keys()
     for name, parameter in expected.named_parameters():
         assert torch.equal(values[name], parameter) and values[name].dtype == torch.float32, name
