@@ -17,6 +17,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state import background_writer, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.folders import is_folder_shared
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import ShardedWrite, request_shards
 from tests.support.checkpoints import same_state
@@ -24,13 +25,16 @@ from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
-class Told:
-    """What a writer has told, and a clock that stands still."""
+class Writer(CheckpointWriter):
+    """One that keeps what it reports, with a clock that stands still."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Any, folder: Path) -> None:
         self.events: list[dict[str, Any]] = []
         self.warnings: list[str] = []
         self.now_s = 0.0
+        store = CheckpointStore(folder / "checkpoints", self.warnings.append) if comm.rank == 0 else None
+        report, clock = (self.events.append, self.warnings.append), lambda: self.now_s
+        super().__init__(comm, store, 3, *report, min_bytes=1000, clock=clock)
 
     def names(self) -> list[str]:
         return [event["event"] for event in self.events]
@@ -39,13 +43,6 @@ class Told:
 def _state(step: int, width: int = 1000) -> StateDict:
     model = {f"w{n}": torch.full((width + n,), float(step)) for n in range(5)} | {"alone": torch.tensor(step)}
     return StateDict({"model": model, "optimizer": {}}, {"step": step})
-
-
-def _writer(comm: Any, folder: Path, told: Told, min_bytes: int = 1000) -> CheckpointWriter:
-    store = CheckpointStore(folder / "checkpoints", told.warnings.append) if comm.rank == 0 else None
-    return CheckpointWriter(
-        comm, store, 3, told.events.append, told.warnings.append, min_bytes=min_bytes, clock=lambda: told.now_s
-    )
 
 
 @pytest.fixture
@@ -66,21 +63,19 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
     size: int, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
-    def body(comm: ThreadComm) -> Told:
-        told, state = Told(), _state(1)
-        writer = _writer(comm, tmp_path, told)
+    def body(comm: ThreadComm) -> Writer:
+        writer, state = Writer(comm, tmp_path), _state(1)
         with writer.opened():
             writer.save(1, state, {"heldout_loss": 1.0}, wait=False)
             for tensor in state.tensors["model"].values():
                 tensor.fill_(-1)
             assert writer.poll() == 0
-            assert told.events == [], "nothing is told before it is on the disk"
+            assert writer.events == [], "nothing is told before it is on the disk"
             comm.barrier()
             slow_disk.set()
-        return told
+        return writer
 
-    told = on_ranks(size, body, at_once=True)
-    (event,) = told[0].events
+    (event,) = on_ranks(size, body, at_once=True)[0].events
     assert event == {"event": "checkpoint", "at_step": 1, "path": "step-000001"}
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
@@ -91,8 +86,7 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Event) -> None:
     """The copy that is being written is not written over."""
-    told = Told()
-    writer = _writer(SoloComm(), tmp_path, told)
+    writer = Writer(SoloComm(), tmp_path)
     with writer.opened():
         writer.save(1, _state(1), {}, wait=False)
         second = threading.Thread(target=lambda: writer.save(2, _state(2), {}, wait=False))
@@ -101,20 +95,19 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Ev
         assert second.is_alive()
         slow_disk.set()
         second.join()
-    assert [event["at_step"] for event in told.events] == [1, 2]
+    assert [event["at_step"] for event in writer.events] == [1, 2]
     for step in (1, 2):
         assert same_state(load(tmp_path / f"checkpoints/step-{step:06d}"), _state(step))
 
 
 def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
     def body(comm: ThreadComm) -> list[str]:
-        told = Told()
-        writer = _writer(comm, tmp_path, told)
+        writer = Writer(comm, tmp_path)
         with writer.opened():
             writer.save(1, _state(1), {}, wait=True)
             assert (tmp_path / "checkpoints/step-000001").is_dir(), "on every rank"
             writer.save(2, _state(2), {}, wait=True, urgent=True)
-        return told.names()
+        return writer.names()
 
     assert on_ranks(2, body, at_once=True)[0] == ["checkpoint", "checkpoint"]
 
@@ -135,47 +128,39 @@ def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[
 
 
 @pytest.mark.parametrize(("number", "rank"), [(errno.ENOSPC, 0), (errno.EDQUOT, 1), (errno.EROFS, 0), (errno.EIO, 1)])
-def test_a_failed_save_is_reported_and_tried_again_at_growing_intervals(
+def test_a_failed_save_of_any_rank_is_reported_and_tried_again(
     number: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mend = _full(monkeypatch, number, rank)
 
-    def body(comm: ThreadComm) -> Told:
-        told = Told()
-        writer = _writer(comm, tmp_path, told)
+    def body(comm: ThreadComm) -> Writer:
+        writer = Writer(comm, tmp_path)
         with writer.opened():
-            waits = []
-            for step in range(1, 4):
-                writer.save(step, _state(step), {}, wait=False)
-                writer._join()
-                before_s = told.now_s
-                assert writer.poll() == 0, "not at once"
-                while comm.rank == 0 and not writer.poll():
-                    told.now_s += 1
-                    assert told.now_s - before_s < 100
-                waits.append(told.now_s - before_s)
-            assert comm.rank != 0 or waits == [10, 20, 40]
+            writer.save(1, _state(1), {}, wait=False)
+            writer._join()
+            assert writer.poll() == 0, "not at once"
+            writer.now_s += 10
+            assert writer.poll() == (comm.rank == 0)
             comm.barrier()
             mend()
-            writer.save(4, _state(4), {}, wait=False)
+            writer.save(2, _state(2), {}, wait=False)
             writer._join()
             assert writer.poll() == 0
-        return told
+        return writer
 
-    told = on_ranks(2, body, at_once=True)[0]
-    assert told.names() == ["checkpoint_failed"] * 3 + ["checkpoint"]
-    assert all(os.strerror(number) in event["error"] for event in told.events[:3])
-    assert len(told.warnings) == 3
-    assert all("no checkpoint yet" in text for text in told.warnings)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    writer = on_ranks(2, body, at_once=True)[0]
+    assert writer.names() == ["checkpoint_failed", "checkpoint"]
+    assert os.strerror(number) in writer.events[0]["error"]
+    (warning,) = writer.warnings
+    assert "no checkpoint yet" in warning
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_due_saves_are_tried_and_reported_only_for_a_new_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mend = _full(monkeypatch, errno.ENOSPC, 0)
-    told = Told()
-    writer = _writer(SoloComm(), tmp_path, told)
+    writer = Writer(SoloComm(), tmp_path)
     asked_at: list[float] = []
 
     def save(step: int) -> None:
@@ -185,24 +170,24 @@ def test_due_saves_are_tried_and_reported_only_for_a_new_reason(
     with writer.opened():
         for step in range(1, 60):  # one every 2 s
             save(step)
-            told.now_s += 2
+            writer.now_s += 2
             if writer.poll():
-                asked_at.append(told.now_s)
+                asked_at.append(writer.now_s)
         assert asked_at == [10, 30, 70]
-        failed = [event for event in told.events if event["event"] == "checkpoint_failed"]
+        failed = [event for event in writer.events if event["event"] == "checkpoint_failed"]
         assert len(failed) == 59, "each was tried"
-        assert [float(text.partition("in at most ")[2].split()[0]) for text in told.warnings] == [10, 20, 40, 80]
+        assert [float(text.partition("in at most ")[2].split()[0]) for text in writer.warnings] == [10, 20, 40, 80]
         assert [event["retry_s"] for event in failed[:7]] == [10, 8, 6, 4, 2, 20, 18]
         mend()
         mend_again = _full(monkeypatch, errno.EROFS, 0)
         save(60)
-        assert os.strerror(errno.EROFS) in told.warnings[-1] and len(told.warnings) == 5
+        assert os.strerror(errno.EROFS) in writer.warnings[-1] and len(writer.warnings) == 5
         mend_again()
         save(61)
-        told.now_s += 1e6
+        writer.now_s += 1e6
         assert not writer.poll(), "a later save was the retry"
         save(62)
-    assert [event.get("why") for event in told.events[-2:]] == ["after saves that failed", None]
+    assert [event.get("why") for event in writer.events[-2:]] == ["after saves that failed", None]
 
 
 @pytest.mark.parametrize("fault", ["folder", "rank 0", "rank 1"])
@@ -214,20 +199,18 @@ def test_a_last_save_that_fails_is_an_error_on_every_rank(
     else:
         _full(monkeypatch, errno.ENOSPC, int(fault[-1]))
 
-    def body(comm: ThreadComm) -> Told:
-        told = Told()
-        writer = _writer(comm, tmp_path, told)
+    def body(comm: ThreadComm) -> Writer:
+        writer = Writer(comm, tmp_path)
         with writer.opened():
             writer.save(1, _state(1), {}, wait=False)
             with pytest.raises(CheckpointError, match="step 2 could not be written"):
                 writer.save(2, _state(2), {}, wait=True)
-        return told
+        return writer
 
     assert on_ranks(2, body, at_once=True)[0].names() == ["checkpoint_failed"], "what training survives is an event"
 
 
-@pytest.fixture
-def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 2 rank 1 writes its files and is gone before it has said so; patience is short."""
     write_on_other_rank, gather = ShardedWrite.write_on_other_rank, ShardedWrite.gather
 
@@ -237,28 +220,26 @@ def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             shard_files.write_shard(self.folder, number, self.count, self.own_state(), progress)
 
+    def gather_soon(self: ShardedWrite, *what: Any) -> Any:
+        return gather(self, *what, timeout_s=TIMEOUT_S if self.step == 1 else 0.0)
+
     monkeypatch.setattr(ShardedWrite, "write_on_other_rank", write_and_go)
-    monkeypatch.setattr(
-        ShardedWrite,
-        "gather",
-        lambda self, *what: gather(self, *what, timeout_s=TIMEOUT_S if self.step == 1 else 0.0),
-    )
-
-
-@pytest.mark.usefixtures("silent_rank_1")
-def test_a_silent_rank_is_not_waited_for_forever(tmp_path: Path) -> None:
-    def body(comm: ThreadComm) -> Told:
-        told = Told()
-        writer = _writer(comm, tmp_path, told)
-        with writer.opened():
-            for step in (1, 2):
-                writer.save(step, _state(step), {}, wait=False)
-        return told
-
-    told = on_ranks(2, body, at_once=True)[0]
-    assert told.names() == ["checkpoint", "checkpoint_failed"]
-    assert "rank 1 has not written its part" in told.events[1]["error"]
+    monkeypatch.setattr(ShardedWrite, "gather", gather_soon)
+    writer = _save_on_two_ranks(tmp_path, 1, 2)
+    assert writer.names() == ["checkpoint", "checkpoint_failed"]
+    assert "rank 1 has not written its part" in writer.events[1]["error"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def _save_on_two_ranks(folder: Path, *steps: int) -> Writer:
+    def body(comm: ThreadComm) -> Writer:
+        writer = Writer(comm, folder)
+        with writer.opened():
+            for step in steps:
+                writer.save(step, _state(step), {}, wait=False)
+        return writer
+
+    return on_ranks(2, body, at_once=True)[0]
 
 
 def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +247,7 @@ def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch
     monkeypatch.setattr(ShardedWrite, "write_on_other_rank", lambda *arguments: None)
 
     def body(comm: ThreadComm) -> None:
-        writer = _writer(comm, tmp_path, Told())
+        writer = Writer(comm, tmp_path)
         with pytest.raises(RuntimeError, match="the other is gone"), writer.opened():
             writer.save(1, _state(1), {}, wait=False)
             raise RuntimeError("the other is gone")
@@ -279,13 +260,12 @@ def test_an_error_of_the_run_leaves_time_for_the_write_of_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_writer, "_PATIENCE_S", TIMEOUT_S)
-    told = Told()
-    writer = _writer(SoloComm(), tmp_path, told)
+    writer = Writer(SoloComm(), tmp_path)
     with pytest.raises(RuntimeError), writer.opened():
         writer.save(1, _state(1), {}, wait=False)
         raise RuntimeError
     assert same_state(load(tmp_path / "checkpoints/step-000001"), _state(1))
-    assert told.names() == ["checkpoint"]
+    assert writer.names() == ["checkpoint"]
 
 
 def test_orphans_are_removed_at_the_start_but_not_files_being_written(tmp_path: Path) -> None:
@@ -297,7 +277,7 @@ def test_orphans_are_removed_at_the_start_but_not_files_being_written(tmp_path: 
     (dead / "model.safetensors").write_bytes(b"half")
     far = folder / ".writing-step-000007-0123abcd-1-another-host"
     far.mkdir()
-    writer = _writer(SoloComm(), tmp_path, Told())
+    writer = Writer(SoloComm(), tmp_path)
     with writer.opened():
         assert {path.name for path in folder.iterdir()} == {living.name, far.name}
     (far / "model.safetensors").touch()
@@ -313,21 +293,15 @@ def test_a_state_that_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -
     def body(comm: ThreadComm) -> None:
         state = StateDict({"model": {"odd": torch.zeros(1, dtype=torch.complex128)}, "optimizer": {}}, {})
         with pytest.raises(CheckpointError, match="odd cannot be saved"):
-            _writer(comm, tmp_path, Told()).save(1, state, {}, wait=False)
+            Writer(comm, tmp_path).save(1, state, {}, wait=False)
 
     on_ranks(2, body, at_once=True)
 
 
 def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.exists
-
-    def body(comm: ThreadComm) -> None:
-        writer = _writer(comm, tmp_path, Told())
-        with writer.opened():
-            writer.save(1, _state(1), {}, wait=False)
-
     monkeypatch.setattr(Path, "exists", lambda path: real(path) and not path.name.startswith(".shared-"))
-    on_ranks(2, body, at_once=True)
+    _save_on_two_ranks(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*s")] == ["model.safetensors"]
 
 
@@ -338,3 +312,15 @@ def test_a_part_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     write.write_on_other_rank(1, lambda: None)
     with pytest.raises(OSError, match="written 1 tensors instead of 2"):
         write.gather(lambda: None, threading.Event())
+
+
+def test_nothing_is_left_where_a_rank_is_lost_in_the_search_for_a_shared_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(comm: ThreadComm, tensor: object, *, name: str) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(ThreadComm, "allgather", lost)
+    with pytest.raises(ConnectionError):
+        on_ranks(2, lambda comm: is_folder_shared(comm, tmp_path if comm.rank == 0 else None))
+    assert list(tmp_path.iterdir()) == []

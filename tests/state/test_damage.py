@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections import Counter
@@ -13,7 +12,6 @@ import torch
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.manifest import MANIFEST
 from hvdtrain.state.pieces import StateDict
 from tests.support.checkpoints import same_state, save_in_parts
 from tests.support.damage import DAMAGES
@@ -49,7 +47,11 @@ def _outcome(folder: Path, saved: StateDict) -> str:
     return "the same" if same_state(found, saved) else "something else"
 
 
-def _damage(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: int) -> None:
+MANY = [pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(1, 6)]
+
+
+@pytest.mark.parametrize(("count", "seed"), [(150, 0), *MANY])
+def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: int) -> None:
     chance = random.Random(seed)
     whole, other = checkpoints
     saved = load(whole)
@@ -67,23 +69,6 @@ def _damage(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: in
     harmless = {name for name, outcome in outcomes if outcome == "the same"}
     assert harmless <= {"add", "lengthen", "edit_json", "change_bytes", "edit_header"}, harmless
     assert {name for name, outcome in outcomes if outcome == "named"} >= {"flip_a_bit", "cut", "swap", "edit_json"}
-
-
-def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    _damage(checkpoints, tmp_path, 150, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_nor_is_any_of_ten_thousand(checkpoints: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
-    _damage(checkpoints, tmp_path, 1000, seed=seed + 1)
-
-
-def test_a_blank_more_in_the_manifest_is_no_damage(tmp_path: Path) -> None:
-    whole = _save(tmp_path, 1, 1)
-    file = whole / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
-    assert _outcome(whole, _state(1)) == "the same"
 
 
 def test_another_step_under_the_name_is_passed_over(tmp_path: Path) -> None:

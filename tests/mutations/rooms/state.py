@@ -151,7 +151,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if pieces:\n",
         "        if not entries:\n",
         "transformers takes some rows of a tensor for the whole",
-        "tests/state/test_shard_index.py",
+        "tests/state/test_shard_files.py",
     ),
     mutation(
         "state/sync.py",
