@@ -22,6 +22,7 @@ from hvdtrain.errors import ConfigError, DataError, LaunchError
 from hvdtrain.task.base import Task
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.data_text import to_text
+from tests.support.gallery import record_on_threads
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import Noisy, toy
 
@@ -253,29 +254,20 @@ def _build(rank: int) -> Task:
     return replace(toy(), train_data=Rows())
 
 
-def _losses(folder: Path, run: str) -> list[float]:
-    lines = map(orjson.loads, (folder / run / "journal.jsonl").read_bytes().splitlines())
-    return [line["loss"] for line in lines if "loss" in line and "event" not in line]
-
-
 def test_laws_1_and_2(tmp_path: Path) -> None:
     """The losses are equal on 1, 2 and 3 ranks, and after a resume on another number of ranks."""
     options = ["--train.steps=12", "--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=5"]
-    for size in (1, 2, 3):
-        train_on_threads(*options, f"--run_dir={tmp_path}/{size}", size=size, build=_build)
+    one, *others = (record_on_threads(tmp_path / str(n), *options, size=n, build=_build) for n in (1, 2, 3))
     for size, stop in ((2, 7), (3, 12)):
-        resumed = [*options, f"--train.stop_at={stop}", f"--run_dir={tmp_path}/resumed"]
-        train_on_threads(*resumed, size=size, build=_build)
-    one = _losses(tmp_path, "1")
-    assert len(one) == 12
-    for run in ("2", "3", "resumed"):
-        assert _losses(tmp_path, run) == pytest.approx(one, rel=1e-5)
-    saved = tmp_path / "resumed" / "checkpoints" / "step-000010"
-    progress = orjson.loads((saved / "state.json").read_bytes())["progress"]
+        resumed = record_on_threads(tmp_path, *options, f"--train.stop_at={stop}", size=size, build=_build)
+    assert len(one.losses()) == 12
+    for job in (*others, resumed):
+        assert job.losses() == pytest.approx(one.losses(), rel=1e-5)
+    progress = orjson.loads((resumed.run / "checkpoints/step-000010/state.json").read_bytes())["progress"]
     assert (progress["position"], progress["data_state"]) == (80, {"epoch": 6, "begin": 66, "position": 68})
-    report = verify_data(tmp_path / "resumed")
+    report = verify_data(resumed.run)
     assert not report.wrong and report.epochs.iterable == 96
-    assert "96 samples of an iterable data set, each position once" in to_text(report, tmp_path / "resumed")
+    assert "96 samples of an iterable data set, each position once" in to_text(report, resumed.run)
 
 
 def test_what_an_iterable_data_set_cannot_do(tmp_path: Path) -> None:

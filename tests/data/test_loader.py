@@ -72,12 +72,7 @@ def test_law_4_every_sample_once_an_epoch() -> None:
     st.integers(1, 3),
 )
 def test_skipped_positions_are_skipped_at_any_world_size(
-    dataset: Any,
-    position: int,
-    holes: list[tuple[int, int]],
-    global_batch: int,
-    micro_batch: int,
-    size: int,
+    dataset: Any, position: int, holes: list[tuple[int, int]], global_batch: int, micro_batch: int, size: int
 ) -> None:
     left_out: list[list[int]] = []
     for begin, length in sorted(holes):
@@ -90,17 +85,11 @@ def test_skipped_positions_are_skipped_at_any_world_size(
         wanted = list(itertools.islice(free, global_batch))
         batches = [batch for stream in ranks for batch in stream.step(position)]
         assert [p for batch in batches for p in range(batch.start, batch.stop)] == wanted
-        drawn = [
-            i for key, stream in zip(keys, ranks, strict=True) for _ in stream.step(position) for i in next(key)[1:]
-        ]
+        pairs = zip(keys, ranks, strict=True)
+        drawn = [i for key, stream in pairs for _ in stream.step(position) for i in next(key)[1:]]
         assert drawn == sample_order(dataset, 23, 3).indices(np.array(wanted)).tolist()
         position = ranks[0].position_after(position)
         assert position == wanted[-1] + 1
-
-
-def test_more_ranks_than_micro_batches_leaves_some_without() -> None:
-    streams = [Stream(Numbers(5), 0, 4, 2, rank, 5) for rank in range(5)]
-    assert sorted(len(stream.step(0)) for stream in streams) == [0, 0, 0, 1, 1]
 
 
 def test_forward_seed_depends_on_seed_and_position() -> None:

@@ -1,14 +1,16 @@
-"""Two runs are equal only where everything is; the first thing that differs is named."""
+"""What `verify resume` compares: runs are equal only where everything is; the first thing that differs is named."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.verify.equality import Outcome, compare
+from hvdtrain.verify import resume
+from hvdtrain.verify.equality import Comparison, Outcome, compare
 
 
 def _outcome(**changes: Any) -> Outcome:
@@ -56,16 +58,44 @@ def test_the_first_bit_that_differs_is_named(changes: dict[str, Any], words: str
     assert words in found.first
 
 
-@pytest.mark.parametrize(("off", "holds"), [(1e-6, True), (1e-3, False)])
-def test_across_sizes_a_loss_may_differ_a_little(off: float, holds: bool) -> None:
-    found = compare("", _outcome(losses=[3.0, 2.0 * (1 + off), None]), _outcome(), exact=False)
-    assert (found.first is None) == holds
-    assert found.loss == pytest.approx(off, rel=1e-2)
-
-
-@pytest.mark.parametrize(("off", "holds"), [(1e-5, True), (0.1, False)])
-def test_across_sizes_a_tensor_may_differ_a_little(off: float, holds: bool) -> None:
+@pytest.mark.parametrize(
+    ("what", "off", "holds"),
+    [("loss", 1e-6, True), ("loss", 1e-3, False), ("tensor", 1e-5, True), ("tensor", 0.1, False)],
+)
+def test_across_sizes_a_loss_or_tensor_may_differ_a_little(what: str, off: float, holds: bool) -> None:
     tensors = _with("model", "b", torch.ones(2) * (1 + off))
-    found = compare("", _outcome(tensors=tensors), _outcome(), exact=False)
+    changed = _outcome(losses=[3.0, 2.0 * (1 + off), None]) if what == "loss" else _outcome(tensors=tensors)
+    found = compare("", changed, _outcome(), exact=False)
     assert (found.first is None) == holds
-    assert found.tensor == pytest.approx(off, rel=1e-2)
+    assert getattr(found, what) == pytest.approx(off, rel=1e-2)
+
+
+@pytest.mark.parametrize(("precision", "across"), [("fp32", ()), ("bf16", ("--precision", "fp32"))])
+def test_across_numbers_of_ranks_all_is_trained_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, across: tuple[str, ...]
+) -> None:
+    trained: list[tuple[str, tuple[str, ...]]] = []
+    compared: list[tuple[Any, Any, bool]] = []
+
+    def run(runner: Any, name: str, size: int, what: str, *options: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        trained.append((name, tuple(runner.options)))
+
+    def compare(name: str, found: Any, wanted: Any, *, exact: bool) -> Comparison:
+        compared.append((found, wanted, exact))
+        return Comparison(name, exact, 0, 0, 0.0, 0.0, None)
+
+    monkeypatch.setattr(resume._Runner, "_run", run)
+    monkeypatch.setattr(resume._Runner, "_outcome", lambda runner, name: name)
+    monkeypatch.setattr(resume, "compare", compare)
+    said: list[str] = []
+    list(resume.verify_resume({"precision": precision}, tmp_path, 4, [1, 2], said.append))
+    of = "-fp32" if across else ""
+    assert compared == [
+        ("resumed-1", "whole-1", True),
+        ("resumed-2", "whole-2", True),
+        ("resized-1-2", f"whole-1{of}", False),
+        ("resized-2-1", f"whole-2{of}", False),
+    ]
+    assert {options for name, options in trained if name.startswith("resized")} == {across}
+    assert any("trained in fp32" in text for text in said) == bool(across)
