@@ -4,6 +4,7 @@ Importing torch and what it needs takes 2 to 8 s of a core, which is most of wha
 used in place of `sys.executable`: it starts a small client, which has the server make a fork with the client's
 arguments, environment, folder, cores and streams. The client passes on signals and ends as the fork does; where the
 client is killed, the server kills the fork. A fork imports hvdtrain itself. Forks share the seed of Python's hashes.
+Forks that wait in MPI sleep.
 
 Children of the fork server of `multiprocessing` end without the interpreter's exit handlers.
 """
@@ -18,6 +19,7 @@ import multiprocessing.process
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 _CLIENT = Path(__file__).with_name("warm_client.py")
+_YIELD = Path(__file__).with_name("sleeping_yield.c")
 _MOST_STREAMS, _HIGH = 64, 500
 _AT_START = ("AUDIT_", "GLIBC_", "HF_", "LD_", "MALLOC_", "OMP_", "TRANSFORMERS_")
 _OF_PYTHON = {"PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED"}
@@ -71,7 +74,21 @@ def warm_python() -> list[str]:
 
 def server_command(address: str) -> list[str]:
     """Return what starts a server: it says "ready", and ends with its input."""
-    return [sys.executable, "-m", "tests.support.warm", address]
+    return ["env", f"LD_PRELOAD={_sleeping_yield()}", sys.executable, "-m", "tests.support.warm", address]
+
+
+@cache
+def _sleeping_yield() -> str:
+    """Compile what `_YIELD` says, if no process has; return where it is, or nothing without a compiler."""
+    if (compiler := shutil.which("cc")) is None:
+        return ""
+    library = _YIELD.parents[2] / f"build/sleeping_yield-{_YIELD.stat().st_mtime_ns}.so"
+    if not library.exists():
+        library.parent.mkdir(exist_ok=True)
+        own = library.with_suffix(f".{os.getpid()}")
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", own, _YIELD], check=True)
+        own.replace(library)
+    return str(library)
 
 
 def client_command(address: str) -> list[str]:
