@@ -6,8 +6,11 @@ from itertools import product
 
 import pytest
 
+from hvdtrain.comm import mesh
 from hvdtrain.comm.dimensions import ONE, Dimensions
-from hvdtrain.errors import ConfigError
+from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
+from hvdtrain.errors import ConfigError, LaunchError
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 FITTING = [
     (size * pp, Dimensions(tp, ep, cp, pp))
@@ -108,12 +111,7 @@ def test_the_nearest_dimensions_that_fit_are_named(size: int, dimensions: Dimens
     ("size", "dimensions", "expected"),
     [
         (8, Dimensions(2, 4), ["4 groups", "0-1, 2-3, 4-5, 6-7; 4 x", "0-3, 4-7; 2 x"]),
-        (
-            8,
-            Dimensions(2, 1, 2),
-            ["2 groups", "0-1, 2-3, 4-5, 6-7; 4 x", "0+2, 1+3, 4+6, 5+7", "0-1, 2-3, 4-5, 6-7; 4 x"],
-        ),
-        (6, Dimensions(pp=2), ["3 groups", "0-2, 3-5"]),
+        (4, Dimensions(2, 1, 2), ["all ranks have the same", "0-1, 2-3; 2 x", "0+2, 1+3", "0-1, 2-3; 2 x"]),
         (2, Dimensions(pp=2, virtual_stages=3), ["all ranks have the same", "0, 1; 3 groups of layers each"]),
         (8, Dimensions(tp=2, pp=2), ["2 groups", "0-3, 4-7", "0-1, 2-3, 4-5, 6-7; 2 x", "0-1, 2-3, 4-5, 6-7; 2 x"]),
         (12, Dimensions(1, 2), ["each rank has its own", "0-1, 2-3, 4-5, 6-7, ...; 6 x"]),
@@ -155,3 +153,50 @@ def test_what_does_not_fit_is_refused(size: int, dimensions: Dimensions, words: 
 def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:
     assert [Dimensions(2, 1).experts, Dimensions(2, 4).experts, Dimensions(1, 4).experts] == [2, 4, 4]
     assert not ONE and ONE.groups(8) == [] and ONE.samples(3, 8) == (3, 8, True), "data parallel"
+
+
+@pytest.mark.parametrize(("size", "dp_shard"), [(4, 2), (6, 2), (6, 3), (64, 8)])
+def test_two_ranks_share_at_most_one_group(size: int, dp_shard: int) -> None:
+    groups = mesh_groups(size, dp_shard)
+    for rank in range(size):
+        shard, replicas = [set(group) for group in groups if rank in group]
+        assert (len(shard), len(replicas)) == (dp_shard, size // dp_shard)
+        assert shard & replicas == {rank} and max(shard) - min(shard) == dp_shard - 1
+
+
+@pytest.mark.parametrize(("size", "dp_shard"), [(4, None), (4, 4), (1, 8)])
+def test_one_group_needs_no_other_communicators(size: int, dp_shard: int | None) -> None:
+    assert mesh_groups(size, dp_shard) == []
+
+    def body(comm: ThreadComm) -> None:
+        assert make_mesh(comm, dp_shard) == Mesh(comm, comm, list(range(size)))
+
+    on_ranks(size, body)
+
+
+@pytest.mark.parametrize(("size", "dp_shard"), [(4, 3), (4, 8), (7, 2)])
+def test_groups_of_unequal_size_are_refused(size: int, dp_shard: int) -> None:
+    with pytest.raises(ConfigError, match=f"{size} ranks cannot form groups") as caught:
+        mesh_groups(size, dp_shard)
+    assert str(caught.value.expected).endswith("2, 4" if size == 4 else "7")
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_group_that_fits_on_a_host_is_on_one(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: ThreadComm) -> Mesh:
+        comm.local_size = 2
+        host = comm.rank % 2 if in_turn else comm.rank // 2
+        monkeypatch.setattr(mesh.socket, "gethostname", lambda: f"node{host}")
+        return make_mesh(comm, 2)
+
+    if in_turn:
+        with pytest.raises(LaunchError, match="ranks 0 to 1 share a model across hosts") as caught:
+            on_ranks(4, body)
+        assert caught.value.found == "node0, node1" and caught.value.everywhere
+        return
+    for number, found in enumerate(on_ranks(4, body)):
+        assert found.replicas is not None
+        place = (found.shard.rank, found.shard.size, found.shard.local_rank, found.shard.local_size)
+        assert place == (number % 2, 2, number % 2, 2) and found.shard_ranks == [number // 2 * 2, number // 2 * 2 + 1]
+        place = (found.replicas.rank, found.replicas.size, found.replicas.local_rank, found.replicas.local_size)
+        assert place == (number // 2, 2, 0, 1)

@@ -1,8 +1,9 @@
-"""Which ranks are measured together, and what is found, by ranks that are threads."""
+"""Which ranks are measured together, for how long, and what is found, by ranks that are threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.comm import host_probe
-from tests.support.thread_comm import on_ranks
+from hvdtrain.comm import link_probe as link
+from hvdtrain.comm.solo import SoloComm
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -47,14 +50,21 @@ def test_all_ranks_find_the_same_speeds(hosts: str, monkeypatch: pytest.MonkeyPa
     assert (found[0].everyone is None) == (len(hosts) == 1)
 
 
-@pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefg"])
-def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(
-        comm: object, device: object, groups: list[list[int]], budget_s: float
-    ) -> list[tuple[list[int], float]]:
-        return [(group, 1.0 if 1 in group else 9.0) for group in groups]
+def _measures(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[list[list[int]]]:
+    """Groups with rank `slow` are found slow; return the groups that are measured together."""
+    measured: list[list[list[int]]] = []
+
+    def measure(comm: object, device: object, groups: list[list[int]], budget_s: float) -> list[Any]:
+        measured.append(groups)
+        return [(group, 1.0 if slow in group else 9.0) for group in groups]
 
     monkeypatch.setattr(host_probe, "_measure", measure)
+    return measured
+
+
+@pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefg"])
+def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _measures(monkeypatch, slow=1)
     (found,) = on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
     assert found.between == {host: 1.0 if host == "b" else 9.0 for host in hosts}
 
@@ -69,14 +79,27 @@ def test_all_ranks_pair_the_same_hosts_whatever_their_hashes(
         def __hash__(self) -> int:
             return hash_of(str(self))
 
-    groups_measured = []
-
-    def measure(
-        comm: object, device: object, groups: list[list[int]], budget_s: float
-    ) -> list[tuple[list[int], float]]:
-        groups_measured.append(groups)
-        return [(group, 1.0 if 2 in group else 9.0) for group in groups]
-
-    monkeypatch.setattr(host_probe, "_measure", measure)
+    groups_measured = _measures(monkeypatch, slow=2)
     on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, [Name(host) for host in "abc"], 1.0, 0.5))
     assert groups_measured[-2] == [[0, 2]]
+
+
+def test_every_size_where_there_is_time() -> None:
+    sizes = (1 << 10, 1 << 14, 1 << 18)
+    for mine in on_ranks(2, lambda comm: link.probe_link(comm, CPU, 1e9, sizes=sizes)):
+        assert [size for size, _ in mine] == list(sizes) and all(seconds > 0 for _, seconds in mine)
+
+
+def test_all_ranks_end_where_rank_0_does() -> None:
+    def body(comm: ThreadComm) -> list[int]:
+        return [size for size, _ in link.probe_link(comm, CPU, 0.0 if comm.rank == 0 else 1e9)]
+
+    assert on_ranks(3, body) == [list(link.SIZES[:2])] * 3
+
+
+def test_of_large_sizes_the_mean_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that passes something at once is fast at first."""
+    for size, expected in ((1 << 10, 1.0), (1 << 22, 2.0)):
+        times = iter([0.0, 9.0, 10.0, 11.0, 20.0, 23.0])
+        monkeypatch.setattr(link, "clock_s", lambda device, times=times: next(times))
+        assert link._allreduce_s(SoloComm(), SoloComm(), CPU, size) == expected

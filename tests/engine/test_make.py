@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.sizes import Bucket
-from hvdtrain.compression.table import TABLE, parse
+from hvdtrain.compression.table import parse
+from hvdtrain.config.sync import OuterPlan
 from hvdtrain.engine import make
+from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
-from hvdtrain.engine.table import check_compression
-from hvdtrain.errors import ConfigError
+from hvdtrain.engine.periodic import make_periodic
 from tests.support.thread_comm import Hub, ThreadComm
 
 MIB = 1 << 20
@@ -41,14 +48,6 @@ def test_buckets_and_priority(
     assert asked == ["7", "7"] * gives_way, "whatever their size"
 
 
-def test_an_unknown_compression_lists_all_names() -> None:
-    check_compression("auto")
-    check_compression("topk:0.1")
-    with pytest.raises(ConfigError, match="powersgd:x") as caught:
-        check_compression("powersgd:x")
-    assert all(name in str(caught.value.expected) for name in (*TABLE, "auto"))
-
-
 @pytest.mark.parametrize(
     ("environ", "device", "halves"),
     [
@@ -65,3 +64,43 @@ def test_gloo_on_cpus_sums_no_halves(environ: dict[str, str], device: str, halve
         assert found.exact_rows == (not halves)
     payload = resolve_compression("fp16", torch.device(device), environ).payload(Bucket([(640,)], "float32", 640), 2)
     assert ("allreduce" in payload) == halves
+
+
+class _Horovod(SoloComm):
+    """Horovod's threads are one that sleeps."""
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self.started_threads = frozenset([thread])
+
+    def start_timeline(self, path: Path) -> None:
+        pass
+
+    def stop_timeline(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("delay", "nice"), [(4, 19), (0, None)])
+def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: int | None) -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    assert thread.native_id is not None
+    before = os.getpriority(os.PRIO_PROCESS, thread.native_id)
+    try:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = OuterPlan(workers=2, every=8, delay=delay)
+        engine = make_periodic(
+            model,
+            plan,
+            _Horovod(thread.native_id),
+            lambda comm, compression: LocalEngine(list(model.named_parameters()), optimizer),
+            "none",
+            elastic=False,
+        )
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == before
+        engine.begin_workers(0)
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == (before if nice is None else nice)
+    finally:
+        over.set()

@@ -15,7 +15,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import named_parameters as _held
 from hvdtrain.errors import LaunchError, TaskError
-from hvdtrain.exchange.backward_passes import BackwardPasses
+from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
 from tests.support.buffers import watch_buffers
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks, per_rank
@@ -286,14 +286,13 @@ def test_unlike_parameters_are_named_on_every_rank(comm: ThreadComm) -> None:
     assert "[2, 2]" in str(caught.value.expected) and "[3, 2]" in str(caught.value.found)
 
 
+@pytest.mark.parametrize("other", [["a"], ["b", "a"], ["a", "c"], []])
 @per_rank(2)
-def test_weight_and_factor_multiply_before_and_after(comm: ThreadComm) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    reducer = Reducer(lambda: named_parameters(model), comm, weight=0.5, factor=3.0)
-    for _ in range(2):
-        model.zero_grad()
-        (found,) = _step(reducer, lambda: model(torch.ones(1, 2)).sum())
-        assert found.tolist() == [[3.0, 3.0]]
+def test_ranks_that_train_different_parameters_all_raise(comm: ThreadComm, other: list[str]) -> None:
+    check_same_names(comm, ["a", "b"], name="same")
+    with pytest.raises(LaunchError, match="different parameters") as caught:
+        check_same_names(comm, other if comm.rank == 1 else ["a", "b"], name="other")
+    assert caught.value.found == f"2 on rank 0, {len(other)} on rank 1"
 
 
 @per_rank(2)
@@ -330,11 +329,6 @@ def test_a_rank_that_joins_agrees_with_the_others_and_owes_nothing(
     parameter.sum().backward()
     reducer.finish()
     torch.testing.assert_close(parameter.grad, torch.full((4, 4), expected))
-
-
-def test_a_parameter_is_full_with_the_last_of_its_passes() -> None:
-    passes = BackwardPasses(2)
-    assert [passes.record_gradient(name) for name in ("a", "b", "a", "b")] == [False, False, True, True]
 
 
 def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,16 +153,6 @@ def test_a_saved_plan_has_its_rows_unless_others_are_owed(
     assert not owed or parameter.grad.mean().item() == pytest.approx(2.0, rel=1e-2)
 
 
-def test_a_row_that_is_nowhere_above_zero_is_sent() -> None:
-    def fill(rank: int, step: int) -> Tensor:
-        gradient = torch.zeros(ROWS, COLUMNS)
-        gradient[5, 3], gradient[9] = -1.0 - rank, 1.0
-        return gradient
-
-    (sums, _), _ = _exchanged(2, fill, "none")
-    assert sums[2][5, 3] == 0.5 * 3.0 * (-1.0 - 2.0)
-
-
 # Gradients that torch makes sparse.
 
 

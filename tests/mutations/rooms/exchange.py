@@ -124,7 +124,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "exchange.reducer.rescale(after / before)",
         "exchange.reducer.rescale(before / after)",
         "residuals shrink when the loss scale grows",
-        "tests/exchange/test_optimizer.py",
+        "tests/exchange/test_residual_transfer.py",
     ),
     mutation(
         "exchange/divided_copies.py",
@@ -145,7 +145,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return running + sum(bucket.kept_bytes for bucket in self._buckets)",
         "return running",
         "sums that have arrived take memory beyond the limit",
-        "tests/exchange/test_bucket_queue.py",
+        "tests/exchange/test_shard_bucket.py",
     ),
     mutation(
         "exchange/shard_bucket.py",
@@ -159,7 +159,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self._last_session = self._session()\n        self.reducer.restart",
         "        self.reducer.restart",
         "after a change of ranks, each step restarts the exchange and drops what compression has learned",
-        "tests/exchange/test_optimizer.py",
+        "tests/exchange/test_residual_transfer.py",
     ),
     mutation(
         "exchange/between_copies.py",
