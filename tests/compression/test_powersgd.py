@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.feedback import Feedback
-from hvdtrain.compression.powersgd import PowerSGD, _runs, orthonormal
+from hvdtrain.compression.powersgd import PowerSGD, orthonormal
 from hvdtrain.compression.sizes import matrix_sides
 from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients, parts, step
@@ -126,12 +126,6 @@ def test_matrices_of_low_rank_arrive_whole_wherever_they_lie(shapes: list[tuple[
     for _ in range(2):
         out = parts(compressor, step(compressor, values))
         torch.testing.assert_close(out, torch.cat([v.double().flatten() for v in values]), rtol=1e-3, atol=2e-3)
-
-
-def test_equal_distances_are_one_run() -> None:
-    assert _runs([]) == []
-    assert _runs([3]) == [(0, 1, 3, 1)]
-    assert _runs([0, 10, 20, 50, 60, 70, 71]) == [(0, 3, 0, 10), (3, 3, 50, 10), (6, 1, 71, 1)]
 
 
 @pytest.mark.parametrize(
