@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.exchange.backward_passes import SentGradient
 from tests.support.own_loops import (
     LOOPS,
     OPTIMIZERS,
@@ -72,19 +71,6 @@ def test_compression_compresses_both_directions(compression: str, loop: Any) -> 
     for name, tensor in exact[0][1].items():
         torch.testing.assert_close(coded[0][1][name], tensor, atol=2e-3, rtol=2e-3)
         assert torch.equal(coded[0][1][name], coded[1][1][name])
-
-
-def test_each_rank_holds_its_part_of_the_state() -> None:
-    def body(comm: ThreadComm, shard: str) -> int:
-        model, optimizer = make(comm, shard)
-        loss_of(model, comm.rank, 0).backward()
-        optimizer.step()
-        assert shard == "none" or all(isinstance(p.grad, SentGradient) for p in model.parameters())
-        return sum(v.nbytes for slots in optimizer.state.values() for v in slots.values() if v.dim())
-
-    whole, divided = (on_ranks(4, lambda comm, s=s: body(comm, s)) for s in ("none", "optimizer"))
-    assert sum(divided) == whole[0] == whole[3]
-    assert max(divided) < 0.35 * whole[0]
 
 
 def scaled(comm: ThreadComm, shard: str, kind: str, *, unscale: bool, synchronize: bool) -> Result:

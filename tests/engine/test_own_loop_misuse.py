@@ -140,12 +140,3 @@ def test_state_on_one_rank_is_refused(comm: ThreadComm) -> None:
         optimizer.step()
     with pytest.raises(ConfigError, match="other state on some ranks"):
         distribute(comm, model, optimizer, "optimizer")
-
-
-@per_rank(2)
-def test_a_sparse_gradient_is_refused(comm: ThreadComm) -> None:
-    model, optimizer = make(comm, "optimizer", "momentum")
-    model.embedding.sparse = True
-    with pytest.raises(TaskError, match=r"embedding\.weight is sparse"):
-        model.embedding(torch.tensor([1, 2])).sum().backward()
-    assert optimizer.param_groups
