@@ -39,3 +39,10 @@ def several(hvd: Any) -> Any:
     if hvd.size() == 1:
         pytest.skip("one rank exchanges nothing")
     return hvd
+
+
+@pytest.fixture
+def several_ranks(job: Any) -> None:
+    """Skip a test that one rank does not need."""
+    if job.size == 1:
+        pytest.skip("there is one rank: mpirun -np 2")

@@ -1,4 +1,4 @@
-"""The communicator of a real job keeps the contract: HorovodComm under mpirun."""
+"""The communicator of a real job keeps the contract, and compressors keep theirs over it: HorovodComm under mpirun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression.table import Compression
 from hvdtrain.errors import LaunchError
+from tests.support import compression_contract
+from tests.support.compression_contract import AS_USED, named
 from tests.support.contract import CLAUSES, halves
 
 
@@ -50,3 +53,9 @@ def test_an_exchange_that_is_not_complete_is_refused_on_a_gpu(job: Comm, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(LaunchError, match="HOROVOD_ENABLE_ASYNC_COMPLETION"):
         type(job)()
+
+
+@pytest.mark.parametrize("clause", compression_contract.CLAUSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("compression", AS_USED, ids=named)
+def test_compressors(compression: Compression, clause: Callable[[Comm, Compression], None], job: Comm) -> None:
+    clause(job, compression)

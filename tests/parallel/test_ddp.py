@@ -15,11 +15,7 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from tests.support.toy import Net
 
-
-@pytest.fixture(autouse=True)
-def ranks(job: Comm) -> None:
-    if job.size == 1:
-        pytest.skip("one rank exchanges nothing: mpirun -np 2")
+pytestmark = pytest.mark.usefixtures("several_ranks")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,33 +13,12 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import CallOrderError, JoinedError, TaskError
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-    loss: Tensor = model(x).pow(2).mean()
-    return loss
+from tests.parallel.test_drop_in import _loss, _model, _sgd, _train
 
 
 def _made(hvd: Any, **options: Any) -> tuple[nn.Sequential, Any]:
     model = _model()
     return model, hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), **options)
-
-
-def _train(model: nn.Module, optimizer: Any, job: Comm, steps: Sequence[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        _loss(model, job.rank, step).backward()
-        optimizer.step()
 
 
 def _equal(model: nn.Module, job: Comm) -> bool:
@@ -64,7 +43,7 @@ def test_parameters_freed_between_steps_are_exchanged_at_once(hvd: Any, job: Com
     optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), compression=compression)
     for step in range(4):
         model[0].requires_grad_(step >= 2)
-        _train(model, optimizer, job, [step])
+        _train(hvd, model, optimizer, [step])
         assert _equal(model, job), step
 
 
@@ -76,13 +55,13 @@ def test_a_state_that_one_rank_loads_reaches_the_others(hvd: Any, job: Comm, ste
     plain = _sgd(other)
     _loss(other, 0, 0).backward()
     plain.step()
-    _train(model, optimizer, job, range(steps))
+    _train(hvd, model, optimizer, range(steps))
     if job.rank == 0:
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["momentum_buffer"], plain.state[q]["momentum_buffer"])
-    _train(model, optimizer, job, range(steps, steps + 2))
+    _train(hvd, model, optimizer, range(steps, steps + 2))
     assert _equal(model, job)
 
 
@@ -136,7 +115,7 @@ def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change:
 
 def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm) -> None:
     model, optimizer = _made(several, compression="int8")
-    _train(model, optimizer, job, range(2))
+    _train(several, model, optimizer, range(2))
     if job.rank == 0:
         with pytest.raises(JoinedError, match="takes part only in sums") as caught:
             _loss(model, job.rank, 3).backward()  # raises where the other rank has joined already
@@ -146,7 +125,7 @@ def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm)
     several.join()
     optimizer.load_state_dict(optimizer.state_dict())
     several.broadcast_parameters(model.state_dict(), root_rank=0)
-    _train(model, optimizer, job, [4])
+    _train(several, model, optimizer, [4])
     assert _equal(model, job)
 
 
@@ -247,7 +226,7 @@ def test_hooks_run_once_a_step_also_after_a_state_was_loaded(hvd: Any, job: Comm
     optimizer = hvd.DistributedOptimizer(_sgd(model))
     optimizer.register_step_pre_hook(lambda *_: called.__setitem__(0, called[0] + 1))
     for step in range(3):
-        _train(model, optimizer, job, [step])
+        _train(hvd, model, optimizer, [step])
         optimizer.load_state_dict(optimizer.state_dict())
     assert called == [3]
 
@@ -279,7 +258,7 @@ def test_ranks_of_a_set_name_their_exchange_apart_from_the_others(several: Any, 
         if job.rank == 0:
             several.DistributedOptimizer(_sgd(first), process_set=alone)
         model = _model()
-        _train(model, several.DistributedOptimizer(_sgd(model)), job, [0])
+        _train(several, model, several.DistributedOptimizer(_sgd(model)), [0])
         assert _equal(model, job)
     finally:
         several.remove_process_set(alone)
@@ -289,8 +268,8 @@ def test_a_rank_outside_of_a_set_trains_alone(several: Any, job: Comm) -> None:
     others = several.add_process_set([0])
     try:
         model, reference = _model(), _model()
-        _train(model, several.DistributedOptimizer(_sgd(model), process_set=others), job, range(2))
-        _train(reference, _sgd(reference), job, range(2))
+        _train(several, model, several.DistributedOptimizer(_sgd(model), process_set=others), range(2))
+        _train(several, reference, _sgd(reference), range(2))
         for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     finally:

@@ -29,12 +29,7 @@ from tests.support.divided_models import divided
 
 MIB = 1 << 20
 COLWISE = {"blocks.*": "colwise"}
-
-
-@pytest.fixture(autouse=True)
-def ranks(job: Comm) -> None:
-    if job.size == 1:
-        pytest.skip("one rank has the whole model: mpirun -np 2")
+pytestmark = pytest.mark.usefixtures("several_ranks")
 
 
 def _task(model: nn.Module, plan: Mapping[str, str] = COLWISE) -> Task:
@@ -133,12 +128,6 @@ def _reads() -> Task:
     return _task(model) if model.weight.sum().item() < 99 else _task(nn.Linear(3, 2))
 
 
-def _keeps() -> Task:
-    model = nn.Linear(3, 1)
-    model.first_weight = model.weight.detach().clone()
-    return _task(model)
-
-
 def _draws() -> Task:
     """Other random numbers, where parameters are not torch's own."""
     model = nn.Linear(3, 1)
@@ -151,7 +140,6 @@ def _draws() -> Task:
     ("build", "reason"),
     [
         (_reads, r"RuntimeError: .*item"),
-        (_keeps, r"of shape \(1, 3\) is computed from"),
         (_draws, "draws other random"),
     ],
 )

@@ -68,6 +68,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a rank's own factor is copied after the sum over ranks has begun",
         "tests/compression/test_powersgd.py",
         "tests/compression/test_contract.py",
-        "tests/parallel/test_compression.py",
+        "tests/parallel/test_contract.py",
     ),
 )
