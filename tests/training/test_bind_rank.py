@@ -16,7 +16,7 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.monitor import GpuIdentity
-from hvdtrain.runtime.binding import BY_LAUNCHER, Binding
+from hvdtrain.runtime.binding import Binding
 from hvdtrain.runtime.host import cpu_list, cpu_ranges
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import RECORD
@@ -128,13 +128,6 @@ def test_a_rank_is_pinned_near_its_gpu_or_not_at_all(
 def test_cpu_ranks_are_pinned_to_their_domain(elastic: bool, host: Host) -> None:
     host.root, host.allowed = two_sockets(host.root), ["0-255"]
     assert [cores for cores, _, _ in host.bind("numa", 4, elastic=elastic)] == list(QUARTERS)
-
-
-def test_masks_of_the_launcher_are_recognized(host: Host) -> None:
-    host.root, host.allowed = two_sockets(host.root), ["0-63", "64-127"]
-    found = host.bind("numa", 2)
-    assert [cores for cores, _, _ in found] == ["", ""]
-    assert {binding.kept for _, _, binding in found if binding is not None} == {BY_LAUNCHER}
 
 
 def test_hosts_of_the_same_name_are_not_one_host(host: Host) -> None:

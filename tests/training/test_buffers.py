@@ -23,7 +23,6 @@ from hvdtrain.training.loop.buffers import Rollback, all_buffers, copy_to_host
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import Policy, SharedBuffers
 from hvdtrain.training.loop.step import Stepper
-from hvdtrain.training.start.opening import batch_statistics
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 
@@ -124,10 +123,6 @@ def test_a_cache_that_no_checkpoint_holds_stays_as_it_is() -> None:
     _two_steps(model, torch.ones(2, 3), applied=False)
     assert model.cache.item() == 2.0
     assert model.largest.item() == 0.0
-
-
-def test_batch_statistics_are_named() -> None:
-    assert batch_statistics(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2))) == ["1"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

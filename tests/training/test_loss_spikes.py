@@ -64,27 +64,21 @@ def test_a_long_spike_is_reported_once(seed: int, at: int, length: int, factor: 
     assert expected == pytest.approx(3, abs=0.1)
 
 
-def test_the_next_spike_is_reported_again() -> None:
-    losses = NOISE["level"](random.Random(0), 200)
-    losses[50] = losses[53] = losses[120] = 9.0
-    assert _told(losses) == [50, 120]
+JUMPS = [9.0 if t in (50, 53, 120) else loss for t, loss in enumerate(NOISE["level"](random.Random(0), 200))]
 
 
-def test_no_spike_is_reported_before_there_are_enough_losses() -> None:
-    assert _told([1.0] * 23 + [1e9]) == []
-    assert _told([1.0] * 24 + [1e9]) == [24]
-
-
-@pytest.mark.parametrize("level", [1.0, -1.0])
-def test_a_curve_without_noise_is_not_all_spikes(level: float) -> None:
-    assert _told([level] * 100 + [level + 0.07] + [level] * 50 + [level + 0.09]) == [151]
-
-
-@pytest.mark.parametrize("scale", [1e-9, 1e9])
-def test_units_do_not_matter(scale: float) -> None:
-    losses = [scale * x for x in NOISE["level"](random.Random(1), 100)]
-    losses[70] *= 2
-    assert _told(losses) == [70]
+@pytest.mark.parametrize(
+    ("losses", "spikes"),
+    [
+        *(([unit * loss for loss in JUMPS], [50, 120]) for unit in (1e-9, 1.0, 1e9)),
+        ([1.0] * 23 + [1e9], []),  # too few losses to tell
+        ([1.0] * 24 + [1e9], [24]),
+        *(([level] * 100 + [level + 0.07] + [level] * 50 + [level + 0.09], [151]) for level in (1.0, -1.0)),
+    ],
+)
+def test_spikes(losses: list[float], spikes: list[int]) -> None:
+    """In any unit, again after a while, and not each change of a curve without noise."""
+    assert _told(losses) == spikes
 
 
 def test_a_drop_is_reported_once() -> None:

@@ -23,7 +23,6 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.records import observers
 from hvdtrain.training.round import Round
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -93,19 +92,6 @@ def test_sinks_get_the_records_of_the_journal_and_one_that_fails_fails_no_run(tm
     assert [line for line in again if line.get("event") == "warning"] == [], "of a finished run that is started again"
 
 
-def test_sinks_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "tracker.py"
-    file.write_text(
-        "import json, pathlib\n"
-        "class Tracker:\n"
-        "    def __init__(self): self.lines = []\n"
-        "    def write(self, record): self.lines.append(record)\n"
-        "    def close(self): pathlib.Path(__file__).with_suffix('.json').write_text(json.dumps(self.lines))\n"
-    )
-    lines = _train(tmp_path / "run", sinks=[f"{file}:Tracker"])
-    assert json.loads((tmp_path / "tracker.json").read_text()) == lines
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -118,26 +104,6 @@ def test_sinks_by_name(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         _train(tmp_path, **options)
-
-
-def test_later_errors_do_not_replace_a_device_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Faulty(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    def later(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: what cleans up fails too")
-
-    task = toy(heldout=0)
-    task.model.layers.append(Faulty())
-    monkeypatch.setattr(Rollback, "end", later)
-    monkeypatch.setattr(Recorder, "close_watchers", later)
-    with pytest.raises(RuntimeError):
-        hvdtrain.train({**OPTIONS, "run_dir": str(tmp_path)}, task)
-    card = json.loads((tmp_path / "failure.json").read_text())
-    assert "device-side assert" in card["statements"][0]["fault"]["message"]
-    (failed,) = [line for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "failed"]
-    assert "device-side assert" in failed["message"]
 
 
 @pytest.mark.parametrize("quiet", [True, False])

@@ -6,27 +6,19 @@ import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import hvdtrain
-from hvdtrain.config.parse import parse_object
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import is_finished
-from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.trace_file import TraceFile
-from hvdtrain.run_layout import RunLayout
-from hvdtrain.state.train_state import Progress
 from hvdtrain.timeline.analysis.analysis import figures
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.training.records import run_report as far_files
-from hvdtrain.training.records.run_report import collect_spans, explain_run, whole_lines
-from hvdtrain.training.round import Round
-from tests.support.analyses import analysis
+from hvdtrain.training.records.run_report import collect_spans, whole_lines
 from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
@@ -63,20 +55,6 @@ def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     assert event["verdict"][0].split(":")[0].encode() in text.tensor_proto.string_val[0]
 
 
-def test_a_later_start_tells_of_itself(tmp_path: Path) -> None:
-    for steps in (4, 8):
-        result = hvdtrain.train({"train": {"steps": 8, "stop_at": steps}, "run_dir": str(tmp_path)}, toy)
-    assert [event["at_step"] for event in read_events(tmp_path, "explained")] == [4, 8]
-    assert result.analysis.budget.steps <= 4
-
-
-def test_without_traces_there_is_none(tmp_path: Path) -> None:
-    result = _train(tmp_path, timeline="off")
-    assert result.analysis is None
-    assert not (tmp_path / "timeline").exists()
-    assert read_events(tmp_path, "explained") == read_events(tmp_path, "warning") == []
-
-
 @pytest.mark.parametrize(
     "broken", ["hvdtrain.timeline.analysis.analyse.analyse", "hvdtrain.timeline.report.page.to_html"]
 )
@@ -100,24 +78,6 @@ def test_large_traces_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pyte
     result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
     assert not result.analysis.lanes and result.analysis.budget is not None
     assert any("spans of rank 0 are too large" in note for note in result.analysis.notes)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_files_of_all_ranks_are_closed_before_they_are_read(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    stand_in: Any = SimpleNamespace(rank=rank, warn=pytest.fail, close_watchers=lambda: order.append("closed"))
-    stand_in.event = lambda record: order.append(record["event"])
-    module = "hvdtrain.training.records.run_report"
-    monkeypatch.setattr(f"{module}.collect_spans", lambda *arguments: order.append("waited"))
-    monkeypatch.setattr(f"{module}._analyse", lambda layout: order.append("read") or analysis(2))
-    current = Round(parse_object({"task": "toy"}, None), stand_in, stand_in, stand_in)
-    current.recorder, current.layout = stand_in, RunLayout(tmp_path)
-    stand_in.state = SimpleNamespace(progress=Progress(step=3))
-    found = explain_run(current)
-    assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
-    assert found == (analysis(2) if rank == 0 else None)
 
 
 def test_a_run_ends_with_a_proposal_where_asked_for_one(
@@ -160,18 +120,6 @@ def test_a_full_disk_costs_one_thing_not_the_run(what: str, tmp_path: Path, monk
     assert "no space left" in warning["text"]
 
 
-def test_watchers_are_ended_once() -> None:
-    closed: list[str] = []
-    display: Any = SimpleNamespace(close=lambda: None)
-    watcher: Any = SimpleNamespace(begin_step=lambda step: None, close=lambda: closed.append("watcher"))
-    recorder = Recorder(None, display)
-    recorder.add_watcher(watcher)
-    recorder.close_watchers()
-    assert closed == ["watcher"]
-    recorder.close()
-    assert closed == ["watcher"]
-
-
 def _span_file(folder: Path, rank: int, began: int, spans: int = 3) -> None:
     head = {"name": "clock", "ph": "M", "pid": rank, "args": {"monotonic_us": began}}
     file = TraceFile(folder / f"spans-rank-{rank}.json", [head])
@@ -207,14 +155,6 @@ def test_a_file_of_an_earlier_start_is_no_substitute(tmp_path: Path) -> None:
     _bring(tmp_path, ["a", "b"])
     brought = json.loads((tmp_path / "a" / "spans-rank-1-1.json").read_text())
     assert brought[0]["args"]["monotonic_us"] == 2
-
-
-def test_long_files_are_cut_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _span_file(tmp_path / "b", 1, began=5, spans=500)
-    monkeypatch.setattr(far_files, "_SPANS_BYTES", 1000)
-    _bring(tmp_path, ["a", "b"])
-    events = json.loads((tmp_path / "a" / "spans-rank-1.json").read_text())
-    assert 5 < len(events) < 20 and [event["ts"] for event in events[1:]] == list(range(len(events) - 1))
 
 
 def test_a_failed_write_is_reported(tmp_path: Path) -> None:

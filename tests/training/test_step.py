@@ -198,11 +198,11 @@ def test_the_host_reads_the_result_after_the_device_got_the_update(monkeypatch: 
 
 
 def test_autocast_covers_the_experts() -> None:
-    """The products of experts of the tiny DeepSeek model are in bf16; the loss hardly changes, gradients are fp32."""
+    """The products of experts of the tiny DeepSeek model are in bf16, and their gradients in fp32."""
     from hvdtrain.task.language_model import ModelConfig, causal_lm
 
     multiply = nn.functional.grouped_mm
-    losses, seen = [], list[set[torch.dtype]]()
+    seen = list[set[torch.dtype]]()
 
     def spy(a: Tensor, b: Tensor, **options: Any) -> Tensor:
         seen[-1].update((a.dtype, b.dtype))
@@ -219,11 +219,9 @@ def test_autocast_covers_the_experts() -> None:
             ids = torch.arange(64).view(4, 16)
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        losses.append(loss.item())
         experts = [p for name, p in model.named_parameters() if "experts" in name and p.dim() == 3]
         assert experts and all(p.grad.dtype == torch.float32 and p.grad.abs().max() > 0 for p in experts)
     assert seen == [{torch.float32}, {torch.bfloat16}]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -268,16 +266,6 @@ def test_batches_move_themselves_where_they_can() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
     assert to_device(packed, torch.device("meta")).data.is_meta
     assert to_device(nn.Linear(1, 1), torch.device("meta")).weight.is_meta
-
-
-def test_residuals_of_several_ranks_follow_the_loss_scale_on_one() -> None:
-    engine = LocalEngine([], torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
-    left = {"p/residual": torch.ones(3), "p/powersgd_q": torch.ones(3)}
-    engine.load_state_dict(left, {"plan": None, "ranks": 2})
-    engine.rescale(0.5)
-    kept = engine.state_dict()[0]
-    assert kept["p/residual"].tolist() == [0.5] * 3
-    assert kept["p/powersgd_q"].tolist() == [1.0] * 3
 
 
 def test_each_forward_pass_is_seeded_just_before_it() -> None:
