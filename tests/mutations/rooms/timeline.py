@@ -15,7 +15,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return max(measured, self._tail_s(ranks))",
         "return measured",
         "the slowest of many ranks is never later than what was measured",
-        "tests/timeline/whatif/test_jitter.py",
+        "tests/timeline/whatif/test_predict.py",
     ),
     mutation(
         "timeline/whatif/predict.py",
@@ -36,7 +36,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):',
         "elif name.endswith(_OPERATION):",
         "the wait for late ranks counts as time on the link",
-        "tests/timeline/whatif/test_traced_allreduces.py",
+        "tests/timeline/whatif/test_read_run.py",
     ),
     mutation(
         "timeline/analysis/budget.py",

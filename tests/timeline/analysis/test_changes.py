@@ -1,4 +1,4 @@
-"""Where the level of a series changes, and where it does not."""
+"""Series whose neighbours resemble each other: where the level changes, means and their intervals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.timeline.analysis.changes import LEAST_STEPS, change_points
+from hvdtrain.timeline.analysis.stats import correlation_steps, mean_of, student
 from hvdtrain.timeline.columns import Floats
 from tests.support.step_tables import noise
 
@@ -68,3 +69,30 @@ def test_few_steps_have_no_changes_and_parts_are_not_short() -> None:
     long = np.concatenate([np.zeros(6), np.full(60, 99.0), np.zeros(6)])[None]
     edges = [0, *change_points(long, 1.0), 72]
     assert min(np.diff(edges)) >= LEAST_STEPS
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "lasting"])
+@pytest.mark.parametrize("count", [12, 60, 400])
+def test_intervals_hold_the_mean_about_as_often_as_they_say(count: int, kind: str) -> None:
+    generator = np.random.default_rng(count)
+    found = [mean_of(noise(generator, (1, count), kind, 1.0)[0]) for _ in range(500)]
+    held = np.mean([each.low <= 0 <= each.high for each in found])
+    assert (0.92 if kind == "gaussian" else 0.7 if count < 60 else 0.85) <= held <= 0.98
+
+
+def test_one_value_has_no_interval_and_what_is_never_negative_has_none_below_0() -> None:
+    alone = mean_of(np.array([3.0]))
+    assert (alone.value, alone.low, alone.high) == (3.0, 3.0, 3.0)
+    assert mean_of(np.array([0.0, 0.0, 0.0, 90.0])).low == 0.0
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (19, 2.093)])
+def test_students_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+    assert student(degrees) == pytest.approx(quantile, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("gaussian", 1), ("lasting", (1 + 0.5) / (1 - 0.5))])
+def test_how_alike_steps_are_is_found_and_rather_too_much_than_too_little(kind: str, expected: float) -> None:
+    rows = _series(1, 4, 500, kind)
+    found = correlation_steps(rows - rows.mean(axis=1, keepdims=True))
+    assert 0.95 <= found / expected <= 1.6

@@ -1,4 +1,4 @@
-"""Figures of the exchange: times, bytes, bandwidth, and the most expensive gradients."""
+"""Figures of the exchange: times, bytes, bandwidth, the most expensive gradients, and the steps of a Timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.timeline.analysis import carriers
 from hvdtrain.timeline.analysis.analysis import Communication
 from hvdtrain.timeline.analysis.carriers import modules_of, tensor_module
 from hvdtrain.timeline.analysis.communication import bus_bytes, measure_communication
-from hvdtrain.timeline.analysis.phases import PHASES, kind_of
+from hvdtrain.timeline.analysis.phases import PHASES, count_steps, kind_of, recurring, without_start
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RunTrace, StepTable
 from tests.support.step_tables import columns_of, table_of
 from tests.support.timelines import Turn, spans_of, trace_of
@@ -170,3 +170,35 @@ def test_modules_are_named_as_far_as_they_have_something_in_common() -> None:
     assert modules_of(["weight"]) == ["weight"] and modules_of([]) == []
     assert tensor_module("DistributedOptimizer.Allreduce.fc1.weight") == "fc1"
     assert tensor_module("allreduce.gradients/3") == "gradients/3"
+
+
+STEP_US, STEPS = 1000.0, 10
+ONCE = "evaluation"
+
+
+def _with_start(steps: int = STEPS, once_at: float = 8.5) -> HorovodTrace:
+    """Two tensors a step, a broadcast before them, and a tensor that comes once."""
+    phases = {"MPI_ALLREDUCE": 100.0}
+    turns = [Turn("model", 0.0, {"MPI_BCAST": 400.0}, operation="BROADCAST")]
+    for step in range(1, steps + 1):
+        turns += [Turn(name, step * STEP_US + at, phases) for name, at in (("a", 0.0), ("b", 500.0))]
+    return trace_of([*turns, Turn(ONCE, once_at * STEP_US + 700.0, phases)])
+
+
+def test_steps_are_the_turns_of_most_tensors_and_what_comes_once_is_none() -> None:
+    trace = _with_start()
+    assert count_steps(trace) == STEPS and count_steps(_with_start(1)) == 0 and count_steps(trace_of([])) == 0
+    assert [name for name, again in zip(trace.tensors, recurring(trace), strict=True) if again] == ["a", "b"]
+
+
+def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
+    """However late a tensor that comes once may be."""
+    found = without_start(_with_start())
+    assert found.start_us.min() == 2 * STEP_US
+    assert count_steps(found) == STEPS - 1
+    assert ONCE in {found.tensors[number] for number in found.tensor}
+
+
+def test_of_few_steps_none_is_left_out() -> None:
+    trace = _with_start(3, once_at=2.5)
+    np.testing.assert_array_equal(without_start(trace).start_us, trace.start_us)
