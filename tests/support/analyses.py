@@ -149,14 +149,8 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
         )
         for n in range(8)
     ]
-    communication = Communication(
-        parts({"negotiation": 9.4, "queue": 2.2, "fusion copies": 0.9, "transfer": 148.0}),
-        158.2,
-        0.74,
-        3.1e8,
-        2.06,
-        2.9,
-    )
+    phases = parts({"negotiation": 9.4, "queue": 2.2, "fusion copies": 0.9, "transfer": 148.0})
+    communication = Communication(phases, 158.2, 0.74, 3.1e8, 2.06, 2.9)
     shown = lanes(min(size, lane_ranks or size), buckets=8 + slices)
     return Analysis(
         title="20261120-154250-language_model",

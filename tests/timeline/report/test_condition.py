@@ -49,17 +49,15 @@ def test_an_invalid_condition_is_reported(text: str) -> None:
 def test_a_wrong_name_gets_the_nearest_or_all_names(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         condition.parse(text)
-    assert ("did you mean straggler_ms" in str(caught.value)) == text.startswith("str")
-    if text.startswith("foo"):
-        assert "did you mean" not in str(caught.value)
-        assert caught.value.expected and all(name in caught.value.expected for name in condition.KNOWN)
+    named = "did you mean straggler_ms" in str(caught.value)
+    assert named == text.startswith("str")
+    assert named or all(name in str(caught.value.expected) for name in condition.KNOWN)
 
 
 @pytest.mark.parametrize(
     ("text", "figures", "lacks"),
     [
         ("bus_gb_per_s < 1", FIGURES, "bus_gb_per_s"),
-        ("bus_gb_per_s < 1 and step_ms > 1e9", FIGURES, "bus_gb_per_s"),
         ("step_ms > 1e9 and bus_gb_per_s < 1", FIGURES, "bus_gb_per_s"),
         ("straggler_ms > 1", {"step_ms": 1.0}, "straggler_ms"),
         ("straggler_rank == 1", {"step_ms": 20.0}, "straggler_rank"),

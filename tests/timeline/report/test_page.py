@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,29 +75,21 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
         yield opened
 
 
-def show(
-    opened: WebDriver, of: Analysis | str, folder: Path, theme: str = "light", media: str = "", width: int = 1200
-) -> str:
-    """Open a page, or that of an analysis; it."""
+def show(opened: WebDriver, of: Analysis | str, folder: Path, theme: str = "light", width: int = 1200) -> None:
+    """Open a page, or that of an analysis."""
     features = [{"name": "prefers-color-scheme", "value": theme}]
-    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    path, text = folder / "report.html", of if isinstance(of, str) else to_html(of)
-    path.write_text(text, encoding="utf-8")
+    path = folder / "report.html"
+    path.write_text(of if isinstance(of, str) else to_html(of), encoding="utf-8")
     severe(opened)
     opened.get(path.as_uri())
     opened.execute_script("try { localStorage.clear(); } catch {}")
-    return text
 
 
 def run(opened: WebDriver, script: str) -> Any:
     return opened.execute_script(script)
-
-
-def background(opened: WebDriver) -> int:
-    """Of the page, from 0 for black to 255."""
-    return int(run(opened, "return Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"))
 
 
 def settled(opened: WebDriver) -> None:
@@ -111,13 +104,15 @@ def view(opened: WebDriver) -> tuple[int, int]:
     return begin, end
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("theme", "width"), [("light", 1200), ("dark", 360)])
 @pytest.mark.parametrize("size", [1, 2, 64])
-def test_a_run_is_shown(size: int, theme: str, chromium: WebDriver, tmp_path: Path) -> None:
+def test_a_run_is_shown(size: int, theme: str, width: int, chromium: WebDriver, tmp_path: Path) -> None:
     found = analysis(size)
-    show(chromium, found, tmp_path, theme)
+    show(chromium, found, tmp_path, theme, width)
+    assert run(chromium, "return document.documentElement.scrollWidth") <= width
     assert run(chromium, "return document.querySelector('h1').innerText") == "; ".join(headline(found)) + "."
-    assert (background(chromium) > 200) == (theme == "light")
+    ground = run(chromium, "return getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) > 200) == (theme == "light")
     assert len(run(chromium, COLOURS)) >= 6
     assert run(chromium, "return document.querySelectorAll('#rank-table tbody').length") == (size if size > 1 else 0)
     run(chromium, "for (const button of document.querySelectorAll('.why')) button.click()")
@@ -134,8 +129,8 @@ def test_an_empty_run_still_has_a_page(chromium: WebDriver, tmp_path: Path) -> N
 
 
 def test_hostile_names_are_text(chromium: WebDriver, tmp_path: Path) -> None:
-    show(chromium, hostile(), tmp_path)
-    assert severe(chromium) == []
+    show(chromium, hostile(), tmp_path, width=360)
+    assert run(chromium, "return document.documentElement.scrollWidth") <= 360 and severe(chromium) == []
     assert run(chromium, "return document.title").startswith("</script><script>")
     assert run(chromium, "return document.querySelectorAll('img').length") == 0
     seen = run(chromium, "return document.body.innerText")
@@ -169,23 +164,16 @@ def test_hands_stay_on_the_keyboard(chromium: WebDriver, tmp_path: Path) -> None
 
     show(chromium, analysis(8), tmp_path)
     why = "return document.getElementById('why-3').checkVisibility()"
-    at = (
-        "const at = document.activeElement;"
-        "return [at.id || at.className || at.localName, getComputedStyle(at).outlineStyle]"
-    )
-    stops = ["theme", "a", "to-step", "copy", "sort", "why", "to-lane", "button", "lanes"]
+    at = "const at = document.activeElement; return at.id || at.className || at.localName"
     reached: list[str] = []
-    while stops[-1] not in reached and len(reached) < 200:
+    while "lanes" not in reached and len(reached) < 200:
         _press(chromium, Keys.TAB)
-        name, outline = run(chromium, at)
-        assert outline != "none", name
-        if name == "why" and "why" not in reached:
+        reached.append(run(chromium, at))
+        if reached[-1] == "why" and reached.count("why") == 1:
             assert not run(chromium, why)
             _press(chromium, Keys.ENTER)
             assert run(chromium, why)
-            assert "waits for data" in run(chromium, "return document.getElementById('why-3').innerText")
-        reached.append(name)
-    assert list(dict.fromkeys(reached)) == stops
+    assert {"to-step", "copy", "sort", "why", "to-lane", "lanes"} <= {*reached}
     whole = view(chromium)
     _press(chromium, "+")
     begin, end = view(chromium)
@@ -272,12 +260,6 @@ def test_headings_sort(chromium: WebDriver, tmp_path: Path) -> None:
     assert run(chromium, order) == [str(rank) for rank in range(64)]
     run(chromium, heading.format(0))
     assert run(chromium, order) == [str(rank) for rank in reversed(range(64))]
-    run(chromium, heading.format(4))
-    data = [row.parts_ms["data"] for row in sorted(analysis(64).blame.ranks, key=lambda row: -row.parts_ms["data"])]
-    shown = "return [...document.querySelectorAll('#rank-table tbody')].map(b => Number(b.rows[0].cells[5].dataset.v))"
-    assert run(chromium, shown) == pytest.approx(data, abs=1e-5)
-    sorts = "return [...document.querySelectorAll('#rank-table th[aria-sort]')].map(h => h.ariaSort)"
-    assert sorted(run(chromium, sorts)) == ["descending", *["none"] * 8][: len(run(chromium, sorts))]
 
 
 def test_a_flag_is_copied(chromium: WebDriver, tmp_path: Path) -> None:
@@ -288,68 +270,24 @@ def test_a_flag_is_copied(chromium: WebDriver, tmp_path: Path) -> None:
     assert until(chromium, lambda: run(chromium, said)) == "copied --parallel.compression powersgd:4"
 
 
-def test_the_theme_is_ones_own(chromium: WebDriver, tmp_path: Path) -> None:
-    show(chromium, analysis(2), tmp_path, "light")
-    before = set(run(chromium, COLOURS))
-    chromium.find_element("id", "theme").click()
-    assert background(chromium) < 60
-    settled(chromium)
-    assert set(run(chromium, COLOURS)) != before
-    assert until(chromium, lambda: chromium.refresh() or background(chromium) < 60), "it is kept"
-    chromium.find_element("id", "theme").click()
-    assert background(chromium) > 200
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_paper_is_white(theme: str, chromium: WebDriver, tmp_path: Path) -> None:
-    show(chromium, analysis(64), tmp_path, theme, media="print")
-    assert background(chromium) == 255
-    assert run(chromium, CONTRAST) == []
-    assert not run(chromium, "return document.querySelector('nav').checkVisibility()")
-    drawn = run(chromium, "const c = document.querySelector('#lanes canvas'); return c.clientHeight >= 64 * 20")
-    assert drawn, "all lanes, not those in view"
-    show(chromium, analysis(64), tmp_path, theme)
-    tall = "return document.querySelector('#lanes canvas').clientHeight"
-    before = run(chromium, tall)
-    run(
-        chromium,
-        "window.printed = []; new MutationObserver(() => window.printed.push(document.querySelector"
-        "('#lanes canvas').height)).observe(document.querySelector('#lanes canvas'), {attributes: true})",
-    )
-    assert len(chromium.print_page()) > 10_000
-    assert max(run(chromium, "return window.printed")) > 64 * 20 > before, "drawn again for the paper"
-
-
-@pytest.mark.parametrize("make", [lambda: analysis(64), hostile])
-def test_a_telephone_is_wide_enough(make: Any, chromium: WebDriver, tmp_path: Path) -> None:
-    show(chromium, make(), tmp_path, width=360)
-    assert run(chromium, "return document.documentElement.scrollWidth") <= 360
-    assert severe(chromium) == []
-
-
-@pytest.mark.parametrize(("theme", "width"), [("light", 1200), ("dark", 390)])
-def test_runs_are_compared(theme: str, width: int, chromium: WebDriver, tmp_path: Path) -> None:
+def test_runs_are_compared(chromium: WebDriver, tmp_path: Path) -> None:
     runs = [
         FakeRun(tmp_path / name, data={"text": name + HOSTILE}).start([loss] * 200)
         for name, loss in (("a", 1.0), ("b", 2.0))
     ]
     written = tmp_path / "compared.html"
     assert main(["compare", *(str(each.folder) for each in runs), "--html", str(written)]) == 0
-    show(chromium, written.read_text(), tmp_path, theme, width=width)
+    show(chromium, written.read_text(), tmp_path, width=390)
     assert HOSTILE in run(chromium, "return document.body.innerText")
-    assert run(chromium, "return document.title") == "comparison of runs"
     heights = "return [...document.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().top)"
     assert len(set(run(chromium, heights))) == 4  # two plots of two curves
     assert run(chromium, CONTRAST) == []
-    assert run(chromium, "return document.documentElement.scrollWidth") <= width
-    assert (background(chromium) > 200) == (theme == "light")
+    assert run(chromium, "return document.documentElement.scrollWidth") <= 390
     assert severe(chromium) == []
 
 
 def test_a_lane_is_reached_from_its_rank(chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, analysis(64), tmp_path)
-    last = run(chromium, "return [...document.querySelectorAll('.to-lane')].find(b => b.dataset.rank === '60').hidden")
-    assert last is False
     run(chromium, "[...document.querySelectorAll('.to-lane')].find(b => b.dataset.rank === '60').click()")
     assert run(chromium, "return document.activeElement.id") == "lanes"
     assert run(chromium, "return document.getElementById('said').textContent") == "rank 60 on node-7"

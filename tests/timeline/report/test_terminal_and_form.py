@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Finding, OuterSteps, RankRow, figures
-from hvdtrain.timeline.report.form import Report, dumped, schema, to_bytes
+from hvdtrain.timeline.analysis.analysis import Analysis, Budget, Finding, figures
+from hvdtrain.timeline.report.form import dumped, schema, to_bytes
 from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES, summary_lines, to_text
 from tests.support import analyses
 from tests.support.step_tables import noise, run_of, table_of
@@ -39,7 +39,7 @@ def _all() -> Iterator[Analysis]:
 
 
 ALL = [*_all()]
-LATE, OF_TIMELINE = ALL[2], ALL[6]
+LATE = ALL[2]
 
 
 @pytest.mark.parametrize("analysis", ALL)
@@ -75,15 +75,6 @@ def test_the_schema_refuses_what_is_something_else() -> None:
     assert not validator.is_valid({**good, "version": 2})
 
 
-def test_the_schema_comes_from_the_types() -> None:
-    types, number = schema()["$defs"], {"type": ["number", "null"]}
-    assert types["Estimate"]["properties"] == {"value": {"type": "number"}, "low": number, "high": number}
-    for each in (Report, Blame, RankRow, Finding):
-        names = [field.name for field in fields(each)]
-        assert sorted(types[each.__name__]["required"]) == sorted(types[each.__name__]["properties"]) == sorted(names)
-    assert types["Part"]["properties"]["share"] == {"type": "number", "minimum": 0, "maximum": 1.000001}
-
-
 def _worst() -> Analysis:
     """Many ranks with every possible finding."""
     long, blame = "a name that does not end " * 20, LATE.blame
@@ -98,23 +89,6 @@ def test_the_terminal_shows_forty_lines_at_most(analysis: Analysis) -> None:
     lines = to_text(analysis).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
-
-
-def test_a_trace_without_steps_has_no_step_time() -> None:
-    assert OF_TIMELINE.budget is not None
-    text = to_text(replace(OF_TIMELINE, budget=replace(OF_TIMELINE.budget, steps=0)))
-    assert "no recognisable steps" in text and "the trace spans " in text and "step time" not in text
-
-
-def test_the_text_names_the_memory_of_each_kind_that_has_any() -> None:
-    line = "memory of rank 0: 4,000 MiB of the GPU at most: activations and rest 3,000, parameters 1,000"
-    assert line in to_text(analyses.analysis(2)).splitlines()
-
-
-def test_the_text_names_the_late_rank_its_cost_and_the_reason() -> None:
-    text = to_text(LATE)
-    assert "stragglers (step stamps of 98 steps): rank 2" in text
-    assert "costs 1.9" in text and "waits 3.00 ms per step for data" in text and "--loader.workers" in text
 
 
 LONG = replace(analyses.analysis(8), findings=[Finding("x", "word " * 200, 1.0, "advice " * 200)])
@@ -144,18 +118,8 @@ def _text(of: Analysis) -> str:
 def test_a_summary_names_the_late_rank_the_reason_and_the_fix() -> None:
     of = analyses.analysis(8)
     text, (first, *_) = _text(of), of.findings
-    assert "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data" in text
-    assert first.text in text and first.advice in text and "exposed: waiting for late ranks" in text
-    ticks = replace(of.blame, ranks=[replace(row, host="") for row in of.blame.ranks])
-    assert "straggler: rank 3 costs" in _text(replace(of, blame=ticks))
+    assert "straggler: rank 3 on node-0 costs 12.3 ms" in text and first.text in text and first.advice in text
+    assert "rank 2" in to_text(LATE) and "waits 3.00 ms per step for data" in to_text(LATE)
     quiet = analyses.analysis(8, late=False)
     assert f"straggler: none: {quiet.blame.reason}" in _text(quiet)
     assert _text(analyses.empty()) == f"straggler: unknown: {analyses.empty().blame.reason} finding: none"
-
-
-def test_workers_that_train_apart_have_a_line_of_the_summary() -> None:
-    outer = OuterSteps("diloco:8", 2, 11, 4.2e6, 1.5, 0.5, 0.9)
-    for of in (analyses.analysis(8), analyses.empty()):
-        found = replace(of, outer=outer)
-        assert len(summary_lines(found)) <= MOST_SUMMARY_LINES
-        assert "2 workers, diloco:8: 11 outer steps; in each 4.20 MB sent, 1.50 ms waited" in _text(found)
