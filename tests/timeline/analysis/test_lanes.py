@@ -65,11 +65,6 @@ def test_the_window_is_slow_but_there_are_slower_ones() -> None:
     assert not {1, 26} & set(steps) and set(steps) & {11, 12, 13}
 
 
-def test_the_first_step_is_not_drawn_where_there_are_others() -> None:
-    found = _drawn(spans_of(_steps([15.0, 10.0, 10.0, 10.0, 10.0, 20.0])))
-    assert [piece.step for piece in found[0].slices] == [2, 3, 4, 5]
-
-
 def test_the_steps_of_a_window_follow_each_other() -> None:
     rows = [*_steps([10.0] * 3, first=2), *_steps([10.0] * 5, first=50, begin_ms=1e4)]
     assert max(piece.end_ms for piece in _drawn(spans_of(rows))[0].slices) == pytest.approx(10.0 * STEPS)

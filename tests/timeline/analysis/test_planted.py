@@ -109,12 +109,6 @@ def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
     assert "13 of 16 ranks" in text and "than ranks 0, 1, 2 on host0" in text
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 75), (2, 400), (4, 150), (32, 320)])
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
-def test_without_a_fault_nobody_is_named(ranks: int, steps: int, kind: str) -> None:
-    assert not any(_analysed(_work(ranks, steps, kind, seed)).blame.late for seed in range(2))
-
-
 STEPS = 518_400
 """Three days of half a second."""
 

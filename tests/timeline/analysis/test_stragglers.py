@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import StepTable
+from hvdtrain.timeline.analysis.stragglers import find_stragglers
 from tests.support.step_tables import Floats, noise, table_of
 
 STEP_MS = 20.0
@@ -198,11 +197,6 @@ def test_the_names_of_ranks_do_not_matter(ranks: int, steps: int, seed: int) -> 
     np.testing.assert_allclose(median_of_others(work), expected)
 
 
-def _found(table: StepTable) -> Stragglers:
-    rounds = from_stamps(table)
-    return find_stragglers(rounds)
-
-
 def test_stamps_of_a_job_give_the_rank_its_cost() -> None:
     """What follows the sums counts as well: the job itself says how much shorter its steps would be."""
     quiet = _quiet(0, 4, 200, "gaussian", 0.2)
@@ -210,7 +204,7 @@ def test_stamps_of_a_job_give_the_rank_its_cost() -> None:
     late[2] = 2.0
     for part in ("data", "forward", "optimizer"):
         slow, fast = table_of(quiet, more_ms={part: late}), table_of(quiet)
-        found = _found(slow)
+        found = find_stragglers(from_stamps(slow))
         shorter = (slow.end_us[0, -1] - fast.end_us[0, -1]) / 1e3 / 200
         assert found.late == [2]
         assert found.cost_ms[2].value == pytest.approx(shorter, rel=0.1)
@@ -223,7 +217,7 @@ def test_evaluations_and_the_first_steps_name_no_straggler(part: str, steps: sli
     quiet = _quiet(0, 4, 200, "gaussian", 0.2)
     more = np.zeros_like(quiet)
     more[0, steps] = 500.0
-    found = _found(table_of(quiet, more_ms={part: more}))
+    found = find_stragglers(from_stamps(table_of(quiet, more_ms={part: more})))
     assert not found.late and not found.pauses
 
 

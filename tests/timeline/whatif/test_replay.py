@@ -172,11 +172,6 @@ class _Sums:
                 self.thread.wait(self.number_of[min(self.started)])
 
 
-def test_without_exchange_a_step_is_its_parts() -> None:
-    found = replay(Step(3, [Arrival(1, 0, 0), Arrival(2, 0, 0)], 1, [Exchange([])], after_s=4))
-    assert (found.step_s, found.backward_s, found.wait_s, found.wire_s) == (11, 4, 0, 0)
-
-
 def test_what_backward_hides_costs_nothing_until_there_is_more_of_it() -> None:
     """Two buckets, full 2 and 6 after backward began, which lasts 10."""
 
@@ -202,18 +197,6 @@ def test_a_gather_hides_behind_the_work_before_its_need_if_it_starts_in_advance(
     assert (replay(step).step_s, replay(step).gather_s) == (6, 3)
     ahead = replay(replace(step, ahead_bytes=0))
     assert (ahead.step_s, ahead.gather_s) == (5, 2)
-
-
-@pytest.mark.parametrize(("limit", "kept", "backward_s"), [(3, 0, 3), (2, 0, 6), (1, 0, 11), (2, 1, 11)])
-def test_packing_waits_for_older_buckets_and_sums_beyond_the_limit(limit: int, kept: int, backward_s: int) -> None:
-    arrivals = [Arrival(1, 0, bucket) for bucket in range(3)]
-    found = replay(Step(0, arrivals, 0, [replace(_plain(5), nbytes=1, kept_bytes=kept)] * 3, limit_bytes=limit))
-    assert (found.backward_s, found.step_s) == (backward_s, 16)
-
-
-def test_sums_of_a_pass_hide_behind_the_next_forward_pass() -> None:
-    first = Step(0, [Arrival(1, 0, 0)], 0, [_plain(5)])
-    assert replay(replace(first, before_s=3, earlier=[first])).step_s == 1 + 5 + 1 + 5, "3 of the first 5 are hidden"
 
 
 WHOLE = st.integers(0, 6).map(float)
