@@ -4,8 +4,8 @@
 
     import hvdtrain.torch as hvd     # instead of: import horovod.torch as hvd
 
-All other names and submodules are Horovod's own. `DistributedOptimizer` is ours. `init` first applies the settings that
-make MPI and Horovod fast, as `hvdtrain.train` does; variables that are already set stay.
+All other names and submodules are Horovod's own. `DistributedOptimizer` and `broadcast_optimizer_state` are ours. `init`
+first applies the settings that make MPI and Horovod fast, as `hvdtrain.train` does; variables that are already set stay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import choices, info  # first: it prepares the environment for the next imports
 
-from hvdtrain.comm.horovod import begin_session, hvd, mpi_ops  # isort: skip
+from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, mpi_ops  # isort: skip
 from hvdtrain.engine.own_exchange import DividedExchange  # isort: skip
 from hvdtrain.torch.elastic import elastic_program  # isort: skip
+from hvdtrain.state.sync import broadcast_optimizer  # isort: skip
 from hvdtrain.training.start.device import set_torch_threads  # isort: skip
 
 __all__ = [name for name in dir(hvd) if not name.startswith("_")]
@@ -71,21 +72,30 @@ def join(*arguments: Any, **keywords: Any) -> int:
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
-    """Copy the optimizer's state from a rank to all: `horovod.torch.broadcast_optimizer_state`. Collective: yes.
+    """Copy the optimizer's state and options from a rank to all: Horovod's function, less its step. Collective: yes.
 
-    Of a divided optimizer, only the options of its groups, such as the learning rate: no rank has the whole state.
+    Horovod's own makes state on ranks without one by a step, which changes their parameters, and sends no options of an
+    optimizer without state. Of a divided optimizer, only the options of its groups are sent, such as the learning rate:
+    no rank has the whole state. `model` is not needed.
 
     Errors:
-        TaskError: it is divided, and a state was loaded on some ranks only; on every rank.
+        TaskError: it is divided, and a state was loaded on some ranks only; ranks have other parameters; or it has
+            values that cannot be sent; on every rank.
+        ConfigError: there is no such rank.
     """
     exchange = getattr(optimizer, "_hvdtrain_exchange", None)
-    if not isinstance(exchange, DividedExchange):
-        hvd.broadcast_optimizer_state(optimizer, root_rank, model)
-        return
-    ranks = list(optimizer.process_set.ranks)
+    divided = exchange if isinstance(exchange, DividedExchange) else None
+    ranks = list(optimizer.process_set.ranks) if divided else list(range(hvd.size()))
     if root_rank not in ranks:
         raise ConfigError("root_rank is not a rank of the optimizer", expected=f"one of {ranks}", found=str(root_rank))
-    exchange.broadcast_options(ranks.index(root_rank))
+    if divided is not None:
+        divided.broadcast_options(ranks.index(root_rank))
+    elif hvd.size() > 1:
+        broadcast_optimizer(optimizer, HorovodComm(), root_rank)
+
+
+for _name in ("functions", "elastic.state"):  # states of elastic programs call it there
+    sys.modules[f"{hvd.__name__}.{_name}"].broadcast_optimizer_state = broadcast_optimizer_state  # type: ignore[attr-defined]
 
 
 def _scale_before_reducescatter(name: str) -> None:

@@ -368,6 +368,23 @@ def test_submodules_are_horovods_of_which_there_is_one_copy(hvd: Any) -> None:
             assert mine.DistributedOptimizer is hvd.DistributedOptimizer is not theirs.DistributedOptimizer
 
 
+@pytest.mark.parametrize("order", ["wrap broadcast", "broadcast wrap", "wrap elastic"])
+def test_a_broadcast_of_the_optimizer_is_no_step(hvd: Any, order: str) -> None:
+    """Stock's decays the weights of ranks without state, and corrects Adam's bias wrongly from then on."""
+    model = _model()
+    before = copy.deepcopy(model.state_dict())
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + hvd.rank()), weight_decay=0.1)
+    for what in order.split():
+        if what == "wrap":
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=_called(model, order.replace(" ", "_")))
+        elif what == "elastic":
+            hvd.elastic.TorchState(model, optimizer).sync()
+        else:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.01
+
+
 @pytest.mark.parametrize("before", [1.0, 0.5])
 @pytest.mark.parametrize("after", [1.0, 3.0])
 def test_reducescatter_scales(hvd: Any, job: Comm, before: float, after: float) -> None:
