@@ -4,8 +4,9 @@
 
     import hvdtrain.torch as hvd     # instead of: import horovod.torch as hvd
 
-All other names and submodules are Horovod's own. `DistributedOptimizer` and `broadcast_optimizer_state` are ours. `init`
-first applies the settings that make MPI and Horovod fast, as `hvdtrain.train` does; variables that are already set stay.
+All other names and submodules are Horovod's own. `DistributedOptimizer` and `broadcast_optimizer_state` are ours.
+`init` first applies the settings that make MPI and Horovod fast, as `hvdtrain.train` does; variables that are already
+set stay.
 """
 
 from __future__ import annotations
