@@ -124,6 +124,28 @@ def _ranks(count: int) -> Period:
     return Period(tuple(range(count)))
 
 
+def _sparsely_weighted() -> Task:
+    """Samples of which one in three counts: often a worker has none."""
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(60, 3), (torch.arange(60) % 3 == 0).float())
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return (batch[1] * (model(batch[0])[:, 0] - 1).square()).sum(), batch[1].sum()
+
+    model = nn.Linear(3, 1)
+    return Task(model, loss, data, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def test_workers_without_weight_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    options = METHODS["local"]
+    one = _train(tmp_path / "1", _ranks(1), options=options, build=_sparsely_weighted)
+    assert not any(step["skipped"] for step in read_steps(one.run / "journal.jsonl").values())
+    assert one.losses()[-1] < one.losses()[0]
+    for count in (3, 6):
+        other = _train(tmp_path / f"{count}", _ranks(count), options=options, build=_sparsely_weighted)
+        assert other.losses() == pytest.approx(one.losses(), rel=2e-6)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, alone: Alone, tmp_path: Path) -> None:
     one = alone(method)

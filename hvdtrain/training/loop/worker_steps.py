@@ -146,5 +146,6 @@ class WorkerSteps:
 
 
 def _numbers(result: StepResult) -> list[float]:
-    loss = result.loss * result.weight if result.weight > 0 else 0.0
-    return [loss, result.weight, result.grad_norm**2, float(not result.applied)]
+    if result.weight == 0:  # this worker's samples do not count in this step, which others apply
+        return [0.0] * _OF_STEP
+    return [result.loss * result.weight, result.weight, result.grad_norm**2, float(not result.applied)]
