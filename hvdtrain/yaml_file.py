@@ -16,13 +16,38 @@ _DEEPEST = 20
 _DEPTH = f"at most {_DEEPEST} levels"
 
 
+_BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp"))
+_VALUES = {
+    _BOOL: re.compile(r"(true|True|TRUE|false|False|FALSE)$"),
+    _INT: re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    _FLOAT: re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+}
+"""What is no text in YAML 1.2 (its core schema). PyYAML reads 1.1: 017 is 15 there, 1:30 is 90, off is false, and 1e3
+is text."""
+
+
+class Loader(yaml.SafeLoader):
+    """Read YAML 1.2's numbers; dates are text. ruamel.yaml reads them, too; PyYAML is here for jsonargparse."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {  # noqa: RUF012  (as PyYAML declares it)
+        first: [(tag, pattern) for tag, pattern in known if tag not in (*_VALUES, _TIME)]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer; a leading 0 means nothing."""
+        text = str(self.construct_scalar(node))
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
+
 class _Dumper(yaml.SafeDumper):
-    """Quote text such as 1e3, which the option parser reads as a number but PyYAML does not."""
+    """Quote text that either version of YAML reads as a number."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+Loader.add_constructor(_INT, Loader.construct_yaml_int)
+for _type in (Loader, _Dumper):
+    for _tag, _pattern in _VALUES.items():
+        _type.add_implicit_resolver(_tag, _pattern, list("-+.0123456789tTfF"))
 
 
 def yaml_text(options: Mapping[str, Any], **layout: Any) -> str:
@@ -63,9 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return parse_yaml(text, f"the config file {str(path)!r}", "lines like `train: {steps: 100}`")
 
 
-def parse_yaml(
-    text: bytes, what: str, expected: str, loader_type: type[yaml.SafeLoader] = yaml.SafeLoader
-) -> dict[str, Any]:
+def parse_yaml(text: bytes, what: str, expected: str, loader_type: type[yaml.SafeLoader] = Loader) -> dict[str, Any]:
     """Return the mapping in the text of a file. `what` names the file in errors, `expected` its lines.
 
     Errors: ConfigError if it is not YAML or no mapping, has a duplicate key, or is nested too deeply.

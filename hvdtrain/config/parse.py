@@ -12,14 +12,14 @@ import inspect
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_loader
 
 from hvdtrain.config.checks import check_values
 from hvdtrain.config.options import list_options, plain_parser
@@ -27,7 +27,7 @@ from hvdtrain.config.schema import LEARNING_RATES, Config
 from hvdtrain.config.spelling import EitherSpelling, declared_spelling, known_elsewhere, option_name
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.yaml_file import flatten, read_yaml
+from hvdtrain.yaml_file import Loader, flatten, read_yaml
 
 NOT_IDENTITY = (
     *("run_dir", "resume", "log_level", "train.stop_at", "observe.", "memory.", "parallel.device", "parallel.bind"),
@@ -88,6 +88,20 @@ def _values(option: str, argv: Sequence[str]) -> list[str]:
     return [value for name, value in _name_value_pairs(argv) if declared_spelling(name, (option,)) == option]
 
 
+def _load(text: str) -> Any:
+    """Return what YAML text says; a mapping without keys for none, or nothing but comments."""
+    loader = Loader(text)
+    try:
+        root = loader.get_single_node()
+        return {} if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+_MODE = "yaml 1.2"
+set_loader(_MODE, _load, (yaml.YAMLError,))
+
+
 class _Parser(EitherSpelling, ArgumentParser):
     """The parser of training. Its help omits options such as ``--train CONFIG``, which set a whole section."""
 
@@ -103,7 +117,7 @@ class _Parser(EitherSpelling, ArgumentParser):
 
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     """Make a parser of the options of `Config` and of the parameters of `task_function`."""
-    parser = _Parser(allow_abbrev=False, prog="hvdtrain train", exit_on_error=False)
+    parser = _Parser(allow_abbrev=False, prog="hvdtrain train", exit_on_error=False, parser_mode=_MODE)
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_class_arguments(Config, as_group=False)
     if task_function is not None:
@@ -129,6 +143,8 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
         raise _convert_error(error, parser, argv) from None
+    in_files = [pair for path in paths for pair in flatten(read_yaml(Path(path))).items()]
+    _refuse_times([*in_files, *((name.lstrip("-"), value) for name, value in _name_value_pairs(argv))], namespace)
     if paths and not _values("--run_dir", argv):
         namespace.run_dir = run_folder_of_config(Path(paths[-1]), namespace.resume) or namespace.run_dir
     return _resolve(parser, namespace)
@@ -151,7 +167,16 @@ def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] |
         namespace = parser.parse_object(dict(options))
     except ArgumentError as error:
         raise _convert_error(error, parser, [f"--{key}" for key in flatten(options)]) from None
+    _refuse_times(flatten(options).items(), namespace)
     return _resolve(parser, namespace)
+
+
+def _refuse_times(given: Iterable[tuple[str, Any]], namespace: Namespace) -> None:
+    """Refuse text such as 1:30 for a number: jsonargparse makes 90 of it, as YAML 1.1 does. Errors: ConfigError."""
+    for name, value in given:
+        key = option_name(name.replace("-", "_"))
+        if isinstance(value, str) and ":" in value and isinstance(namespace.get(key), int | float):
+            raise ConfigError(f"invalid --{key}", expected="a number", found=value)
 
 
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -184,6 +209,10 @@ def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
                 found=str(found),
                 next_step=f"omit {section} to use the defaults",
             )
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if hint is not None and namespace.get(action.dest) is None and type(None) not in get_args(hint):
+            raise ConfigError(f"invalid --{action.dest}", expected=_in_words(str(hint)), found="null")
     if namespace.optimizer.lr is None:  # so that `config.yaml` names it
         namespace.optimizer.lr = LEARNING_RATES[namespace.optimizer.name]
     resolved = yaml.safe_load(parser.dump(namespace))
@@ -209,7 +238,7 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
         expected = _in_words(wrong["type"])
-        quotes = "in a YAML file, put text into quotes: 'off', '10:20'" if expected == "text" else None
+        quotes = "in a YAML file, put text into quotes: '10', 'true'" if expected == "text" else None
         return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=quotes)
     union = re.match(r'Parser key "([^"]+)": Does not .*? Subtypes: \[(.*?)\] Errors: .* Given value: (.*)', text)
     if union:

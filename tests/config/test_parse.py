@@ -204,13 +204,49 @@ def test_a_window_of_steps_means_the_same_from_a_flag_and_from_quoted_yaml(windo
         assert parse_object(run.resolved, build) == run
 
 
-@pytest.mark.parametrize("window", ["off", "10:20"])
-def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("seed: 017", {"seed": 17}),
+        ("seed: 0o17", {"seed": 15}),
+        ("seed: 0x1F", {"seed": 31}),
+        ("train: {clip: 1e1}", {"train.clip": 10.0}),
+        ("optimizer: {lr: .5e-3}", {"optimizer.lr": 0.0005}),
+        ("observe: {timeline: off}", {"observe.timeline": "off"}),
+        ("observe: {timeline: 1:30}", {"observe.timeline": "1:30"}),
+        ("run_dir: 2026-11-28", {"run_dir": "2026-11-28"}),
+        ("# nothing yet", {"seed": 0}),
+        ("", {"seed": 0}),
+    ],
+)
+def test_yaml_is_that_of_version_1_2(content: str, expected: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"observe: {{timeline: {window}}}")
-    with pytest.raises(ConfigError, match=r"--observe\.timeline") as caught:
-        parse_argv(["--config", str(file)], build)
-    assert "quotes" in str(caught.value.next_step)
+    file.write_text(content)
+    run = parse_argv(["--config", str(file)], build)
+    assert expected.items() <= flatten(run.resolved).items()
+    assert parse_object(run.resolved, build) == run == parse_object(read_yaml(file), build)
+    file.write_text(yaml_text(run.resolved))
+    assert read_yaml(file) == run.resolved
+
+
+@pytest.mark.parametrize("text", ["0o17", "1e3", ".5e3", "+.5", "017", "1:30", "off", "true", "2026-11-28", "null"])
+def test_text_that_looks_like_something_else_stays_text(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml_text({"run_dir": text}))
+    assert read_yaml(file) == yaml.safe_load(file.read_text()) == {"run_dir": text}
+
+
+@pytest.mark.parametrize("content", ["seed: 1:30", "train: {steps: '1:30'}", "train: {clip: 1:30.5}", "seed: null"])
+def test_a_time_or_nothing_is_no_number(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    name = "--" + "".join(flatten(read_yaml(file)))
+    for parse in (lambda: parse_argv(["--config", str(file)], build), lambda: parse_object(read_yaml(file), build)):
+        with pytest.raises(ConfigError, match=f"invalid {name}") as caught:
+            parse()
+        assert "number" in str(caught.value.expected)
+    with pytest.raises(ConfigError, match=r"invalid --train\.micro_batch"):
+        parse_argv(["--train.micro-batch=1:30"], build)
 
 
 @pytest.mark.parametrize(
