@@ -9,10 +9,16 @@ import errno
 import grp
 import os
 import pwd
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is an address such as s3://bucket/name, which as a path would be a folder ``s3:`` here."""
+    return re.match(r"[A-Za-z][\w+.-]*:/", text) is not None
 
 
 def is_private(found: os.stat_result) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from sysconfig import get_python_version
 
 import hvdtrain
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.venv import EXTRAS
 from hvdtrain.runtime.environment import environ
@@ -24,7 +24,7 @@ def parser() -> Parser:
         description="Make a folder with hvdtrain, torch, all their dependencies, Horovod's source, and a script, "
         "install.sh, that installs them without a package registry. Repeat the command to continue after an interrupt.",
     )
-    made.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the bundle")
+    made.add_argument("folder", type=local, metavar="FOLDER", help="folder of the bundle")
     python = "Python version of the target machine (default: that of this Python)"
     made.add_argument("--python", metavar="3.X", help=python)
     torch = "version of torch, such as 2.13.0 or 2.13.0+cpu (default: the installed version, else the pinned one)"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 _EPILOG = """\
 examples:
@@ -59,10 +58,10 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("run_a", type=Path, metavar="RUN_A", help="folder of the run to compare with (the base)")
-    add("run_b", type=Path, nargs="+", metavar="RUN_B", help="folders of other runs")
+    add("run_a", type=local, metavar="RUN_A", help="folder of the run to compare with (the base)")
+    add("run_b", type=local, nargs="+", metavar="RUN_B", help="folders of other runs")
     add("--json", action="store_true", help="print JSON")
-    add("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    add("--html", type=local, metavar="FILE", help="write a self-contained page")
     add(
         "--fail_if",
         metavar="CONDITION",

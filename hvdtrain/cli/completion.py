@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 _SHELLS = ("bash", "zsh", "fish")
 _PARSERS = {"launch": "hvdtrain.cli.launch_options"}
@@ -116,7 +116,7 @@ def _add(place: Any, name: str, text: str, declared: ArgumentParser) -> None:
     for action in list(added._actions):
         if action.nargs == argparse.REMAINDER:  # zsh would offer nothing else
             added._actions.remove(action)
-        if action.type is Path:
+        if action.type in (Path, local):
             action.complete = shtab.FILE
         if isinstance(action.metavar, str):
             action.metavar = action.metavar.replace(":", "_")  # zsh parses the text after a colon

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.cli.completion import TASK_HELP
-from hvdtrain.cli.parser import Parser, run_group
+from hvdtrain.cli.parser import Parser, local, run_group
 from hvdtrain.errors import ConfigError
 
 _ABOUT = "write a YAML file with all options of training, their descriptions and defaults"
@@ -22,7 +22,7 @@ def parser(name: str) -> Parser:
     """Declare the options of a command of this group."""
     made = Parser(prog=f"hvdtrain config {name}", description=f"{_ABOUT.capitalize().replace('yaml', 'YAML')}.")
     file = "new file (default: run.yaml)"
-    made.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), metavar="FILE", help=file)
+    made.add_argument("file", type=local, nargs="?", default=Path("run.yaml"), metavar="FILE", help=file)
     made.add_argument("--task", metavar="TASK", help=TASK_HELP)
     return made
 

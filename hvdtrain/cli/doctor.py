@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.cli import doctor_hosts
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
@@ -41,10 +41,10 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("--json", action="store_true", help="print the report as one JSON object")
-    add("--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
-    add("--nccl_log", metavar="FILE", type=Path, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
+    add("--run_dir", metavar="DIR", type=local, default=Path("runs"), help="folder of the runs (default: runs)")
+    add("--nccl_log", metavar="FILE", type=local, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
     site = "propose a profile of this site for hvdtrain launch --site, in a new file NAME.yaml, and check nothing"
-    add("--write-site", metavar="FILE", type=Path, help=site)
+    add("--write-site", metavar="FILE", type=local, help=site)
     doctor_hosts.add_options(made)
     return made
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.launch_options import add_network
-from hvdtrain.cli.parser import above_0
+from hvdtrain.cli.parser import above_0, local
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     title = "links between --hosts, or between the ranks that a launcher started"
     add = parser.add_argument_group(title).add_argument
     add("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
-    add("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
+    add("--run", type=local, metavar="RUN", help="predict the step time of this run on more ranks")
     parameters = "predict the step time of a model with N parameters on more ranks; needs --step_ms"
     add("--model_parameters", type=_count, metavar="N", help=parameters)
     add("--step_ms", type=above_0, metavar="X", help="milliseconds of a step on one rank")

@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 
@@ -49,10 +48,10 @@ def parser() -> Parser:
     )
     samples = "number of samples, evenly spaced; of a task, the first ones (default: all)"
     made.add_argument("--samples", type=int, default=0, help=samples)
-    made.add_argument("--per_sample", type=Path, metavar="FILE", help="write the values of each sample, as JSON lines")
+    made.add_argument("--per_sample", type=local, metavar="FILE", help="write the values of each sample, as JSON lines")
     tasks = "instead of data, evaluate on tasks of lm-evaluation-harness: names with commas"
     made.add_argument("--tasks", type=lambda text: text.split(","), metavar="NAMES", help=tasks)
-    made.add_argument("--task_folder", type=Path, metavar="FOLDER", help="with YAML files of further tasks")
+    made.add_argument("--task_folder", type=local, metavar="FOLDER", help="with YAML files of further tasks")
     made.add_argument("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

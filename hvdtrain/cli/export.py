@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import ConfigError
 
 _FORMATS = ("hf", "safetensors", "onnx")
@@ -27,8 +25,8 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain export", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("run", type=Path, metavar="RUN", help="run folder or checkpoint")
-    made.add_argument("out", type=Path, metavar="OUT", help="new folder or file")
+    made.add_argument("run", type=local, metavar="RUN", help="run folder or checkpoint")
+    made.add_argument("out", type=local, metavar="OUT", help="new folder or file")
     made.add_argument("--format", choices=_FORMATS, default="hf", help="what to write (default: hf)")
     return made
 

@@ -8,10 +8,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.config.schema import AUTO
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options
@@ -64,7 +63,7 @@ def parser() -> Parser:
         "predict the time of a step from this run of the same model, of 15 steps or more; repeat it for runs of other"
         " meshes"
     )
-    add("--run", type=Path, metavar="RUN", action="append", default=[], help=run)
+    add("--run", type=local, metavar="RUN", action="append", default=[], help=run)
     bandwidth = "bandwidth of each host's link (default: measured in the run, if it had several ranks)"
     add("--bandwidth_gbit", type=float, metavar="X", help=bandwidth)
     add("--ranks_per_host", type=int, metavar="N", help="ranks on each host (default: as in the run)")

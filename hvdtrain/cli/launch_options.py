@@ -7,9 +7,8 @@ import dataclasses
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
@@ -172,7 +171,7 @@ def parser(kind: type[Parser] = Parser) -> Parser:
     hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
     script = "program that prints the available hosts, a line host:slots each; runs every second"
-    which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
+    which.add_argument("--discover", type=local, metavar="SCRIPT", help=script)
     add_network(add)
     passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
@@ -217,7 +216,7 @@ def _add_own(add: Callable[..., object]) -> None:
     agents += ", the scheduler's inside an allocation, else ssh)"
     add("--agents", choices=[AUTO, SSH, *JOBS], default=AUTO, metavar="PROGRAM", help=agents)
     add("--local", default="", metavar="NAMES", help="other names of this host, separated by commas")
-    add("--events", type=Path, metavar="FILE", help="append the events of the job to FILE, as JSON lines")
+    add("--events", type=local, metavar="FILE", help="append the events of the job to FILE, as JSON lines")
     add("--tag", action="store_true", help="also mark the lines of rank 0 with its number")
 
 
@@ -253,7 +252,7 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     resource = "another resource of each worker pod of Kubernetes, such as rdma/ib=1; may be repeated"
     add("--resource", action="append", type=_resource, default=[], metavar="NAME=COUNT", help=resource)
     patch = "YAML file with changes of the pods of Kubernetes: launcher, worker, each with metadata or spec"
-    add("--pod-patch", type=Path, metavar="FILE", help=patch)
+    add("--pod-patch", type=local, metavar="FILE", help=patch)
     add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")
 
 

@@ -7,10 +7,19 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.config.spelling import EitherSpelling
 from hvdtrain.errors import USAGE, HvdtrainError
+from hvdtrain.files import is_url
+
+
+def local(text: str) -> Path:
+    """Convert an option's text. Errors: ArgumentTypeError: it is the address of something elsewhere."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no local path; mount the storage, or copy what is there")
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, above_0, positive
+from hvdtrain.cli.parser import Parser, above_0, local, positive
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
@@ -59,7 +59,7 @@ def parser() -> Parser:
     add("--least", type=above_0, default=0.5, metavar="F", help=least)
     gpus = "GPUs that each host must have (default: those of hvdtrain launch --gpus_per_node)"
     add("--gpus", type=positive, default=0, metavar="N", help=gpus)
-    add("--write", type=Path, metavar="FILE", help="write the names of the bad hosts, one per line")
+    add("--write", type=local, metavar="FILE", help="write the names of the bad hosts, one per line")
     add("--json", action="store_true", help="print JSON")
     return made
 

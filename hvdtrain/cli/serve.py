@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.parser import Parser, local, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.environment import environ
 
@@ -43,7 +43,7 @@ def parser() -> Parser:
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     made.add_argument("--port", type=_port, default=8000, help="to listen on; 0: any free one (default: 8000)")
     key = "file with the key that requests must have; required if other machines can reach --host"
-    made.add_argument("--key_file", type=Path, metavar="FILE", help=key)
+    made.add_argument("--key_file", type=local, metavar="FILE", help=key)
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     made.add_argument("--tokens", type=positive, default=1024, help="most of a continuation (default: 1024)")
     made.add_argument("--kib", type=positive, default=256, help="most of a request, in KiB (default: 256)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.parser import Parser, local, positive
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def parser() -> Parser:
     made.add_argument("--over", required=True, metavar="OPTIONS", help=over)
     made.add_argument("--trials", type=positive, default=12, help="number of trials (default: 12)")
     made.add_argument("-np", type=positive, default=1, metavar="N", help="ranks of each trial (default: 1)")
-    made.add_argument("--folder", type=Path, default=Path("tune"), help="of the search and its runs (default: tune)")
+    made.add_argument("--folder", type=local, default=Path("tune"), help="of the search and its runs (default: tune)")
     measure = "what is minimized: loss (held out, at the end) or step_s (median seconds of a step) (default: step_s if"
     made.add_argument("--measure", choices=("loss", "step_s"), help=f"{measure} no option changes the loss)")
     made.add_argument("--sampler_seed", type=int, default=0, help="of the choices (default: 0)")

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import end, show
-from hvdtrain.cli.parser import Parser, positive, run_group
+from hvdtrain.cli.parser import Parser, local, positive, run_group
 from hvdtrain.observe.output import FailureOutput
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def parser(name: str) -> Parser:
     """Declare the options of a command of this group."""
     if name == "data":
         made = Parser(prog="hvdtrain verify data", description=_DATA_DESCRIPTION, epilog=_DATA_EPILOG)
-        made.add_argument("run", type=Path, metavar="RUN", help="run folder")
+        made.add_argument("run", type=local, metavar="RUN", help="run folder")
         return made
     if name == "plan":
         made = Parser(prog="hvdtrain verify plan", description=_PLAN_DESCRIPTION, epilog=_PLAN_EPILOG)
@@ -86,7 +86,7 @@ def parser(name: str) -> Parser:
         made.add_argument("--ranks", type=positive, metavar="N", help=help_)
         return made
     made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
-    made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
+    made.add_argument("run", type=local, metavar="RUN", help="run folder with the config to train")
     made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
     made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
     return made

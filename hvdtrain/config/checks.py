@@ -11,6 +11,7 @@ from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.sync import apportion, outer_plan
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
+from hvdtrain.files import is_url
 
 _LIMIT = 2**31
 """No real count of steps, samples or batches is as large."""
@@ -80,7 +81,7 @@ _RULES: Mapping[str, _Rule] = {
     "observe.stall_timeout_s": _not_negative("never"),
     "observe.watch_every_s": _not_negative("never"),
     "observe.price_per_hour": _not_negative("free"),
-    "run_dir": (bool, "a folder, or null for one under runs/"),
+    "run_dir": (lambda value: value and not is_url(value), "a folder of this machine, or null for one under runs/"),
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),
 }
 

@@ -23,6 +23,7 @@ from hvdtrain.errors import ConfigError
         ("launch --to sge", "invalid choice: 'sge'", "hvdtrain launch --help"),
         ("timeline merge x -o y --y", "there is no option --y", "hvdtrain timeline merge --help"),
         ("verify data", "required: RUN", "hvdtrain verify data --help"),
+        ("export runs/x s3://bucket/x", "is no local path", "hvdtrain export --help"),
         ("completion tcsh", "invalid choice: 'tcsh'", "hvdtrain completion --help"),
     ],
 )

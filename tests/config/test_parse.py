@@ -160,6 +160,8 @@ def test_a_misspelt_option_names_the_nearest_and_the_file(given: str, near: str,
         ("--optimizer.min_lr=-5", "0 to 1, a fraction of optimizer.lr"),
         ("--optimizer.decay=2", "0 to 1, a fraction of all steps"),
         ("--run_dir=", "a folder"),
+        ("--run_dir=s3://bucket/run", "of this machine"),
+        ("--run_dir=file:/tmp/run", "of this machine"),
         ("--observe.timeline=0:5", "FIRST:LAST"),
     ],
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 _EPILOG = """\
 examples:
@@ -40,7 +39,7 @@ def parser(command: str) -> Parser:
         description="Compare step times and options of two runs; mark significant differences.",
         epilog=_EPILOG,
     )
-    made.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
-    made.add_argument("run_b", type=Path, metavar="RUN_B", help="another run or Timeline")
+    made.add_argument("run_a", type=local, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
+    made.add_argument("run_b", type=local, metavar="RUN_B", help="another run or Timeline")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

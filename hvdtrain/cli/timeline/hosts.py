@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis.slow_hosts import Place
@@ -112,7 +112,7 @@ def parser(command: str) -> Parser:
         description="Name the hosts and GPUs that slowed jobs, most costly first, over all starts of runs.",
         epilog=_EPILOG,
     )
-    made.add_argument("run", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    made.add_argument("--groups", type=Path, metavar="FILE", help="groups of hosts, such as racks: lines HOST GROUP")
+    made.add_argument("run", nargs="+", type=local, metavar="RUN", help="a run's folder")
+    made.add_argument("--groups", type=local, metavar="FILE", help="groups of hosts, such as racks: lines HOST GROUP")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.merge import Merged, merge
 
@@ -22,9 +20,9 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(prog=f"hvdtrain timeline {command}", description=_DESCRIPTION)
     sources = "a run's folder, or Timelines of Horovod"
-    made.add_argument("sources", type=Path, nargs="+", metavar="RUN|FILE", help=sources)
+    made.add_argument("sources", type=local, nargs="+", metavar="RUN|FILE", help=sources)
     output = "file to write (gzip if it ends in .gz)"
-    made.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=output)
+    made.add_argument("-o", "--output", type=local, required=True, metavar="FILE", help=output)
     return made
 
 

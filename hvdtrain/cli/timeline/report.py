@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis.analysis import Analysis
@@ -95,11 +95,11 @@ def parser(command: str) -> Parser:
         epilog=_EPILOG,
     )
     add = made.add_argument
-    add("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
+    add("path", nargs="+", type=local, metavar="PATH", help="a run's folder, or Horovod's Timeline")
     add("--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)")
-    add("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    add("--html", type=local, metavar="FILE", help="write a self-contained page")
     log = "output of the job, to explain Horovod's and NCCL's lines in it"
-    add("--log", type=Path, metavar="FILE", action="append", default=[], help=log)
+    add("--log", type=local, metavar="FILE", action="append", default=[], help=log)
     add(
         "--fail_if",
         metavar="CONDITION",

@@ -6,9 +6,8 @@ import argparse
 import sys
 import time
 from datetime import datetime
-from pathlib import Path
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 
 _EVERY_S = 30.0
 _MOST_BYTES = 1 << 25
@@ -76,7 +75,7 @@ def parser(command: str) -> Parser:
         description="Say what slows a run while it runs: stragglers, longer steps, communication, input.",
         epilog=_EPILOG,
     )
-    made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
+    made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     every = "seconds between two looks (default: %(default)g)"
     made.add_argument("--every_s", type=_seconds, default=_EVERY_S, metavar="S", help=every)
     made.add_argument("--once", action="store_true", help="look once")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.links import Algorithm
@@ -125,7 +125,7 @@ def parser(command: str) -> Parser:
     add = made.add_argument
     count: dict[str, Any] = {"type": int, "metavar": "N"}
     number: dict[str, Any] = {"type": float, "metavar": "X"}
-    add("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
+    add("run", type=local, metavar="RUN", help="folder of a run of hvdtrain")
     add("--size", help="number of ranks", **count)
     per_host = "ranks on each host (default: as in the run; if it had one host, as many as its cores hold)"
     add("--ranks_per_host", help=per_host, **count)

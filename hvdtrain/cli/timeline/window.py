@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, local
 from hvdtrain.observe.live_window import Answer
 from hvdtrain.timeline.window import request_window, stop_window
 
@@ -32,7 +32,7 @@ def main(command: str, argv: list[str]) -> int:
 def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(prog=f"hvdtrain timeline {command}", description=_DESCRIPTIONS[command])
-    made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
+    made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     if command == "start":
         steps = "stop after N steps (default: record until stopped)"
         made.add_argument("--steps", type=_count, default=0, metavar="N", help=steps)
