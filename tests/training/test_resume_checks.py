@@ -206,6 +206,30 @@ def test_a_run_of_another_user_is_passed_over(own_folder: Path) -> None:
     assert result.run_dir.parent.samefile("runs")
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--train.steps=4", "--optimizer.beta1=0.8"), "first has step 2 of 2 with other options: train.steps: 2 -> 4"),
+        (("--train.steps=2", "--optimizer.beta1=0.9"), "second has step 2 of 2 with other options: optimizer.lr"),
+        (("--train.steps=2", "--optimizer.beta1=0.9", "--resume=never"), None),
+        (("--train.clip=3", "--optimizer.beta1=0.7", "--seed=4", "--train.ema=0.5", "--train.steps=3"), None),
+    ],
+)
+def test_a_new_run_names_the_run_that_the_user_may_have_meant(
+    options: tuple[str, ...], named: str | None, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*OPTIONS, "--checkpoint.every=2"]
+    for name, *own in (("first", "--optimizer.beta1=0.8"), ("second", "--optimizer.lr=0.5", "--optimizer.beta1=0.9")):
+        train_on_threads(*common, "--train.steps=2", f"--run_dir=runs/{name}", *own, size=1)
+    capsys.readouterr()
+    train_on_threads(*common, *options, size=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a new run")]
+    assert len(lines) == (named is not None)
+    if named:
+        place, *_ = named.split()
+        assert f"runs/{named}" in lines[0] and lines[0].endswith(f"--run_dir runs/{place}")
+
+
 def test_the_command_of_a_finished_run_shows_its_result_again(run: Path, tmp_path: Path) -> None:
     """Another run that is at the end already is refused."""
     config = (run / "config.yaml").read_bytes()

@@ -183,8 +183,9 @@ def _describe(current: Round, job: JobFacts) -> None:
         f"{count}, {f'{samples:,} samples' if samples else 'an iterable data set'}, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
     )
-    if worker.note:
-        recorder.say(worker.note)
+    for note in (worker.note, current.claim.remark if current.claim is not None else ""):
+        if note:
+            recorder.say(note)
     for line in describe_map(job.record["binding"]):
         recorder.say(line)
     for problem in problems(job.record["binding"]):

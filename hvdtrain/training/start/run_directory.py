@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.config.parse import RunConfig
-from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
+from hvdtrain.config.parse import RunConfig, list_changes
+from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.files import write_text
 from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe.past_journal import is_finished
@@ -21,6 +21,10 @@ from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
+_FEW = 3
+"""Options in which a run may differ from one that the user may have meant to continue."""
+_NEWEST = 20
+"""Runs that are looked at for this."""
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on the disk, or give another --run_dir"),
     errno.ENOENT: "restore it (if it is a link: its target), or give another --run_dir",
@@ -38,6 +42,7 @@ class RunDirectory:
         lease: the claim if the file system has no locks.
         job: identifies the claiming job (`runtime.environment.JOB`); "" if nothing does.
         folder: in which the job was started; the task's code may have changed the current folder since.
+        remark: on a new run, for the user; "" for none.
     """
 
     path: Path
@@ -45,6 +50,7 @@ class RunDirectory:
     lease: Lease | None
     job: str
     folder: Path
+    remark: str = ""
 
     @property
     def layout(self) -> RunLayout:
@@ -130,6 +136,7 @@ def claim_run_directory(run: RunConfig, job: str = "", folder: Path = Path()) ->
         if claimed is None:
             _check_source(run, folder)
             claimed = _new(run, job, folder)
+            claimed.remark = _earlier(run, folder, claimed.path)
     else:
         if not _is_of_job(folder / wanted, job):
             _check_source(run, folder)
@@ -208,6 +215,27 @@ def _unfinished(run: RunConfig, job: str, folder: Path) -> RunDirectory | None:
         if claimed is not None:
             return claimed
     return None
+
+
+def _earlier(run: RunConfig, folder: Path, new: Path) -> str:
+    """Return a line about the run from which a new one differs in the fewest options, if it has few of them."""
+    found: list[tuple[int, str]] = []
+    if run.config.resume == "never":
+        return ""
+    for path in sorted((p for p in (folder / RUNS).iterdir() if p.is_dir() and p != new), reverse=True)[:_NEWEST]:
+        layout = RunLayout(path)
+        try:
+            old, saved = layout.read_config(), CheckpointStore(layout.checkpoints, lambda line: None).list()
+        except (OSError, HvdtrainError):
+            continue
+        changes = list_changes(old, run.resolved)
+        if saved and 0 < len(changes) <= _FEW and not any(line.startswith("task:") for line in changes):
+            place, length = path.relative_to(folder), old.get("train", {}).get("steps")
+            other = f"{place} has step {saved[-1].step} of {length} with other options: {'; '.join(changes)}"
+            found.append(
+                (len(changes), f"a new run; {other}. To continue that one: --run_dir {shlex.quote(str(place))}")
+            )
+    return min(found, key=lambda each: each[0])[1] if found else ""
 
 
 def _new(run: RunConfig, job: str, folder: Path) -> RunDirectory:
