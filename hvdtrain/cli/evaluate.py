@@ -42,7 +42,9 @@ exit code: 0; 1 on an error; 2 on a wrong option
 def parser() -> Parser:
     """Declare the options. Those of training may follow."""
     made = Parser(prog="hvdtrain evaluate", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("path", metavar="RUN", help="run folder, checkpoint, or folder of transformers")
+    made.add_argument(
+        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
+    )
     made.add_argument(
         "--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)"
     )

@@ -25,7 +25,7 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain export", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("run", type=local, metavar="RUN", help="run folder or checkpoint")
+    made.add_argument("run", type=local, metavar="RUN", help="run folder, RUN@best, RUN@STEP, or checkpoint")
     made.add_argument("out", type=local, metavar="OUT", help="new folder or file")
     made.add_argument("--format", choices=_FORMATS, default="hf", help="what to write (default: hf)")
     return made
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if not source.is_checkpoint:
         raise ConfigError(
             f"{options.run} is not a run or checkpoint of hvdtrain",
-            expected="a run folder, or a checkpoint such as RUN/checkpoints/step-000100",
+            expected="a run folder, RUN@best, RUN@100 for step 100, or a checkpoint",
         )
     export(source, options.out, options.format)
     print(f"{options.out} has the model of {source.folder}")

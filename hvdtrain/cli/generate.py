@@ -23,7 +23,9 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain generate", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("path", metavar="RUN", help="run folder, checkpoint, or folder of transformers")
+    made.add_argument(
+        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
+    )
     made.add_argument("--prompt", required=True, help="text to continue; - reads it from stdin")
     made.add_argument("--tokens", type=positive, default=200, help="number of tokens at most (default: 200)")
     made.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling; 0: no sampling (default: 1)")
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> int:
     transformers = import_library("transformers", "hvdtrain generate", "lm")
     transformers.utils.logging.disable_progress_bar()
     source = find_model(options.path, "RUN")
+    print(f"model: {source.folder}", file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(source.folder)
     device = pick_device(options.device, 0, 1)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)

@@ -36,7 +36,9 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain serve", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("path", metavar="RUN", help="run folder, checkpoint, or folder of transformers")
+    made.add_argument(
+        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
+    )
     backend = "what generates: transformers, one request at a time, or vllm if it is installed (default: transformers)"
     made.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help=backend)
     made.add_argument("--name", help="of the model in requests (default: name of the folder)")

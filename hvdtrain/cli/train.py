@@ -93,6 +93,8 @@ def summary(result: Result, info: RankInfo) -> str:
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
     rows += [(name, f"{value:.4f} on held-out samples") for name, value in result.metrics.items()]
+    if result.best:
+        rows.append(("best", result.best))
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {_on(result.sizes or [info.size])}"))
     if len(result.sizes) > 1:

@@ -28,6 +28,9 @@ from hvdtrain.state.shard_files import request_shards
 from hvdtrain.state.shard_index import INDEX, index_of
 from hvdtrain.state.tensor_file import FileDigest, damaged, write_bytes
 
+BEST = "best"
+"""Name of the link to the best checkpoint, and of that checkpoint in ``RUN@best``."""
+
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
@@ -97,6 +100,7 @@ class CheckpointStore:
         fsync(folder)
         target = self._free_name(step)
         folder.rename(target)
+        self._link_best()
         fsync(self.directory)
         return target
 
@@ -115,6 +119,22 @@ class CheckpointStore:
         except BaseException:
             discard(folder)
             raise
+
+    def find_best(self) -> tuple[Saved, float] | None:
+        """Return the checkpoint with the lowest score, and the score; None if no checkpoint has one."""
+        scored = ((saved, self._score(saved.path)) for saved in self.list())
+        return min(((s, score) for s, score in scored if score is not None), key=lambda each: each[1], default=None)
+
+    def _link_best(self) -> None:
+        """Make ``checkpoints/best`` a link to the best checkpoint, where the file system has links."""
+        found, link, new = self.find_best(), self.directory / BEST, self.directory / ".best"
+        with suppress(OSError):
+            if found is None:
+                link.unlink(missing_ok=True)
+                return
+            new.unlink(missing_ok=True)
+            new.symlink_to(found[0].path.name)
+            new.replace(link)
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
         """Load the newest complete checkpoint, or return None. Skips damaged ones with a warning.
@@ -144,6 +164,7 @@ class CheckpointStore:
             if last is None or (saved.step, saved.again) > (last.step, last.again):
                 renamed = self._set_aside(saved.path)
                 self.warn(f"{saved.path.name} is set aside as {renamed}; remove it if you do not need it")
+        self._link_best()
 
     def _score(self, path: Path) -> float | None:
         try:
@@ -166,9 +187,8 @@ class CheckpointStore:
         """
         every = self.list()
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
-        scores = [(score, saved.path) for saved in every if (score := self._score(saved.path)) is not None]
-        if scores:
-            kept.add(min(scores)[1])
+        if (best := self.find_best()) is not None:
+            kept.add(best[0].path)
         obsolete = [saved.path for saved in every if saved.path not in kept]
         if obsolete:
             self._verify(just_saved, progress or self.progress)

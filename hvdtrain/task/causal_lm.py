@@ -31,7 +31,7 @@ class ModelConfig:
             billion active). The vocabulary depends on the data, and is not counted here
         config: train another architecture with new weights: config.json of any causal language model that transformers
             supports (default: model.preset)
-        from_: begin with the weights of a run (its newest checkpoint), of a checkpoint, or of a folder with config.json
+        from_: begin with the weights of a run (RUN, RUN@best, RUN@STEP), a checkpoint, or a folder with config.json
             and safetensors files, at step 0 (default: new weights of model.preset)
         dropout: dropout rate of the attention weights (default: the model's own)
         attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager

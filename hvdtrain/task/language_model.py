@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         add_adapters(made, lora)
     targets = _targets(corpus, made.config, apart=data.separate)
     mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
+    notes = [f"weights of {source.folder}"] if source is not None else []
+    notes += [corpus.note] if corpus.note else []
     return Task(
         model=made,
         loss=partial(token_loss, targets=targets, mtp=mtp),
@@ -64,7 +66,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
         by_part=partial(_by_part, made, targets, mtp, data),
-        prepare=_make_prepare(made, model.attention, data.separate, corpus.note),
+        prepare=_make_prepare(made, model.attention, data.separate, notes),
     )
 
 
@@ -86,7 +88,7 @@ def _by_part(
 
 
 def _make_prepare(
-    model: nn.Module, wanted: str, separate: bool, note: str
+    model: nn.Module, wanted: str, separate: bool, notes: Sequence[str]
 ) -> Callable[[torch.device, torch.dtype], str]:
     def prepare(device: torch.device, dtype: torch.dtype) -> str:
         from hvdtrain.state.placeholder import Placeholder
@@ -95,7 +97,7 @@ def _make_prepare(
         if separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
             check_separation(model)
         kernel = choose_attention(model, wanted, device, dtype)
-        return f"{note}; {kernel}" if note else kernel
+        return "; ".join([*notes, kernel])
 
     return prepare
 

@@ -1,4 +1,4 @@
-"""What `--model.from` names: a run, a checkpoint, or the folder of a model of transformers."""
+"""What `--model.from` names: a run, one of its checkpoints, or the folder of a model of transformers."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class SavedModel:
 def find_model(name: str, option: str = "--model.from") -> SavedModel:
     """Return the model in a run, a checkpoint or a folder; of a run, that of the newest checkpoint.
 
+    ``RUN@best`` and ``RUN@100`` are the best checkpoint of a run, by its ``--checkpoint.best``, and that of a step.
     `option` is what has the name.
 
     Errors:
@@ -72,8 +73,11 @@ def find_model(name: str, option: str = "--model.from") -> SavedModel:
     from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 
     path = Path(name).expanduser()
+    run, at, which = name.rpartition("@")
+    if at and not path.exists():
+        return SavedModel(_checkpoint_of(Path(run).expanduser(), which, option), True)
     if (path / MANIFEST).exists():
-        return SavedModel(path, True)
+        return SavedModel(path.parent / path.readlink() if path.is_symlink() else path, True)
     if saves := CheckpointStore(RunLayout(path).checkpoints, lambda text: None).list():
         return SavedModel(saves[-1].path, True)
     if path.is_dir() and not RunLayout(path).is_run:
@@ -81,9 +85,34 @@ def find_model(name: str, option: str = "--model.from") -> SavedModel:
     on_hub = not path.is_dir() and _HUB_ID.fullmatch(name)
     raise ConfigError(
         f"there is no model in {name!r}",
-        expected="a run, a checkpoint such as RUN/checkpoints/step-000100, or a folder with config.json",
+        expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, or a folder with config.json",
         found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
         next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then --model.from DIR"
         if on_hub
         else f"correct {option}",
+    )
+
+
+def _checkpoint_of(run: Path, which: str, option: str) -> Path:
+    """Return the folder of the best checkpoint of a run, or of that of a step. Errors: ConfigError: there is none."""
+    from hvdtrain.state.checkpoint_store import BEST, CheckpointStore
+    from hvdtrain.state.measure import Measure
+
+    layout = RunLayout(run)
+    store = CheckpointStore(layout.checkpoints, lambda text: None)
+    saves = store.list()
+    if saves and which == BEST:
+        options = layout.read_config().get("checkpoint") or {}
+        store.best = Measure.parse(str(options.get("best", "loss")))
+        if (best := store.find_best()) is not None:
+            return best[0].path
+    found = [saved.path for saved in saves if str(saved.step) == which]
+    if found:
+        return found[-1]
+    steps = ", ".join(str(saved.step) for saved in saves)
+    raise ConfigError(
+        f"there is no checkpoint {which!r} of {str(run)!r}",
+        expected="RUN@best in a run with held-out data, or RUN@100 for step 100",
+        found=f"checkpoints of steps {steps}" if saves else "no checkpoints",
+        next_step=f"correct {option}",
     )

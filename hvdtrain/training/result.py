@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ class Result:
         first_heldout_loss: of the run's first evaluation; nan if nothing is held out.
         last_heldout_loss: of its last evaluation.
         metrics: the task's metrics in its last evaluation.
+        best: the best checkpoint, its step and its value, as one line; empty if nothing is held out.
         tokens_per_s: weight per second over this stretch's steps, without the first, which warms up.
         unit: what the weight counts: tokens, samples.
         seconds: of this stretch's steps.
@@ -83,6 +83,7 @@ class Result:
     budget: Mapping[str, float]
     model: Any
     analysis: Analysis | None = None
+    best: str = ""
     cost: str = ""
     goodput: str = ""
 
@@ -90,7 +91,7 @@ class Result:
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
     """Return the result of a run that has ended, with the figures of rank 0's journal. Collective: yes."""
     worker, layout = current.worker, current.layout
-    figures = on_rank_0(current.comm, partial(journal_figures, layout.journal), name="figures")
+    figures = on_rank_0(current.comm, lambda: {**journal_figures(layout.journal), **_best(current)}, name="figures")
     return Result(
         run_dir=layout.folder,
         reason=reason,
@@ -103,6 +104,17 @@ def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis
         analysis=analysis,
         **nan_for_none(figures),
     )
+
+
+def _best(current: Round) -> dict[str, str]:
+    assert current.store is not None
+    if (found := current.store.find_best()) is None:
+        return {}
+    (saved, score), measure = found, current.store.best
+    name = "held-out loss" if measure.name == "loss" else measure.name
+    return {
+        "best": f"{name} {-score if measure.more else score:.4f} at step {saved.step}: checkpoints/{saved.path.name}"
+    }
 
 
 def journal_figures(journal: Path) -> dict[str, Any]:

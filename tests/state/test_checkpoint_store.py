@@ -217,7 +217,11 @@ def test_retention_keeps_the_last_and_the_best(best: str, store: CheckpointStore
         notes = {"heldout_loss": loss, "metrics": {"right": -loss} if loss else {}}
         store.remove_old(2, save(store, step, snapshot, notes))
     assert [saved.step for saved in store.list()] == [2, 5, 6]
-    assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
+    names = ["best", "step-000002", "step-000005", "step-000006"]
+    assert sorted(p.name for p in store.directory.iterdir()) == names
+    assert (store.directory / "best").readlink() == Path("step-000002")
+    store.set_aside_after(None)
+    assert not (store.directory / "best").is_symlink()
 
 
 def test_leftovers_of_a_kill_are_removed_and_never_loaded(store: CheckpointStore) -> None:

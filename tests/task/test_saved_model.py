@@ -63,6 +63,17 @@ def _in_rows(job: Recorded, folder: Path) -> Path:
     return save_in_parts(CheckpointStore(folder, pytest.fail, files=files), 4, load(newest), 3, divided=True)
 
 
+def test_a_run_names_its_checkpoints(job: Recorded) -> None:
+    """The held-out loss of step 2 is worse than that of the newest."""
+    for name, step in ((f"{job.run}@2", 2), (f"{job.run}@best", 4), (f"{job.run}/checkpoints/best", 4), (job.run, 4)):
+        found = find_model(str(name))
+        assert found.is_checkpoint and found.folder == _step(job, step), name
+    for wrong in ("3", "worst", ""):
+        with pytest.raises(ConfigError, match=f"no checkpoint '{wrong}'") as caught:
+            find_model(f"{job.run}@{wrong}")
+        assert "steps 2, 4" in str(caught.value)
+
+
 def _by_transformers(job: Recorded, folder: Path) -> Path:
     transformers.AutoModelForCausalLM.from_pretrained(_step(job, 4)).save_pretrained(folder)
     return folder

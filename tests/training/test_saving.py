@@ -24,9 +24,11 @@ from hvdtrain.training.loop import saving
 from hvdtrain.training.loop.saving import Saving
 from tests.support.journals import read_events, read_losses
 from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+TOY = f"{Path(__file__).parents[1]}/support/toy.py:toy"
 TRAIN = {"steps": 12, "global_batch": 4, "micro_batch": 2, "eval_every": 100}
 
 
@@ -221,8 +223,31 @@ def test_steps_and_checkpoints(eval_every: int | None, every: int, steps: list[i
     found = _evaluations("run", every, eval_every=eval_every)
     assert sorted(found) == steps
     saved = _heldout_losses("run")
-    assert sorted(saved) == ([4, 8, 10] if every else [10])
+    better = [
+        step for step in steps[1:-1] if eval_every and found[step] == min(found[s] for s in steps[1:] if s <= step)
+    ]
+    assert sorted(saved) == sorted({*better, *([4, 8, 10] if every else [10])})
     assert saved == {step: found.get(step) for step in saved}
+
+
+class Judge(hvdtrain.Callback):
+    """Gives evaluations a value by which other ranks would choose others than rank 0."""
+
+    def on_evaluation(self, training: Any, evaluation: Any) -> None:
+        given = {0: 9.0, 2: 3.0, 4: 5.0, 6: 4.0, 8: 5.0}.get(training.step, 1.0)
+        evaluation.metrics["given"] = -given if training.rank else given
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_best_evaluation_is_saved_when_it_is_found_also_after_a_resume(size: int) -> None:
+    options = ["--train.eval_every=2", "--checkpoint.every=0", "--checkpoint.keep=1", "--checkpoint.best=given:max"]
+    options += ["--train.steps=10", "--train.global_batch=6", "--train.micro_batch=1", "--run_dir=run", f"--task={TOY}"]
+    saved = Path("run/checkpoints")
+    for stop, kept in ((3, [2, 3]), (7, [4, 7]), (10, [4, 10])):
+        results = train_on_threads(*options, f"--train.stop_at={stop}", size=size, callbacks=[Judge()])
+        assert sorted(int(path.name[5:]) for path in saved.glob("step-*")) == kept
+        assert (saved / "best").readlink() == Path(f"step-{kept[0]:06d}")
+    assert results[0].best == "given 5.0000 at step 4: checkpoints/step-000004"
 
 
 def test_a_resumed_run_evaluates_at_the_same_steps() -> None:

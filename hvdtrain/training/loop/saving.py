@@ -77,6 +77,22 @@ class Saving:
         self._worker.evaluated = self._state.progress.step
         return found
 
+    def is_best(self, found: Evaluation | None) -> bool:
+        """Return whether an evaluation of trained parameters is the best of the run: then it is saved. Collective: yes.
+
+        Only where evaluations have their own schedule: else each one is at a save.
+        """
+        if found is None or not self._state.progress.step or self._config.train.eval_every is None:
+            return False
+
+        def is_better() -> bool:  # a callback may have changed the metrics on one rank
+            assert self._store is not None
+            score = self._best.score(found.loss, found.metrics)
+            best = self._store.find_best()
+            return score is not None and (best is None or score < best[1])
+
+        return on_rank_0(self._comm, is_better, name="best")
+
     def measure(self) -> Evaluation | None:
         """Return loss and metrics of the model's present values; None without held-out data. Collective: yes."""
         stepper = self.stepper
@@ -96,7 +112,7 @@ class Saving:
         unsaved, unevaluated = self._is_unsaved(), self._is_unevaluated()
         evaluated = self.evaluate() if unevaluated or (unsaved and self.is_evaluation_due()) else None
         step = self._state.progress.step
-        if unsaved:
+        if self.is_best(evaluated) or unsaved:
             self.save(evaluated, wait=step == self.current.stop, requests=requests)
         self._worker.evaluated = step
 

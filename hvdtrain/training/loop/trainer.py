@@ -71,7 +71,7 @@ class Trainer:
             record the step; callbacks; check skipped steps and jumps of the loss       (StepChecks)
             if they have spoiled training: back to the last commit           (RollBack)
             every N steps, last step, unless a signal asks to stop: evaluate
-            a signal on any rank, every M steps, last step: save; stop if asked to
+            a signal on any rank, every M steps, the best evaluation, last step: save; stop if asked to
             if ranks join or leave: synchronize the exchange's state, and return
 
     Every rank runs the same lines; only the store is rank 0's. A save is a copy in memory, written while training
@@ -165,7 +165,8 @@ class Trainer:
             evaluating = not (reason or is_back) and saving.is_evaluation_due()
             evaluated = saving.evaluate() if evaluating else None
             last = progress.step == self.current.stop
-            if asked or reason or (not is_back and saving.is_save_due()):
+            is_best = saving.is_best(evaluated)
+            if asked or reason or is_best or (not is_back and saving.is_save_due()):
                 why = f"requested by {reason or 'SIGUSR1'}" if reason or asked else ""
                 saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, requests=requests)
             if reason:
