@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import CallOrderError
 from hvdtrain.exchange.buckets import Named
+from hvdtrain.host_copy import HostCopy
+
+_SAMPLED = 8
+"""Elements of a gradient that are compared."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types by their bytes: equal bits are equal, also of NaN."""
 
 
 class BackwardPasses:
@@ -77,6 +86,10 @@ class SentGradient(Tensor):
 class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
     """The gradients that the last backward pass has finished, in order; by parameter, each with its version.
 
+    ``p.grad.data`` changes without a new version. So some elements of each are kept at the end of the pass: a change of
+    most elements, such as scaling or clamping, is seen without reading all. On a GPU it is known at the end of the next
+    step, as the host does not wait for the device.
+
     Args:
         detect_changes: whether they stay the parameters' gradients during the exchange, so that a program can change
             them.
@@ -85,11 +98,39 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
     def __init__(self, *, detect_changes: bool) -> None:
         super().__init__()
         self._detect_changes = detect_changes
+        self._unseen: list[str] = []  # of the backward pass that runs
+        self._samples: list[tuple[list[str], Tensor]] = []
+        self._compared: list[HostCopy] = []  # whether something has changed, on the way from a device
 
     def add(self, name: str, gradient: Tensor | None) -> None:
         """Add the gradient of a parameter."""
         kept = gradient if self._detect_changes else None
         self[name] = (kept, 0 if kept is None else _version(kept))
+        if kept is not None and type(kept) is Tensor and not kept.is_sparse and kept.numel():
+            if not self._unseen:
+                Variable._execution_engine.queue_callback(self._sample)
+            self._unseen.append(name)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        super().clear()
+        self._unseen, self._samples = [], []
+
+    def _sample(self) -> None:
+        """Keep some elements of each gradient of the backward pass, at its end."""
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name in self._unseen:
+            gradient = self[name][0]
+            assert gradient is not None
+            groups.setdefault((gradient.device, gradient.dtype), []).append(name)
+        self._unseen = []
+        self._samples += [(names, self._elements(names)) for names in groups.values()]
+
+    def _elements(self, names: Sequence[str]) -> Tensor:
+        """Return the bits of some elements of the gradients as they are now, in one tensor."""
+        elements = torch.cat([_some_elements(self[name][0]) for name in names])  # type: ignore[arg-type]
+        real = torch.view_as_real(elements) if elements.is_complex() else elements
+        return real.view(_INTEGERS[real.element_size()])
 
     def check_unchanged(self, named: Named) -> None:
         """Check that no gradient has changed since it was added.
@@ -100,11 +141,43 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
         for name, parameter in named:
             gradient, version = self.get(name, (None, 0))
             if gradient is not None and (parameter.grad is not gradient or _version(gradient) != version):
-                raise CallOrderError(
-                    f"the gradient of {name} was changed after backward, during its exchange",
-                    next_step="call optimizer.synchronize() before you clip, scale or clear gradients, then"
-                    " optimizer.step() within optimizer.skip_synchronize()",
-                )
+                raise _changed(name)
+        before, self._compared = self._compared, []
+        if any(copy.tolist() for copy in before):
+            raise _changed("a parameter, in the step before,")
+        for names, kept in self._samples:
+            now = self._elements(names)
+            if now.is_cuda and now.shape == kept.shape:
+                self._compared.append(HostCopy((now != kept).any()))
+            elif not torch.equal(now, kept):
+                raise _changed(self._first_change(names, kept))
+
+    def _first_change(self, names: Sequence[str], kept: Tensor) -> str:
+        start = 0
+        for name in names:
+            own = self._elements([name])
+            if not torch.equal(own, kept[start : start + len(own)]):
+                return name
+            start += len(own)
+        return names[0]
+
+
+def _changed(name: str) -> CallOrderError:
+    return CallOrderError(
+        f"the gradient of {name} was changed after backward, during its exchange",
+        next_step="call optimizer.synchronize() before you clip, scale or clear gradients, then"
+        " optimizer.step() within optimizer.skip_synchronize()",
+    )
+
+
+def _some_elements(gradient: Tensor) -> Tensor:
+    """Return elements of a gradient that are evenly spaced in its memory."""
+    count = gradient.numel()
+    kept = min(count, _SAMPLED)
+    flat = gradient.detach()
+    if flat.untyped_storage().nbytes() < (flat.storage_offset() + count) * flat.element_size():  # elements share memory
+        flat = flat.flatten()
+    return flat.as_strided((kept,), (count // kept,))
 
 
 def _version(gradient: Tensor) -> int:

@@ -93,7 +93,18 @@ def test_a_scaler_unscales_what_is_summed(hvd: Any, job: Comm, unscale: bool, vi
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("change", ["clip", "clear", "replace"])
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clear": lambda model: model.zero_grad(),
+    "replace": lambda model: setattr(model[0].weight, "grad", torch.zeros_like(model[0].weight)),  # type: ignore[index]
+    "scale data": lambda model: [p.grad.data.mul_(0.5) for p in model.parameters()],  # type: ignore[union-attr]
+    "clamp data of one": lambda model: model[2].bias.grad.data.clamp_(-1e-6, 1e-6),  # type: ignore[index]
+    "replace data": lambda model: setattr(model[0].weight.grad, "data", torch.ones(16, 6)),  # type: ignore[index]
+    "poison data": lambda model: model[4].weight.grad.data.fill_(float("nan")),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change: str) -> None:
     """The optimizer refuses to clear them, and a step with others."""
     model, optimizer = _made(several)
@@ -101,12 +112,7 @@ def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change:
         _loss(model, job.rank, step).backward()
         with pytest.raises(TaskError, match="being exchanged"):
             optimizer.zero_grad()
-        if change == "clip":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        elif change == "clear":
-            model.zero_grad()
-        else:
-            model[0].weight.grad = torch.zeros_like(model[0].weight)
+        CHANGES[change](model)
         with pytest.raises(CallOrderError, match="changed after backward"):
             optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())  # begins anew
