@@ -200,7 +200,7 @@ class Reducer(ActiveBuckets):
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        for hook in self._hooks:
+        for hook, _ in self._hooks:
             hook.remove()
         self._hooks.clear()
 
@@ -210,11 +210,13 @@ class Reducer(ActiveBuckets):
         self.close()
         self._known = named
         for name, parameter in named:
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            # Its hooks come after those of the parameter, which may change the gradient. The parameter does not own it.
+            with torch.enable_grad():
+                node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            self._hooks.append((node.register_hook(self._hook(name, parameter)), node))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        def on_gradient(parameter: nn.Parameter) -> None:
+    def _hook(self, name: str, parameter: nn.Parameter) -> Callable[..., None]:
+        def on_gradient(*_: Any) -> None:
             if self.over and self._passes.count:
                 self.commit(applied=False)
                 self.forget()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import CallOrderError, JoinedError, TaskError
-from tests.parallel.test_drop_in import _loss, _model, _sgd, _train
+from tests.parallel.test_drop_in import _called, _loss, _model, _sgd, _train
 
 
 def _made(hvd: Any, **options: Any) -> tuple[nn.Sequential, Any]:
@@ -117,6 +117,27 @@ def test_gradients_on_their_way_are_not_changed(several: Any, job: Comm, change:
             optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())  # begins anew
         model.zero_grad()
+
+
+def test_hooks_of_parameters_may_change_gradients(several: Any, job: Comm) -> None:
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    found = []
+    for when in ("before", "after", "never"):
+        model, optimizer = _model(), None
+        for what in {"before": "hook wrap", "after": "wrap hook", "never": "wrap"}[when].split():
+            if what == "wrap":
+                plain = torch.optim.SGD(model.parameters(), lr=0.05 if when == "never" else 0.1)
+                optimizer = several.DistributedOptimizer(plain, _called(model, when))
+            else:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(halve)
+        found.append([p.detach().clone() for p in _train(several, model, optimizer).parameters()])
+    assert _equal(model, job)
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
 
 
 def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm) -> None:
