@@ -18,6 +18,12 @@ def world(limits: Limits = ELASTIC, hosts: dict[str, int] | None = None, **how: 
     return World(limits, hosts or TWO_HOSTS, **how)
 
 
+@pytest.fixture
+def job() -> World:
+    """Four ranks on two hosts, in their first round."""
+    return world()
+
+
 def with_a_starting_rank() -> tuple[World, FakeWorker]:
     """A job of two ranks that train, and the process of a third that has not asked for a place."""
     job = World(TWO, {"a": 2})
@@ -215,8 +221,7 @@ class TestPlaces:
 
 class TestFailure:
     @pytest.mark.parametrize("code", [-9, 1, 0])
-    def test_the_others_are_notified_at_once_and_continue(self, code: int) -> None:
-        job = world()
+    def test_the_others_are_notified_at_once_and_continue(self, job: World, code: int) -> None:
         others = job.round()[:1] + job.round()[2:]
         now_s = job.now_s
         job.exit(job.by_rank(1), code)
@@ -227,8 +232,7 @@ class TestFailure:
         job.wait(3)
         assert sizes(job) == [4, 3, 4]
 
-    def test_the_others_continue_before_its_process_has_ended(self) -> None:
-        job = world()
+    def test_the_others_continue_before_its_process_has_ended(self, job: World) -> None:
         others = job.round()[:1] + job.round()[2:]
         dying = job.by_rank(1)
         job.die(dying)
@@ -241,8 +245,7 @@ class TestFailure:
         job.wait(3)
         assert sizes(job) == [4, 3, 4]
 
-    def test_a_rank_that_cannot_be_killed_is_reported(self) -> None:
-        job = world()
+    def test_a_rank_that_cannot_be_killed_is_reported(self, job: World) -> None:
         job.die(job.by_rank(1))
         job.wait(ELASTIC.end_s + 1)
         assert said(job, "rank 1 on a did not end in time")
@@ -265,8 +268,7 @@ class TestFailure:
             job.exit(worker)
         assert not said(job, "started again") and job.code == 1
 
-    def test_one_that_dies_between_two_rounds_is_not_waited_for(self) -> None:
-        job = world()
+    def test_one_that_dies_between_two_rounds_is_not_waited_for(self, job: World) -> None:
         dying, late = job.by_rank(1), job.by_rank(2)
         late.deaf = True
         job.exit(job.by_rank(0))
@@ -287,8 +289,7 @@ class TestFailure:
         job.wait(1)
         assert newcomers and not job.round()
 
-    def test_one_that_ends_as_it_said_breaks_nothing(self) -> None:
-        job = world()
+    def test_one_that_ends_as_it_said_breaks_nothing(self, job: World) -> None:
         first = job.by_rank(0)
         job.say(first, "leaving", why="finished")
         job.die(first)
@@ -303,8 +304,7 @@ class TestFailure:
         job.exit(only, 7)
         assert job.code == 1 and "ended with exit code 7" in job.said[-1]
 
-    def test_a_slot_that_keeps_failing_is_tried_ever_more_rarely_and_never_given_up(self) -> None:
-        job = world()
+    def test_a_slot_that_keeps_failing_is_tried_ever_more_rarely_and_never_given_up(self, job: World) -> None:
         job.joining = False
         job.exit(job.by_rank(3))
         tries = 0
@@ -316,16 +316,14 @@ class TestFailure:
                     job.exit(worker, 1)
         assert 10 <= tries <= 12 and len(job.round()) == 3  # after 1, 2, 4 ... 60, 60, 60 s
 
-    def test_time_in_rounds_makes_its_failures_forgotten(self) -> None:
-        job = world()
+    def test_time_in_rounds_makes_its_failures_forgotten(self, job: World) -> None:
         for _ in range(4):
             job.exit(job.by_rank(3))
             job.wait(40)
             assert len(job.round()) == 4
         assert len(said(job, "started again in 1 s")) == 4
 
-    def test_the_next_round_waits_for_all_that_are_left(self) -> None:
-        job = world()
+    def test_the_next_round_waits_for_all_that_are_left(self, job: World) -> None:
         late = job.by_rank(2)
         late.deaf = True
         job.exit(job.by_rank(0))
@@ -334,8 +332,7 @@ class TestFailure:
         job.join(late, "failed")
         assert len(job.rounds) == 2
 
-    def test_one_that_failed_without_dying_takes_the_others_with_it(self) -> None:
-        job = world()
+    def test_one_that_failed_without_dying_takes_the_others_with_it(self, job: World) -> None:
         failed = job.by_rank(1)
         job.join(failed, "failed", "Connection reset")
         assert sizes(job) == [4, 4] and not job.code
@@ -356,15 +353,13 @@ class TestFailure:
             job.wait(5)
         assert sizes(job) == [4, 4, 4] and job.code == 1
 
-    def test_rounds_that_never_make_a_step_end_the_job(self) -> None:
-        job = world()
+    def test_rounds_that_never_make_a_step_end_the_job(self, job: World) -> None:
         for _ in range(ELASTIC.fruitless + 1):
             assert job.code is None
             job.join(job.by_rank(1), "failed", "no route to host")
         assert job.code == 1 and "no route to host" in job.said[-1]
 
-    def test_rounds_that_make_steps_may_break_for_ever(self) -> None:
-        job = world()
+    def test_rounds_that_make_steps_may_break_for_ever(self, job: World) -> None:
         for step in range(5 * ELASTIC.fruitless):
             for worker in job.round():
                 worker.step = step
@@ -477,8 +472,7 @@ class TestGrowth:
 
 
 class TestRemoval:
-    def test_a_removed_host_leaves_at_the_next_step_and_may_come_back(self) -> None:
-        job = world()
+    def test_a_removed_host_leaves_at_the_next_step_and_may_come_back(self, job: World) -> None:
         gone, others = job.living("b"), job.living("a")
         job.hosts({"a": 2})
         assert all(w.alive for w in gone)
@@ -495,8 +489,7 @@ class TestRemoval:
         job.hosts({"a": 2})
         assert len(job.living()) == 2 and len(job.rounds) == 1
 
-    def test_one_that_leaves_the_round_by_itself_is_followed(self) -> None:
-        job = world()
+    def test_one_that_leaves_the_round_by_itself_is_followed(self, job: World) -> None:
         job.join(job.by_rank(1), "changed")
         assert sizes(job) == [4, 4]
 
@@ -507,15 +500,13 @@ class TestRemoval:
         job.wait(2)
         assert [w.number for w in job.round()] == first
 
-    def test_a_removal_revoked_in_time_changes_nothing(self) -> None:
-        job = world()
+    def test_a_removal_revoked_in_time_changes_nothing(self, job: World) -> None:
         job.hosts({"a": 2})
         job.hosts(TWO_HOSTS)
         job.wait(5)
         assert sizes(job) == [4] and all(w.told == ["round"] for w in job.round())
 
-    def test_one_change_for_removal_and_growth_together(self) -> None:
-        job = world()
+    def test_one_change_for_removal_and_growth_together(self, job: World) -> None:
         job.hosts({"a": 2, "c": 2})
         job.wait(5)
         assert {w.host for w in job.round()} == {"a", "c"} and len(job.rounds) <= 3
@@ -540,8 +531,7 @@ class TestRemoval:
             "that is no failure"
         )
 
-    def test_a_rank_with_sigterm_leaves_and_its_slot_rests(self) -> None:
-        job = world()
+    def test_a_rank_with_sigterm_leaves_and_its_slot_rests(self, job: World) -> None:
         leaver = job.by_rank(1)
         job.say(leaver, "drain")
         assert "stays empty for 60 s" in job.said[-1]
@@ -554,8 +544,7 @@ class TestRemoval:
 
 
 class TestEnd:
-    def test_the_first_to_finish_does_not_end_the_others(self) -> None:
-        job = world()
+    def test_the_first_to_finish_does_not_end_the_others(self, job: World) -> None:
         first, *others = job.round()
         job.finish(first)
         job.wait(ELASTIC.grace_s - 1)
@@ -565,8 +554,7 @@ class TestEnd:
             job.wait(20)
         assert job.code == 0
 
-    def test_a_rank_that_finishes_too_late_is_killed(self) -> None:
-        job = world()
+    def test_a_rank_that_finishes_too_late_is_killed(self, job: World) -> None:
         first, second, *_ = job.round()
         job.finish(first)
         job.say(second, "leaving", why="finished")  # it writes: it has more time
@@ -575,15 +563,13 @@ class TestEnd:
         job.exit(second, 0)
         assert job.code == 0
 
-    def test_a_late_rank_is_killed_while_the_first_still_writes(self) -> None:
-        job = world()
+    def test_a_late_rank_is_killed_while_the_first_still_writes(self, job: World) -> None:
         first, *_ = job.round()
         job.say(first, "leaving", why="finished")
         job.wait(ELASTIC.grace_s + 1)
         assert job.living() == [first]
 
-    def test_no_round_begins_when_one_has_finished(self) -> None:
-        job = world()
+    def test_no_round_begins_when_one_has_finished(self, job: World) -> None:
         first, second, *_ = job.round()
         job.say(first, "leaving", why="finished")
         job.exit(second)
@@ -591,8 +577,7 @@ class TestEnd:
         job.exit(first, 0)
         assert job.code == 0
 
-    def test_work_that_is_spoilt_at_the_end_is_not_done(self) -> None:
-        job = world()
+    def test_work_that_is_spoilt_at_the_end_is_not_done(self, job: World) -> None:
         for worker in job.round():
             job.finish(worker, code=-9 if worker.rank == 0 else 0)
         assert job.code == 1 and "rank 0" in job.said[-1]
@@ -615,14 +600,12 @@ class TestEnd:
         assert job.code == code and said(job, f"rank {last} on ")
 
     @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-    def test_a_signal_lets_all_save(self, name: str, code: int) -> None:
-        job = world()
+    def test_a_signal_lets_all_save(self, job: World, name: str, code: int) -> None:
         everybody = job.round()
         send_signal(job, name)
         assert job.code == code and all(w.told == ["round", "stop"] for w in everybody)
 
-    def test_ranks_that_end_by_a_signal_of_their_own_end_the_job_by_it(self) -> None:
-        job = world()
+    def test_ranks_that_end_by_a_signal_of_their_own_end_the_job_by_it(self, job: World) -> None:
         for worker in job.round():
             job.finish(worker, "SIGTERM", 143)
         assert job.code == 143
@@ -637,8 +620,7 @@ class TestEnd:
         send_signal(job)
         assert job.code == 143 and not job.living() and not said(job, "started again")
 
-    def test_a_second_signal_kills(self) -> None:
-        job = world()
+    def test_a_second_signal_kills(self, job: World) -> None:
         for worker in job.round():
             worker.deaf = True
         send_signal(job, "SIGINT")
@@ -658,8 +640,7 @@ class TestEnd:
         job.wait(2)
         assert not job.living() and job.code == 143
 
-    def test_between_two_rounds_they_get_one_to_save_in(self) -> None:
-        job = world()
+    def test_between_two_rounds_they_get_one_to_save_in(self, job: World) -> None:
         late = job.by_rank(3)
         late.deaf = True
         job.exit(job.by_rank(0))
@@ -670,8 +651,7 @@ class TestEnd:
 
 
 class TestHangs:
-    def test_a_stopped_rank_is_killed(self) -> None:
-        job = world()
+    def test_a_stopped_rank_is_killed(self, job: World) -> None:
         stopped = job.by_rank(2)
         stopped.deaf = True
         job.alive(stopped)
@@ -692,8 +672,7 @@ class TestHangs:
         job.wait(3)
         assert not stopped.alive and other.alive
 
-    def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self) -> None:
-        job = world()
+    def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self, job: World) -> None:
         for worker in job.round():
             job.alive(worker)
             worker.deaf = True
@@ -703,8 +682,7 @@ class TestHangs:
         job.wait(100)
         assert len(job.round()) == 4
 
-    def test_a_hanging_rank_prints_its_stack_before_it_is_killed(self) -> None:
-        job = world()
+    def test_a_hanging_rank_prints_its_stack_before_it_is_killed(self, job: World) -> None:
         job.wait(70)
         held = job.by_rank(1)
         for worker in job.round():
@@ -722,8 +700,7 @@ class TestHangs:
         job.wait(30)
         assert not stuck.alive and len(job.living()) == 3 and len(job.rounds) == 1
 
-    def test_one_that_cannot_speak_has_as_long_as_one_that_hangs(self) -> None:
-        job = world()
+    def test_one_that_cannot_speak_has_as_long_as_one_that_hangs(self, job: World) -> None:
         mute = job.by_rank(2)
         job.alive(mute)
         mute.deaf = True
@@ -732,8 +709,7 @@ class TestHangs:
         job.wait(10)
         assert not mute.alive
 
-    def test_a_rank_that_blocks_the_others_is_killed_after_the_timeout(self) -> None:
-        job = world()
+    def test_a_rank_that_blocks_the_others_is_killed_after_the_timeout(self, job: World) -> None:
         job.wait(500)
         hung = job.by_rank(3)
         wait_for_one(job, hung, 30, waited_s=500)
@@ -761,9 +737,8 @@ class TestHangs:
         assert left.alive == (idle_s == 0)
 
     @pytest.mark.parametrize("says", [True, False])
-    def test_one_that_compiles_has_ten_times_as_long(self, says: bool) -> None:
+    def test_one_that_compiles_has_ten_times_as_long(self, job: World, says: bool) -> None:
         """It, or a compiler that it has started, uses the processor, and may send no message meanwhile."""
-        job = world()
         job.wait(700)
         *others, at_work = job.round()
         job.alive(at_work)
@@ -779,8 +754,7 @@ class TestHangs:
             job.wait(5)
         assert not at_work.alive
 
-    def test_one_that_computes_no_longer_is_one_that_hangs(self) -> None:
-        job = world()
+    def test_one_that_computes_no_longer_is_one_that_hangs(self, job: World) -> None:
         job.wait(200)
         hung = job.by_rank(3)
         hung.deaf = True
@@ -798,8 +772,7 @@ class TestHangs:
         wait_for_one(job, hung, 2, waited_s=2)
         assert not hung.alive
 
-    def test_no_rank_hangs_while_another_still_works(self) -> None:
-        job = world()
+    def test_no_rank_hangs_while_another_still_works(self, job: World) -> None:
         job.wait(70)
         first, second, *others = job.round()
         for worker in others:
@@ -818,23 +791,20 @@ class TestHangs:
             job.alive(worker, idle_s=1e6, waiting=not timeout_s and worker.rank != 0)
         assert sizes(job) == [4] and len(job.round()) == 4
 
-    def test_time_before_the_round_does_not_count_as_a_hang(self) -> None:
-        job = world()
+    def test_time_before_the_round_does_not_count_as_a_hang(self, job: World) -> None:
         job.wait(70)
         job.exit(job.by_rank(0))
         first = job.by_rank(0)
         wait_for_one(job, first, 1000, waited_s=0)
         assert first.alive
 
-    def test_collectives_that_never_come_are_given_up(self) -> None:
-        job = world()
+    def test_collectives_that_never_come_are_given_up(self, job: World) -> None:
         job.wait(70)
         for worker in job.round():
             job.alive(worker, idle_s=61, waiting=True)
         assert sizes(job) == [4, 4]
 
-    def test_a_rank_that_does_not_leave_a_broken_round_is_killed(self) -> None:
-        job = world()
+    def test_a_rank_that_does_not_leave_a_broken_round_is_killed(self, job: World) -> None:
         job.wait(70)
         stays = job.by_rank(2)
         stays.deaf = True
@@ -845,8 +815,7 @@ class TestHangs:
             job.alive(stays, idle_s=idle_s + 1, waiting=True)
         assert not stays.alive and len(job.round()) >= 2
 
-    def test_a_driver_that_was_suspended_kills_no_rank(self) -> None:
-        job = world()
+    def test_a_driver_that_was_suspended_kills_no_rank(self, job: World) -> None:
         for worker in job.round():
             job.alive(worker)
         job.members.agent_heartbeat("b", {job.by_rank(3).number: True}, job.now_s)
@@ -862,8 +831,7 @@ class TestHangs:
         assert started == ["b"] * 3 and len(job.round()) == 2
         assert said(job, "not ready within 120 s")
 
-    def test_messages_of_ranks_count_as_heartbeats_of_their_host(self) -> None:
-        job = world()
+    def test_messages_of_ranks_count_as_heartbeats_of_their_host(self, job: World) -> None:
         for _ in range(int(ELASTIC.lost_s) + 5):
             for worker in job.round():
                 job.alive(worker)
@@ -871,8 +839,7 @@ class TestHangs:
             job.tick(1)
         assert sizes(job) == [4]
 
-    def test_a_silent_host_is_lost_and_tried_again(self) -> None:
-        job = world()
+    def test_a_silent_host_is_lost_and_tried_again(self, job: World) -> None:
         job.unreachable.add("b")
         job.wait(ELASTIC.lost_s + 1)
         assert sizes(job) == [4, 2]
