@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,8 @@ import pytest
 
 from tests.support import chaos
 from tests.support.chaos import Cell, run_cell
-from tests.support.host import Host, command_of, required, tool
+from tests.support.fake_launch import job_processes
+from tests.support.host import command_of, required
 from tests.support.launch import ROOT, TIMEOUT_S
 from tests.support.slurm import Slurm, slurm_on
 from tests.support.two_hosts import LINK, two_hosts
@@ -37,10 +38,6 @@ def without_ssh() -> Iterator[Slurm]:
                 host.configure("ip", "link", "set", name, "up")
         with slurm_on([hosts.a, hosts.b]) as started:
             yield started
-
-
-def test_the_nodes_have_no_ssh(without_ssh: Slurm) -> None:
-    assert without_ssh.run([tool("ssh"), "b", "true"], check=False).returncode == 255
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +74,16 @@ def job(slurm: Slurm, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Ite
                 one.kill()
 
 
-def of_job(host: Host, folder: Path, word: str = "") -> list[psutil.Process]:
-    """Processes of the job on a host; `word`: those with it in a word of their command."""
-    found = []
-    for process in map(psutil.Process, sorted(host.processes())):
-        with suppress(psutil.Error):
-            if process.environ().get("FAKE_FOLDER") == str(folder) and any(word in w for w in process.cmdline()):
-                found.append(process)
-    return found
-
-
 def driver(slurm: Slurm, folder: Path) -> list[psutil.Process]:
-    return [p for p in of_job(slurm.first, folder, FAKE[0]) if p.cmdline()[0] == sys.executable]
+    found = job_processes(folder, FAKE[0], slurm.first.processes())
+    return [p for p in found if p.cmdline()[0] == sys.executable]
 
 
 def test_a_killed_agent_loses_its_host_which_comes_back(without_ssh: Slurm, tmp_path: Path) -> None:
     """Ranks use the fast interface, and a bridge at the same address on each host never."""
     b = without_ssh.hosts[1]
     with job(without_ssh, tmp_path) as (process, said):
-        (agent,) = of_job(b, tmp_path, "hvdtrain.launch.agent")
+        (agent,) = job_processes(tmp_path, "hvdtrain.launch.agent", b.processes())
         agent.kill()
         lost = next(line for line in said if "b is lost" in line)
         assert "srun: error: b: task 0: Killed" in lost
@@ -104,7 +92,7 @@ def test_a_killed_agent_loses_its_host_which_comes_back(without_ssh: Slurm, tmp_
         (own,) = driver(without_ssh, tmp_path)
         own.send_signal(signal.SIGINT)
         process.communicate(timeout=TIMEOUT_S)
-    assert not of_job(b, tmp_path)
+    assert not job_processes(tmp_path, ids=b.processes())
     log = (tmp_path / "log").read_text().splitlines()
     assert all("if=ib0" in line for line in log if line.startswith(("round 1", "round 3")))
 
@@ -113,12 +101,14 @@ def test_a_killed_agent_loses_its_host_which_comes_back(without_ssh: Slurm, tmp_
 def test_nothing_is_left_where_the_link_breaks(victim: str, without_ssh: Slurm, tmp_path: Path) -> None:
     a, b = without_ssh.hosts
     with job(without_ssh, tmp_path) as (_, said):
-        there = of_job(b, tmp_path, "fake_rank") + of_job(b, tmp_path, "hvdtrain.launch.agent")
+        there = job_processes(tmp_path, "fake_rank", b.processes()) + job_processes(
+            tmp_path, "hvdtrain.launch.agent", b.processes()
+        )
         assert len(there) == 2
         if victim == "driver":
             (found,) = driver(without_ssh, tmp_path)
         else:  # which has a child to end the step without it
-            found = next(p for p in of_job(a, tmp_path, "--overlap") if p.cmdline()[0] == "srun")
+            found = next(p for p in job_processes(tmp_path, "--overlap", a.processes()) if p.cmdline()[0] == "srun")
         found.kill()
         if victim == "srun":
             next(line for line in said if "b is lost" in line)

@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,17 +129,25 @@ class FakeJob:
         path = self.folder / "log"
         return [line for line in path.read_text().splitlines() if line.startswith(word)] if path.exists() else []
 
+    def sizes(self) -> list[int]:
+        """Of the rounds so far, where its options have ``--events events``."""
+        events = map(json.loads, (self.folder / "events").read_text().splitlines())
+        return [event["size"] for event in events if event["event"] == "round"]
+
     def processes(self, name: str = "") -> list[psutil.Process]:
         """All processes of the job but the driver; `name`: those with this in their command."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                ours = process.environ().get("FAKE_FOLDER") == str(self.folder) and process.pid != self.pid
-                if ours and any(name in part for part in process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return [process for process in job_processes(self.folder, name) if process.pid != self.pid]
+
+
+def job_processes(folder: Path, name: str = "", ids: Iterable[int] | None = None) -> list[psutil.Process]:
+    """Processes of the job in a folder; `name`: those with this in their command; `ids`: those among them."""
+    found = []
+    for pid in sorted(psutil.pids() if ids is None else ids):
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.environ().get("FAKE_FOLDER") == str(folder) and any(name in w for w in process.cmdline()):
+                found.append(process)
+    return found
 
 
 if __name__ == "__main__":

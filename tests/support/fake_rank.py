@@ -2,11 +2,10 @@
 
     python fake_rank.py STEPS [KIND:RANK:STEP ...]
 
-What it shall do at a step is said by KINDs; RANK `*` is any. Each is done once by each rank, however often it is
-started again, unless KIND begins with `always-`. `raise`: exit with 1; `usage`: with 2; `kill`: SIGKILL itself;
-`stop`: SIGSTOP itself; `hang`: do nothing more in the training thread, and report that for long; `drain`: tell that it
-is to go. All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done; `checkpoint`; the step of
-a round.
+What it shall do at a step is said by KINDs. Each is done once by each rank, however often it is started again.
+`raise`: exit with 1; `kill`: SIGKILL itself; `stop`: SIGSTOP itself; `hang`: do nothing more in the training thread,
+and report that for long. All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done;
+`checkpoint`; the step of a round.
 """
 
 from __future__ import annotations
@@ -58,18 +57,13 @@ def log(text: str) -> None:
 
 def act(rank: int, step: int) -> None:
     for kind, who, when in DEEDS:
-        if who not in ("*", str(rank)) or int(when) != step:
+        mark = FOLDER / f"done-{kind}-{who}-{when}"
+        if (who, when) != (str(rank), str(step)) or mark.exists():
             continue
-        mark = FOLDER / f"done-{kind}-{who}-{when}-{rank}"
-        if not kind.startswith("always"):
-            if mark.exists():
-                continue
-            mark.touch()
+        mark.touch()
         log(f"{kind} rank={rank} step={step}")
-        if kind.endswith("raise"):
+        if kind == "raise":
             leave(1)
-        if kind.endswith("usage"):
-            leave(2)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":
@@ -77,8 +71,6 @@ def act(rank: int, step: int) -> None:
         if kind == "hang":
             state["idle_s"] = 1e9
             threading.Event().wait()
-        if kind == "drain":
-            send("drain")
 
 
 def checkpoint() -> int:

@@ -44,7 +44,7 @@ class Scenario(FakeJob):
         rank: int = 1,
         train: Sequence[str] = (),
     ) -> None:
-        self.run, self.events, order = folder / "run", folder / "events", folder / "order"
+        self.run, order = folder / "run", folder / "order"
         if fault:
             order.write_text(json.dumps({"fault": fault, "phase": phase, "step": step, "rank": rank}))
         self._fast = Path(f"{order}.fast")
@@ -52,7 +52,7 @@ class Scenario(FakeJob):
         arguments = [str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={self.run}", *train]
         # A fork that stops does not stop the process that the agent knows.
         python = [sys.executable] if fault == "SIGSTOP" else warm_python()
-        super().__init__(folder, *options, "--events", str(self.events), "--", *arguments, program=RANK, python=python)
+        super().__init__(folder, *options, "--events", "events", "--", *arguments, program=RANK, python=python)
 
     def hurry(self) -> None:
         """Wait no longer between steps."""
@@ -83,11 +83,6 @@ class Scenario(FakeJob):
         for process in self.processes(RANK.name):
             if "hvdtrain.launch.agent" not in process.cmdline():
                 process.send_signal(signal.SIGKILL)
-
-    def sizes(self) -> list[int]:
-        """Of the rounds so far."""
-        events = map(json.loads, self.events.read_text().splitlines())
-        return [event["size"] for event in events if event["event"] == "round"]
 
 
 class Hosts:
