@@ -1,9 +1,7 @@
-"""Ranks in containers: what starts them, what is refused, and a job by the real mpirun with a stand-in of Apptainer."""
+"""Ranks in containers: what starts them and what is refused. Real launchers: test_real_mpis.py and tests/slurm."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +15,10 @@ from hvdtrain.launch.choose import AUTO, OWN, Choice, choose, refuse_options, re
 from hvdtrain.launch.detect import Machine, find_container_runtime
 from hvdtrain.launch.spec import Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.past_journal import read_steps
 from tests.support import jobs
-from tests.support.containers import make_image, make_runtime, starts
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
+from tests.support.containers import make_runtime
 
 TAKE = {"openmpi", "mpich", "intelmpi", "srun", "slurm", "pbs", "lsf"}
-TOY = (f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=4", "--train.global_batch=8", "--train.micro_batch=2")
 
 
 def spec(*options: str, target: str = "openmpi", environ: dict[str, str] | None = None) -> JobSpec:
@@ -165,26 +160,3 @@ def test_idle_gpus_are_reported(target: str, environ: dict[str, str], options: t
     made = spec_of(parse(["-np", "4", *options, "--", *words]), Choice(target, None, ""), Machine(), inside)
     note = idle_gpus(made, target, inside)
     assert said in note and bool(said) == bool(note)
-
-
-@pytest.mark.slow
-def test_ranks_of_the_real_mpirun_train_in_containers(tmp_path: Path) -> None:
-    """The image's Python runs them where they would run without it, and no packages of the host reach it."""
-    image, mpirun = make_image(tmp_path), Path(program("mpirun"))
-    work = tmp_path / "it's work"
-    work.mkdir()
-    path = os.pathsep.join([str(make_runtime(tmp_path)), str(mpirun.parent), ENVIRONMENT["PATH"]])
-    of_host = {"PYTHONPATH": f"{ROOT}:/of-host", "VIRTUAL_ENV": "/of-host", "HVDTRAIN_X": "1"}
-    variables = {**ENVIRONMENT, **of_host, "PATH": path}
-    argv = [sys.executable, "-m", "hvdtrain", "launch", "--to", "openmpi", "-np", "2", "--container", str(image)]
-    argv += ["--container_mount", "/data:/in:ro", "--", *TOY, "--run_dir=run"]
-    done = subprocess.run(argv, cwd=work, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0 and "containers by apptainer" in done.stderr, done.stderr
-    assert len(read_steps(work / "run/journal.jsonl")) == 4
-    ranks = starts(image)
-    assert len(ranks) == 2
-    for flags, options, given in ranks:
-        assert flags == [] and options == {"--bind": [f"{work}:{work}", "/data:/in:ro"], "--pwd": [str(work)]}
-        assert given["HVDTRAIN_X"] == "1" and given["OMPI_COMM_WORLD_SIZE"] == "2"
-    of_python = (image / "environment").read_text()
-    assert of_python.count("PYTHONNOUSERSITE=1\n") == 2 and "/of-host" not in of_python

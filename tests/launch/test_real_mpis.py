@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import site
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from hvdtrain.launch.spec import Command, Container, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from tests.support.containers import make_image, make_runtime, starts
 from tests.support.echo_python import echo_python
-from tests.support.launch import ENVIRONMENT, TIMEOUT_S
-from tests.support.mpis import NAMES, any_of
+from tests.support.journals import read_losses
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, train
+from tests.support.mpis import NAMES, any_of, wheel
 
 pytestmark = pytest.mark.slow
 
-AWKWARD = ("a b", "it's", 'say "x"', "two\nlines", "$HOME `id` \\", "--", "*", "ü", "")
+AWKWARD = ("a b", "it's", 'say "x"', "two\nlines", "$HOME `id` $(id) \\", "--", "*", "ü", "")
 
 
 @pytest.fixture(params=NAMES)
@@ -35,9 +38,22 @@ def spec(mpi: Mpi, folder: Path, ranks: int) -> JobSpec:
     return JobSpec(AWKWARD, ranks, python=python, mpi=mpi, is_root=os.geteuid() == 0, folder=str(folder))
 
 
-def environment(mpi: Mpi, start: Command) -> dict[str, str]:
+def environment(mpi: Mpi, **variables: str) -> dict[str, str]:
     folder = str(Path(mpi.mpirun).parent)
-    return {**ENVIRONMENT, "PATH": f"{folder}:{ENVIRONMENT['PATH']}", **start.variables}
+    return {**ENVIRONMENT, "PATH": f"{folder}:{ENVIRONMENT['PATH']}", **variables}
+
+
+def rendered(job: JobSpec) -> Command:
+    assert job.mpi is not None
+    start = TARGETS[job.mpi.flavour].render(job)
+    assert isinstance(start, Command)
+    return start
+
+
+def run(argv: Sequence[str], cwd: Path, variables: dict[str, str], timeout_s: float = TIMEOUT_S) -> str:
+    done = subprocess.run(argv, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def told(output: str) -> list[dict[str, Any]]:
@@ -47,36 +63,26 @@ def told(output: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_get_their_arguments_and_environment(mpi: Mpi, ranks: int, tmp_path: Path) -> None:
-    """More ranks than cores too, in a folder of an awkward name, and no rank is bound to a part of the cores."""
+    """More ranks than cores too, in a folder of an awkward name, and no rank is bound to a part of the cores.
+
+    A shell takes the shown command.
+    """
     folder = tmp_path / "it's\na folder"
     folder.mkdir()
-    job = spec(mpi, folder, ranks)
-    start = TARGETS[mpi.flavour].render(job)
-    assert isinstance(start, Command)
-    given = environment(mpi, start)
-    done = subprocess.run(start.argv, cwd=folder, env=given, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    lines = told(done.stdout)
+    start = rendered(spec(mpi, folder, ranks))
+    argv = start.argv if ranks > 1 else ["bash", "-c", str(start)]
+    lines = told(run(argv, folder, environment(mpi, **(start.variables if ranks > 1 else {}))))
     assert [(line["rank"], line["size"], line["local_rank"]) for line in lines] == [(k, ranks, k) for k in range(ranks)]
     assert all(line["argv"] == ["-m", "hvdtrain", *AWKWARD] and line["cwd"] == str(folder) for line in lines)
     assert all(line["cores"] == len(os.sched_getaffinity(0)) for line in lines)
 
 
-def test_a_shell_runs_the_shown_command(mpi: Mpi, tmp_path: Path) -> None:
-    start = TARGETS[mpi.flavour].render(spec(mpi, tmp_path, 1))
-    variables = {**ENVIRONMENT, "PATH": environment(mpi, Command(()))["PATH"]}
-    done = subprocess.run(["bash", "-c", str(start)], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert [line["argv"] for line in told(done.stdout)] == [["-m", "hvdtrain", *AWKWARD]], done.stderr
-
-
 def test_one_host_needs_no_ssh(mpi: Mpi, tmp_path: Path) -> None:
     """Also for more ranks than cores."""
     ranks = len(os.sched_getaffinity(0)) + 1
-    start = TARGETS[mpi.flavour].render(replace(spec(mpi, tmp_path, ranks), remote_shell=False))
-    assert isinstance(start, Command)
-    variables = {**environment(mpi, start), "PATH": str(Path(mpi.mpirun).parent)}
-    done = subprocess.run(start.argv, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert len(told(done.stdout)) == ranks, done.stderr
+    start = rendered(replace(spec(mpi, tmp_path, ranks), remote_shell=False))
+    variables = {**environment(mpi, **start.variables), "PATH": str(Path(mpi.mpirun).parent)}
+    assert len(told(run(start.argv, tmp_path, variables))) == ranks
 
 
 WAITING = """\
@@ -92,10 +98,8 @@ def test_a_notice_reaches_the_ranks(mpi: Mpi, tmp_path: Path) -> None:
     python = shutil.which("python3", path=ENVIRONMENT["PATH"])
     assert python is not None
     (tmp_path / "hvdtrain.py").write_text(WAITING)
-    job = replace(spec(mpi, tmp_path, 2), python=python, arguments=())
-    start = TARGETS[mpi.flavour].render(job)
-    assert isinstance(start, Command)
-    given, pipe = environment(mpi, start), subprocess.PIPE
+    start = rendered(replace(spec(mpi, tmp_path, 2), python=python, arguments=()))
+    given, pipe = environment(mpi, **start.variables), subprocess.PIPE
     with subprocess.Popen(start.argv, cwd=tmp_path, env=given, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         seen = "".join(process.stdout.readline() for _ in range(2))
@@ -110,13 +114,40 @@ def test_ranks_start_in_containers(mpi: Mpi, tmp_path: Path) -> None:
     image, show = make_image(tmp_path), "import json, sys; sys.stdout.write(json.dumps(sys.argv[1:]) + '\\n')"
     words = ("python", "-c", show, *AWKWARD)
     box = Container(str(image), str(make_runtime(tmp_path) / "apptainer"), ("/data:/data:ro",), gpus=True)
-    job = replace(spec(mpi, tmp_path, 2), arguments=words, is_program=True, container=box)
-    start = TARGETS[mpi.flavour].render(job)
-    assert isinstance(start, Command)
-    variables = {**environment(mpi, start), "PYTHONPATH": "/of-host"}
-    done = subprocess.run(start.argv, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [list(AWKWARD)] * 2, done.stderr
+    start = rendered(replace(spec(mpi, tmp_path, 2), arguments=words, is_program=True, container=box))
+    out = run(start.argv, tmp_path, environment(mpi, **{**start.variables, "PYTHONPATH": "/of-host"}))
+    assert [json.loads(line) for line in out.splitlines()] == [list(AWKWARD)] * 2
     assert [(flags, options["--bind"]) for flags, options, _ in starts(image)] == [
         (["--nv"], [f"{tmp_path}:{tmp_path}", "/data:/data:ro"])
     ] * 2
-    assert "/of-host" not in (image / "environment").read_text()
+    of_python = (image / "environment").read_text()
+    assert of_python.count("PYTHONNOUSERSITE=1\n") == 2 and "/of-host" not in of_python
+
+
+@pytest.fixture(scope="module")
+def on_mpich() -> Mpi:
+    """MPICH's environment, in which this one's packages are seen and Horovod is built for that MPI."""
+    mpi = wheel("mpich")
+    python = Path(mpi.mpirun).with_name("python")
+    asked = [str(python), "-c", "import site; print(site.getsitepackages()[0])"]
+    Path(run(asked, ROOT, ENVIRONMENT).strip(), "lend.pth").write_text("\n".join(site.getsitepackages()))
+    run([str(python), "-m", "hvdtrain", "build-horovod"], ROOT, environment(mpi, PYTHONPATH=str(ROOT)), 1200)
+    return mpi
+
+
+@pytest.mark.xdist_group("builds")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["mpich", "intelmpi"])
+def test_horovod_built_on_mpich_trains(name: str, on_mpich: Mpi, tmp_path: Path) -> None:
+    """Under MPICH's mpirun and, as they share a binary interface, under Intel's."""
+    mpi = on_mpich if name == "mpich" else wheel(name)
+    toy = (f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=6", "--run_dir=run")
+    start = rendered(JobSpec(toy, 2, python=f"{on_mpich.prefix}/bin/python", mpi=mpi))
+    given = environment(mpi, PYTHONPATH=str(ROOT), **start.variables)
+    if name == "intelmpi":
+        given["LD_LIBRARY_PATH"] = f"{mpi.prefix}/lib"
+    run(start.argv, tmp_path, given)
+    (tmp_path / "alone").mkdir()
+    train(*toy, cwd=tmp_path / "alone")
+    losses, alone = (read_losses(folder / "run") for folder in (tmp_path, tmp_path / "alone"))
+    assert losses == pytest.approx(alone, rel=1e-6) and len(losses) == 6

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets.slurm import render
+from tests.launch.test_real_mpis import AWKWARD
 from tests.support.launch import TIMEOUT_S
 
 MPI = {"mpi": Mpi("openmpi", "4.1.8"), "slurm_mpi": "pmix"}
@@ -148,14 +149,11 @@ def test_a_notice_during_the_preflight_excludes_nothing(tmp_path: Path) -> None:
     assert not any("update" in words for words in calls)
 
 
-WORDS = ["a b", "it's", 'say "yes"', "$HOME `id` $(id)", "two\nlines", "", "*", "--", "\\", "é"]
-
-
 def test_arguments_and_folders_survive(tmp_path: Path) -> None:
     folder = tmp_path / "it's\na folder; $(exit 3)"
     folder.mkdir()
-    code, calls, _ = run(folder, replace(SPEC, arguments=tuple(WORDS)))
-    assert code == 0 and calls[0][calls[0].index("-m") :] == ["-m", "hvdtrain", *WORDS]
+    code, calls, _ = run(folder, replace(SPEC, arguments=AWKWARD))
+    assert code == 0 and calls[0][calls[0].index("-m") :] == ["-m", "hvdtrain", *AWKWARD]
 
 
 def test_a_missing_folder_starts_nothing(tmp_path: Path) -> None:
