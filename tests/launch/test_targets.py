@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.spec import Command, JobSpec, Script, Shell
+from hvdtrain.launch.spec import Command
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.targets.in_hosts import insert_array_index
 from tests.launch.test_real_mpis import AWKWARD
 from tests.support import jobs
+from tests.support.host import required_tool
 from tests.support.jobs import JOBS
 from tests.support.mpijob_schema import problems
 
@@ -45,10 +45,12 @@ def test_variables_are_handed_on_by_name_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target in ("pbs", "lsf", "slurm")])
-def test_scripts_are_clean(name: str, shellcheck: str, tmp_path: Path) -> None:
+def test_scripts_are_clean(name: str, tmp_path: Path) -> None:
     target, job = JOBS[name]
     (tmp_path / "script").write_text(str(TARGETS[target].render(job)) + "\n")
-    done = subprocess.run([shellcheck, "-s", "bash", "script"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [required_tool("shellcheck"), "-s", "bash", "script"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -100,30 +102,6 @@ def test_the_operator_takes_a_manifest_and_hands_on_its_words(name: str) -> None
     assert [word.replace("$$", "$") for word in words] == [*AWKWARD, "$(HOME)"]
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("metadata.name", "t" * 55),  # -worker-1 behind it makes 64 characters
-        ("spec.waitForWorkers", True),
-        ("spec.slotsPerWorker", "2"),
-        ("spec.runPolicy.backoffLimit", -1),
-        ("spec.mpiReplicaSpecs.Launcher", None),
-        ("spec.mpiReplicaSpecs.Worker.replicas", 0),
-        ("spec.mpiReplicaSpecs.Worker.template.spec.restartPolicy", "Never"),
-        ("spec.mpiReplicaSpecs.Worker.template.spec.containers", [{"name": "worker", "comand": ["a"]}]),
-    ],
-)
-def test_a_damaged_manifest_would_be_noticed(path: str, value: object) -> None:
-    manifest = yaml.safe_load(str(TARGETS["mpijob"].render(JOBS["mpijob"][1])))
-    *keys, last = path.split(".")
-    place = manifest
-    for key in keys:
-        place = place[key]
-    place[last] = value
-    found = problems(manifest)
-    assert found and all(last in problem for problem in found)
-
-
 @pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi", "horovodrun"])
 def test_one_other_host_is_reached_as_several_are(target: str) -> None:
     """It needs what several need: variables, the network, ssh's options, where the MPI is."""
@@ -167,19 +145,6 @@ def test_training_on_gpus_does_not_fall_back(arguments: tuple[str, ...], is_prog
 def test_an_array_of_lsf_counts_from_one() -> None:
     with pytest.raises(LaunchError, match="at index 1"):
         TARGETS["lsf"].render(jobs.queued(jobs.MPICH, jobs.Batch(array="0-3")))
-
-
-def test_the_index_replaces_its_placeholder() -> None:
-    for word, shown in (("plain", "plain"), ("a{array}b", 'a"${I}"b'), ("it's {array}", "'it'\"'\"'s '\"${I}\"")):
-        assert insert_array_index(word, "I") == shown
-        assert isinstance(insert_array_index(word, "I"), Shell) == ("{array}" in word)
-    assert insert_array_index(Shell("{array}"), "I") == "{array}"
-
-
-def test_commands_and_scripts_are_shown_as_they_are() -> None:
-    assert str(Command(("a b", "c"), {"X": "1 2"})) == "X='1 2' 'a b' c"
-    assert str(Script("text\n", ("qsub",))) == "text"
-    assert JobSpec((), 7, nodes=2).ranks_per_node == 4
 
 
 def test_the_only_worker_of_an_mpijob_is_another_host_than_the_launcher() -> None:

@@ -18,24 +18,15 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 _COUNT = {"type": "integer", "minimum": 0}
-_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def problems(job: Mapping[str, Any]) -> list[str]:
     """Say what the operator or Kubernetes would refuse of an MPIJob, ``where: what`` a line; none when it is right."""
-    found = [
+    return [
         f"Kubernetes {version}: {error.json_path}: {error.message}"
         for version in _versions()
         for error in _validator(version).iter_errors(job)
     ]
-    return found or _names(job)
-
-
-def _names(job: Mapping[str, Any]) -> list[str]:
-    """The name of the last worker is a host name."""
-    last = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 1) - 1
-    host = f"{job['metadata']['name']}-worker-{last}"
-    return [] if _DNS_LABEL.fullmatch(host) else [f"$.metadata.name: {host!r} is no host name (RFC 1123)"]
 
 
 def _closed(required: list[str], **properties: object) -> dict[str, Any]:
