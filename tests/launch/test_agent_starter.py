@@ -8,12 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch import agent_link as link
+from hvdtrain.launch.agent_link import AgentLink
 from hvdtrain.launch.agent_starter import Starter, find_starter, gpus_by_node
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.spec import JobSpec
@@ -155,3 +160,25 @@ def test_the_scheduler_is_found_where_its_program_is(fakes: Path) -> None:
 )  # fmt: skip
 def test_gpus_of_each_node_are_read(shown: str, gpus: dict[str, int]) -> None:
     assert gpus_by_node(shown) == gpus
+
+
+def test_an_agent_that_ends_at_once_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its output has ended before all threads are started."""
+
+    class Eager(threading.Thread):
+        def __init__(self, target: Any, **others: Any) -> None:
+            super().__init__(target=target, **others)
+            self.reads = target.__name__ == "_read"
+
+        def start(self) -> None:
+            super().start()
+            if self.reads:
+                self.join()
+
+    monkeypatch.setattr(link.threading, "Thread", Eager)
+    heard: SimpleQueue[tuple[AgentLink, dict[str, Any]]] = SimpleQueue()
+    agent = AgentLink("a", [sys.executable, "-c", "import sys; sys.exit('no such host')"], {}, heard.put)
+    agent.start()
+    assert heard.get(timeout=TIMEOUT_S)[1] == {"type": "gone", "why": "no such host"}
+    agent.close()
+    agent.wait()

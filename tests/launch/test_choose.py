@@ -62,18 +62,23 @@ def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "kinds", "kind"),
+    ("mpi", "kinds", "pmi", "kind"),
     [
-        (OPEN_MPI_4, ("none", "pmi2", "pmix"), "pmix"),
-        (OPEN_MPI_4, ("pmi2", "pmix_v3", "pmix_v4"), "pmix_v3"),
-        (OPEN_MPI_4, ("pmi2",), ""),
-        (MPICH, ("pmi2", "pmix"), "pmi2"),
-        (INTEL, ("pmi2", "pmix"), ""),
-        (None, ("pmi2", "pmix"), ""),
+        (OPEN_MPI_4, ("none", "pmi2", "pmix"), "", "pmix"),
+        (OPEN_MPI_4, ("pmi2", "pmix_v3", "pmix_v4"), "", "pmix_v3"),
+        (OPEN_MPI_4, ("pmi2",), "", ""),
+        (MPICH, ("pmi2", "pmix"), "", "pmi2"),
+        (INTEL, ("pmi2", "pmix"), "", ""),
+        (None, ("pmi2", "pmix"), "", ""),
+        (OPEN_MPI_4, ("pmix",), "pmix_v4", "pmix_v4"),
+        (INTEL, ("pmix",), "pmi2", "pmi2"),
+        (OPEN_MPI_4, ("pmix",), "none", ""),
+        (None, ("pmix",), "pmix", ""),
     ],
 )
-def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], kind: str) -> None:
-    assert Machine(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
+def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], pmi: str, kind: str) -> None:
+    """By the PMI that fits, or the requested one."""
+    assert Machine(slurm_mpi=kinds, pmi=pmi).slurm_mpi_for(mpi) == kind
 
 
 def test_cray_mpich_needs_no_mpirun_and_uses_its_own_pmi() -> None:
@@ -91,14 +96,6 @@ def test_intel_mpi_uses_slurms_pmi_where_it_is_named() -> None:
     assert "I_MPI_PMI_LIBRARY" in choose(AUTO, [], here).why
     named = replace(here, intel_pmi=True)
     assert (named.slurm_mpi_for(INTEL), "Gloo" in choose(AUTO, [], named).why) == ("pmi2", False)
-
-
-@pytest.mark.parametrize(
-    ("mpi", "pmi", "kind"),
-    [(OPEN_MPI_4, "pmix_v4", "pmix_v4"), (INTEL, "pmi2", "pmi2"), (OPEN_MPI_4, "none", ""), (None, "pmix", "")],
-)
-def test_the_requested_pmi_replaces_the_fitting_one(mpi: Mpi | None, pmi: str, kind: str) -> None:
-    assert Machine(slurm_mpi=("pmix",), pmi=pmi).slurm_mpi_for(mpi) == kind
 
 
 @pytest.mark.parametrize("to", ["srun", "slurm"])

@@ -88,15 +88,7 @@ def test_each_host_of_the_file_is_drained(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("codes", "most"),
-    [
-        ([0], 3),
-        ([1, 143, 0], 3),
-        ([1, 1, 1], 2),
-        ([1, USAGE], 9),
-        ([1, BAD_HOSTS], 9),
-        ([1], 0),
-    ],
+    ("codes", "most"), [([0], 3), ([1, 143, 0], 3), ([1, 1, 1], 2), ([1, USAGE], 9), ([1, BAD_HOSTS], 9), ([1], 0)]
 )
 def test_which_exit_codes_restart(codes: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts, left = Restarts(["program"], most, first_s=0), list(codes)
