@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
+from tests.support.journals import read_events
 from tests.support.two_hosts import TwoHosts
 
 ROOT = Path(__file__).parents[2]
@@ -21,24 +21,18 @@ STOP_AT = "--train.stop_at=8"  # the choice is made at step 7
 SLOW, SLOW_BYTES_PER_S = "25mbit", 25e6 / 8
 
 
-def _train(hosts: TwoHosts, run: Path, *options: str) -> list[dict[str, Any]]:
-    """Train until it stops: the journal."""
+def _train(hosts: TwoHosts, run: Path, *options: str) -> None:
     argv = [sys.executable, "-m", "hvdtrain", *JOB, f"--run_dir={run}", *options]
     hosts.mpirun(argv, cwd=ROOT, environment={"PYTHONPATH": str(ROOT)})
-    return read_journal(run / "journal.jsonl")
-
-
-def _events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [line for line in journal if line.get("event") == name]
 
 
 def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts, tmp_path: Path) -> None:
     run = tmp_path / "run"
     hosts.throttle(SLOW)
-    journal = _train(hosts, run, STOP_AT)
-    (found,) = _events(journal, "compression_chosen")
+    _train(hosts, run, STOP_AT)
+    (found,) = read_events(run, "compression_chosen")
     predicted_s = found["predicted_step_s"]
-    gradient_bytes = 4 * _events(journal, "started")[0]["parameters"]
+    gradient_bytes = 4 * read_events(run, "started")[0]["parameters"]
     assert found["compression"] != "none"
     assert predicted_s[found["compression"]] < predicted_s["none"] == found["step_s"]
     assert 0 < found["bytes_per_s"] < SLOW_BYTES_PER_S * 4, "far below the unlimited link"
@@ -47,12 +41,12 @@ def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts
 
     hosts.throttle(None)  # were it to look again, it would find that nothing pays
     before = [host.sent_bytes() for host in (hosts.a, hosts.b)]
-    journal = _train(hosts, run)
+    _train(hosts, run)
     steps = read_steps(run / "journal.jsonl")
     sent = [host.sent_bytes() - b for host, b in zip((hosts.a, hosts.b), before, strict=True)]
     assert sorted(steps) == list(range(1, 21))
-    assert [e["step"] for e in _events(journal, "resumed")] == [8]
-    assert _events(journal, "compression_chosen") == [found]
+    assert [e["step"] for e in read_events(run, "resumed")] == [8]
+    assert read_events(run, "compression_chosen") == [found]
     plain_bytes = 12 * gradient_bytes
     assert plain_bytes / 8 < sent[1] < 0.75 * plain_bytes, "rank 1 has no state to hand on: its gradients"
     assert sent[0] - sent[1] < 5 * gradient_bytes, "rank 0 hands on weights, two moments, what compression carries"

@@ -64,12 +64,3 @@ def test_groups_send_only_gradients_between_hosts_once_a_step(
     groups = ("--parallel.engine=fsdp", "--parallel.dp_shard=2")
     assert sent("groups", *groups) == pytest.approx(2.1, abs=0.15)
     assert sent("int8", *groups, "--parallel.compression=int8") == pytest.approx(0.6, abs=0.15)
-
-
-def test_a_group_across_hosts_is_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hvdtrain", *WIDE, f"--run_dir={tmp_path / 'run'}", "--parallel.engine=fsdp"]
-    started = hosts.mpirun_command([*command, "--parallel.dp_shard=2"], per_host=2, environment=FOUND)
-    done = hosts.a.run([started[0], "--map-by", "node", *started[1:]], cwd=ROOT, environment=FOUND, check=False)
-    assert done.returncode == 1
-    assert "--parallel.dp_shard 2: ranks 0 to 1 share a model across hosts" in done.stderr
-    assert "found: a, b" in done.stderr and "--map-by slot" in done.stderr

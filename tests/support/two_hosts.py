@@ -2,7 +2,7 @@
 
     with two_hosts(rate="1gbit") as hosts:
         hosts.mpirun([sys.executable, "-m", "hvdtrain", "--train.steps=5"])           # one rank on each
-        hosts.horovodrun([sys.executable, "train.py"], gloo=True, environment={"NAME": "is passed to the ranks"})
+        hosts.horovodrun([sys.executable, "train.py"], environment={"NAME": "is passed to the ranks"})
         hosts.a.run(["ssh", "b", "hostname"])                                         # any program on one of them
         with hosts.a.popen(hosts.mpirun_command(argv)) as job: ...                    # without waiting
         hosts.throttle("100mbit"); hosts.throttle(None); hosts.cut(); hosts.mend(); hosts.wall(hosts.a)
@@ -97,13 +97,6 @@ class TwoHosts:
         assert on_a == on_b
         return on_a
 
-    def horovodrun_command(self, argv: Sequence[str], *, gloo: bool = False) -> list[str]:
-        """What starts `argv` on both hosts by horovodrun, to be run on `a`."""
-        prefix = Path(beside_python("mpirun")).parent.parent
-        over = ["--gloo"] if gloo else [f"--mpi-args=--prefix {prefix} --mca oob_tcp_if_include {LINK}"]
-        ranks = ["-np", "2", *self._hosts(1)]
-        return [beside_python("horovodrun"), *over, *ranks, "--network-interface", LINK, "--disable-cache", *argv]
-
     def mpirun(
         self, argv: Sequence[str], *, per_host: int = 1, environment: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.CompletedProcess[str]:
@@ -113,9 +106,10 @@ class TwoHosts:
         command = self.mpirun_command(argv, per_host=per_host, environment=environment)
         return self._launch(command, environment=environment, **how)
 
-    def horovodrun(self, argv: Sequence[str], *, gloo: bool = False, **how: Any) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on both hosts by horovodrun, over MPI or Gloo, and wait; `how`: see `Host.run`."""
-        return self._launch(self.horovodrun_command(argv, gloo=gloo), **how)
+    def horovodrun(self, argv: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        """Run `argv` on both hosts by horovodrun over Gloo and wait; `how`: see `Host.run`."""
+        options = ["--gloo", "-np", "2", *self._hosts(1), "--network-interface", LINK, "--disable-cache"]
+        return self._launch([beside_python("horovodrun"), *options, *argv], **how)
 
     def _launch(self, command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         there = self.b.processes()
