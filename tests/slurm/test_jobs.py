@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import slurm as target
 from hvdtrain.observe.past_journal import read_journal, read_steps
+from tests.support.journals import read_events, read_losses
 from tests.support.launch import ROOT, train
 from tests.support.slurm import SLOTS, Slurm, one_node
 
@@ -82,23 +83,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of the job in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("alone")
     train(*PACED, "--run_dir=run", cwd=folder, environment=PATHS)
-    return losses(folder / "run/journal.jsonl")
-
-
-def losses(journal: Path) -> list[float]:
-    return [line["loss"] for line in read_steps(journal).values()]
-
-
-def stops(journal: Path) -> list[int]:
-    """Steps from which the run went on."""
-    return [line["step"] for line in read_journal(journal) if line.get("event") == "resumed"]
+    return read_losses(folder / "run")
 
 
 def assert_went_on(job: Job, alone: list[float]) -> None:
-    assert losses(job.journal) == pytest.approx(alone, rel=1e-6)
+    assert read_losses(job.folder / "run") == pytest.approx(alone, rel=1e-6)
     steps = [line["step"] for line in read_journal(job.journal) if "loss" in line and "event" not in line]
     assert steps == list(range(1, STEPS + 1))  # none twice: the ranks saved where they stopped
-    assert len(stops(job.journal)) == int(job.slurm.facts(job.number)["Restarts"]) >= 1
+    assert len(read_events(job.folder / "run", "resumed")) == int(job.slurm.facts(job.number)["Restarts"]) >= 1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,16 +125,6 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm: Slurm, tmp_pat
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
 
 
-def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, script(tmp_path, "--train.stpes=3"), "low")
-    job.until_it_is("FAILED")
-    facts = slurm.facts(job.number)
-    assert facts["Restarts"] == "0"
-    assert facts["ExitCode"] in ("2:0", "143:0")  # the second where srun ends a rank that is still starting
-    assert f"ended with exit code {facts['ExitCode'][:-2]}" in job.log
-    assert job.log.count("did you mean --train.steps?") == 1
-
-
 def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
     """Over Gloo. The last job of an array has the array's own number: asked for by that, all would go back."""
     arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]
@@ -150,16 +132,17 @@ def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], t
     jobs = [slurm.facts(f"{array}_{index}")["JobId"] for index in (0, 1)]
     assert array in jobs
     told, other = (1, 0) if jobs[1] == array else (0, 1)
-    journals = [tmp_path / f"it's {index}/journal.jsonl" for index in (0, 1)]
+    runs = [tmp_path / f"it's {index}" for index in (0, 1)]
+    journals = [run / "journal.jsonl" for run in runs]
     slurm.until(lambda: all(j.exists() and len(read_steps(j)) > 3 for j in journals), "both to train")
     slurm.run(["scancel", "--batch", "--signal=USR1", f"{array}_{told}"])
     slurm.until(lambda: slurm.state(f"{array}_{told}") == "COMPLETED", "the job that went back to end")
     assert slurm.facts(f"{array}_{told}")["Restarts"] == "1"
     assert slurm.facts(f"{array}_{other}")["Restarts"] == "0"
     slurm.run(["scancel", array])
-    assert len(stops(journals[told])) == 1
+    assert len(read_events(runs[told], "resumed")) == 1
     if told == 0:
-        assert losses(journals[told]) == pytest.approx(alone, rel=1e-6)
+        assert read_losses(runs[told]) == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_job_short_of_time_saves_goes_back_and_finishes(short_of_time: Job, alone: list[float]) -> None:

@@ -11,9 +11,10 @@ from tests.support.slurm import GPUS, SLOTS, Slurm
 
 
 def test_a_proposed_profile_starts_a_job_on_two_nodes(two_nodes: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "sites").mkdir()
     variables = {"PYTHONPATH": str(ROOT), "UCX_OF_SITE": "1"}
     hvdtrain = [sys.executable, "-m", "hvdtrain"]
-    two_nodes.run([*hvdtrain, "doctor", "--write-site", "sites/tests.yaml"], cwd=_made(tmp_path), environment=variables)
+    two_nodes.run([*hvdtrain, "doctor", "--write-site", "sites/tests.yaml"], cwd=tmp_path, environment=variables)
     file = tmp_path / "sites/tests.yaml"
     site = parse_site(file.read_bytes(), file)
     pmi = str(site.options["pmi"])
@@ -33,8 +34,3 @@ def test_a_proposed_profile_starts_a_job_on_two_nodes(two_nodes: Slurm, tmp_path
     two_nodes.until(lambda: two_nodes.state(job) in ("COMPLETED", "FAILED"), "the job to end")
     log = "".join(path.read_text() for path in tmp_path.glob("hvdtrain-*.log"))
     assert [(tmp_path / rank).read_text() for rank in "01"] == [f"low {SLOTS // GPUS} 1\n"] * 2, log
-
-
-def _made(folder: Path) -> Path:
-    (folder / "sites").mkdir()
-    return folder

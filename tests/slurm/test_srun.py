@@ -19,9 +19,10 @@ import pytest
 from hvdtrain.launch.hosts import node_names
 from hvdtrain.launch.spec import Container, JobSpec, Mpi
 from hvdtrain.launch.targets import srun as target
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.containers import make_image, make_runtime
 from tests.support.host import Host, command_of
+from tests.support.journals import read_events, read_losses
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
 
@@ -53,13 +54,12 @@ def command(*arguments: str, slurm_mpi: str, ranks: int = 2, **more: object) -> 
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("alone")
     train(*TOY, "--run_dir=run", cwd=folder)
-    return [line["loss"] for line in read_steps(folder / "run/journal.jsonl").values()]
+    return read_losses(folder / "run")
 
 
 def assert_trained_on_two_ranks(run: Path, alone: list[float]) -> None:
-    journal = run / "journal.jsonl"
-    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
-    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+    assert [event["size"] for event in read_events(run, "started")] == [2]
+    assert read_losses(run) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])

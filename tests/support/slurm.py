@@ -138,6 +138,8 @@ class Slurm:
 
 
 _LOGS = ("munged.log", "slurmctld.log", "slurmd.log")
+_FILES = {"socket": "munge.socket", "key-file": "key", "log-file": "munged.log", "pid-file": "munged.pid"}
+_MUNGE = [f"--{option}={_HERE / name}" for option, name in {**_FILES, "seed-file": "seed"}.items()]
 
 
 @contextmanager
@@ -163,7 +165,7 @@ def slurm_on(hosts: Sequence[Host]) -> Iterator[Slurm]:
         host.write(_HERE / "mpi.conf", f"PMIxCliTmpDirBase={_HERE}/pmix\n", 0o644)
         for folder in ("state", "spool", "pmix"):
             host.seen(_HERE / folder).mkdir()
-        _start(slurm, host, "munged", "--force", *_munge())
+        _start(slurm, host, "munged", "--force", *_MUNGE)
     _start(slurm, hosts[0], "slurmctld", "-c")
     for host in hosts:
         _start(slurm, host, "slurmd", "-N", host.name)
@@ -188,11 +190,6 @@ def one_node() -> Iterator[Slurm]:
         host.configure("mount", "--bind", str(OWN / "hosts"), "/etc/hosts")
         with slurm_on([host]) as slurm:
             yield slurm
-
-
-def _munge() -> list[str]:
-    files = {"socket": "munge.socket", "key-file": "key", "log-file": "munged.log", "pid-file": "munged.pid"}
-    return [f"--{option}={_HERE / name}" for option, name in {**files, "seed-file": "seed"}.items()]
 
 
 def _start(slurm: Slurm, host: Host, program: str, *options: str) -> None:
