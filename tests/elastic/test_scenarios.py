@@ -75,18 +75,6 @@ def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> No
     assert sizes in ([2, 3, 2, 3], [2, 3, 3]), "\n".join(job.said)  # a new rank may come before the next round
 
 
-def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:
-    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2")
-    with job:
-        job.until_step(25)
-        job.kill_ranks()
-        assert job.end()[0] == 1
-    assert any("no rank is left" in line for line in job.said)
-    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "1:2") as again:
-        again.until("round 1")
-        again.finish()
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_all_ranks_or_hosts_fail_at_once_and_are_started_again(hosts: int, tmp_path: Path, losses: Losses) -> None:
     on_hosts = ("-H", "localhost:1,127.0.0.1:1") if hosts == 2 else ()
