@@ -38,7 +38,6 @@ def fails():
     raise OSError("no such picture")
 
 
-def clash(seed: int = 0): return build()
 def nothing(): pass
 def raising(): raise RuntimeError("no luck")
 def exiting(): sys.exit(0)
@@ -60,14 +59,7 @@ _TEXTS = {
     "importing.py": "import nosuchmodule",
     "dividing.py": "1 / 0",
     "exiting.py": "import sys; sys.exit(0)",
-    "deep.yaml": "[" * 3000,
-    "self.yaml": "train: &t {again: *t}",
-    "bomb.yaml": "a: &a [1, 1]\n"
-    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]\n" for a, b in ("ab", "bc", "cd", "de")),
     "many.yaml": "train: {steps: many}",
-    "value.yaml": "train: 5",
-    "null.yaml": "train:",
-    "unknown.yaml": "train: {stepz: 2}",
     "date.yaml": "a: 2026-13-45",
     "two.yaml": "a: 1\n---\nb: 2",
     "number.yaml": "task: 5",
@@ -86,11 +78,9 @@ def make(folder: Path, run: Path) -> None:
     """
     for name, text in _TEXTS.items():
         (folder / name).write_text(text)
-    (folder / "utf16.yaml").write_text("train: {steps: 2}", encoding="utf-16")
     (folder / "binary").write_bytes(bytes(range(256)) * 9)
     shutil.copy(folder / "binary", folder / "binary.npy")
     (folder / "folder").mkdir()
-    (folder / "dangling").symlink_to("nowhere")
     os.mkfifo(folder / "fifo")
     os.mkfifo(folder / "fifo.npy")
     for name, content in {
@@ -99,26 +89,15 @@ def make(folder: Path, run: Path) -> None:
         "large": np.full(999, 1 << 40),
     }.items():
         np.save(folder / f"{name}.npy", content)
-    _traces(folder)
+    good = gzip.decompress((ROOT / "tests/timeline/traces/training.json.gz").read_bytes())
+    (folder / "good.json").write_bytes(good)
     _runs(folder, run)
 
 
-def _traces(folder: Path) -> None:
-    good = gzip.decompress((ROOT / "tests/timeline/traces/training.json.gz").read_bytes())
-    (folder / "good.json").write_bytes(good)
-    (folder / "empty.json.gz").write_bytes(gzip.compress(b""))
-    name = b'{"name": "process_name", "ph": "M", "pid": 99, "args": {"name": "%s"}},' % (b"n" * (10 << 20))
-    (folder / "long-name.json").write_bytes(b"[\n" + name + good[2:])
-    packed = bytearray(gzip.compress(good))
-    packed[len(packed) // 2 : len(packed) // 2 + 5] = b"\xff" * 5
-    (folder / "damaged.json.gz").write_bytes(packed)
-
-
 def _runs(folder: Path, run: Path) -> None:
-    for name in ("run", "deep", "gradients", "bytes", "fifos"):
+    for name in ("run", "deep", "bytes", "fifos"):
         shutil.copytree(run, folder / name)
     (folder / "deep/config.yaml").write_text("[" * 3000)
-    (folder / "gradients/timeline/gradients.json").write_text('{"version": 1}')
     for file in [*(folder / "bytes").glob("*/*"), folder / "bytes/journal.jsonl"]:
         if file.is_file():
             shutil.copy(folder / "binary", file)
