@@ -80,9 +80,3 @@ def test_laws_1_and_2(row: Row, tmp_path: Path) -> None:
         parts = _train(tmp_path / "parts", row, *options, f"--train.stop_at={stop}", size=2)
     assert parts.losses() == two.losses() and two.state().values["progress"]["skipped"] == 0
     check_same(parts.state(), two.state())
-
-
-def test_each_pair_of_values_is_tested() -> None:
-    every = set[Any]().union(*map(_pairs, product(*AXES.values())))
-    assert every == set[Any]().union(*map(_pairs, [*_diagonal(), *_rest()]))
-    assert [set(found) for found in zip(*_diagonal(), strict=True)] == [set(axis) for axis in AXES.values()]

@@ -92,11 +92,6 @@ def broadcast_overwrites(comm: Comm) -> None:
         assert mine.tolist() == result.tolist() == [root + 1] * 3
 
 
-def barrier_returns(comm: Comm) -> None:
-    for _ in range(3):
-        comm.barrier()
-
-
 def halves(size: int) -> list[list[int]]:
     """The ranks that `a_subset_has_ranks_of_its_own` asks for."""
     return [list(range(size // 2)), list(range(size // 2, size))]

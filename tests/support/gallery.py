@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,7 @@ from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.base import Task
 from tests.support.audited import audited
 from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
+from tests.support.launch import ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT
 from tests.support.scenario import Scenario
 from tests.support.stack import STACK, STATISTICS, VARIANTS
@@ -44,21 +43,9 @@ TOY = (
     "--train.ema=0.9",
     "--run_dir=run",
 )
-IMAGE = (
-    "--task=image",
-    "--train.global_batch=9",
-    "--train.micro_batch=2",
-    "--train.eval_samples=8",
-    "--train.steps=12",
-)
-LANGUAGE = (
-    "--model.preset=tiny",
-    "--train.global_batch=8",
-    "--train.micro_batch=2",
-    "--train.eval_samples=8",
-    "--train.steps=8",
-)
-_HVDTRAIN = (sys.executable, "-m", "hvdtrain")
+_SMALL = ("--train.micro_batch=2", "--train.eval_samples=8")
+IMAGE = ("--task=image", "--train.global_batch=9", "--train.steps=12", *_SMALL)
+LANGUAGE = ("--model.preset=tiny", "--train.global_batch=8", "--train.steps=8", *_SMALL)
 _ROOT = {"PYTHONPATH": str(ROOT)}
 SECRET = "what-nobody-shall-read"
 """In the environment of the run `raised`."""
@@ -279,23 +266,14 @@ def signalled(folder: Path) -> Recorded:
     """Two ranks with loader processes: a window of traces is asked for, SIGUSR1, then SIGTERM to rank 0."""
     notes: dict[str, Any] = {}
 
-    def timeline(command: str) -> None:
-        done = subprocess.run(
-            [*_HVDTRAIN, "timeline", command, "run"],
-            cwd=folder,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        notes[command] = [done.returncode, done.stdout, done.stderr]
+    def hvdtrain(*words: str) -> list[Any]:
+        done = run(["-m", "hvdtrain", *words, "run"], cwd=folder, environment=_ROOT, check=False)
+        return [done.returncode, done.stdout, done.stderr]
 
     endless = ("--train.steps=1000000", "--checkpoint.every=0", "--loader.workers=1", "--observe.line_every_s=0")
     with training(*TOY, *endless, "--observe.timeline=2:4", size=2, cwd=folder, after=5, environment=_ROOT) as process:
-        timeline("start")
-        timeline("stop")
-        verified = subprocess.run([*_HVDTRAIN, "verify", "data", "run"], cwd=folder, env=ENVIRONMENT, timeout=TIMEOUT_S)
-        notes["verified"] = verified.returncode
+        notes |= {command: hvdtrain("timeline", command) for command in ("start", "stop")}
+        notes["verified"] = hvdtrain("verify", "data")[0]
         notes["horovod"] = {file.name: file.read_text() for file in (folder / "run/timeline").glob("horovod-steps-*")}
         notes["spans"] = {file.name: file.read_text() for file in (folder / "run/timeline").glob("spans-rank-*.json")}
         process.send_signal(signal.SIGUSR1)
