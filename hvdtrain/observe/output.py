@@ -38,13 +38,16 @@ def plain(value: Any) -> Any:
 class Unfailing:
     """Wraps a text stream so that `write` and `flush` raise no errors.
 
-    The disk may be full, a pipe closed, or the terminal's encoding may lack characters.
+    The disk may be full, a pipe closed, or the terminal's encoding may lack characters. Each line, with its end, is one
+    write to the system: with PYTHONUNBUFFERED Python writes the end apart, and mpirun puts its tag between the two.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         with suppress(Exception):  # the user's own stream may lack it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
+            if stream.write_through:  # type: ignore[attr-defined]
+                stream.reconfigure(write_through=False, line_buffering=True)  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
         """Write the text if possible."""

@@ -304,6 +304,7 @@ def test_passes_are_counted_where_nobody_announces_them(comm: ThreadComm) -> Non
         reducer.begin()
         for index in range(3):
             model(_batch(comm.rank, index)).pow(2).sum().backward()
+            assert reducer.begun == (index == 2), "gradients travel during the last one"
         reducer.finish()
     for parameter, expected in zip(model.parameters(), reference, strict=True):
         assert parameter.grad is not None

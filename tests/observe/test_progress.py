@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
+import subprocess
+import sys
 from contextlib import suppress
 
 from hvdtrain.observe.output import unfailing
@@ -65,3 +69,24 @@ def test_what_cannot_be_encoded_is_escaped() -> None:
     print("läufe \udcff", file=out, flush=True)
     assert raw.getvalue() == b"l\\xe4ufe \\udcff\n"
     assert unfailing(out) is out and not out.isatty(), "all else is the stream's own"
+
+
+def test_a_line_is_one_write_also_where_python_does_not_buffer() -> None:
+    """mpirun puts its tag between two writes. Each message of this socket is a write."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = """
+import sys
+from hvdtrain.observe.output import make_output_unfailing
+make_output_unfailing()
+print("one")
+print("two", "words", file=sys.stderr)
+print("no end", end="", flush=True)
+"""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment, check=True)
+    theirs.close()
+    found = []
+    while part := ours.recv(4096):
+        found.append(part)
+    ours.close()
+    assert sorted(found) == [b"no end", b"one\n", b"two words\n"]
