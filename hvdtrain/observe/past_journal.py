@@ -31,12 +31,16 @@ _STEP_S, _SKIPPED = b'"step_s":', b'"skipped":true'
 
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal in order."""
+    """Yield the steps and events of a journal in order; `damaged_lines` are left out."""
     with open_regular(Path(path)) as file:
         for line in file:
             with suppress(ValueError):
-                if isinstance(record := orjson.loads(line), dict):
+                if _is_known(record := orjson.loads(line)):
                     yield record
+
+
+def _is_known(record: Any) -> bool:
+    return isinstance(record, dict) and ("event" in record or "step" in record)
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
@@ -54,7 +58,7 @@ def last_step(path: Path) -> int:
     for line in reversed(_tail(path)):
         with suppress(ValueError):
             record = orjson.loads(line)
-            if isinstance(record, dict) and "event" not in record:
+            if _is_known(record) and "event" not in record:
                 return int(record["step"])
     return 0
 
@@ -88,8 +92,8 @@ def damaged_lines(path: Path) -> list[int]:
             is_event = isinstance(record, dict) and "event" in record
             if cut and not is_event:
                 damaged.append(cut)
-            is_known = is_event or (isinstance(record, dict) and "step" in record)
-            cut = number if not is_known and line.startswith(b"{") else 0
+            is_known = _is_known(record)
+            cut = number if record is None and line.startswith(b"{") else 0
             if not is_known and not cut:
                 damaged.append(number)
     return damaged

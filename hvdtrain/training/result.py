@@ -22,6 +22,7 @@ from hvdtrain.training.start.resume_checks import options_to_continue
 _LAST = 10
 """The loss at the end of a run is the mean over this many steps."""
 
+_FIGURES = {"step", "loss", "step_s", "tokens"}
 REST = "evaluation, checkpoints, rest"
 _BUDGET = {
     "data": ("data_s", "copy_s"),
@@ -147,10 +148,11 @@ class _Budget:
         self._end = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        self._end = max(self._end, line["time"])
+        time = line.get("time", self._end)
+        self._end = max(self._end, time)
         if "event" not in line:
             if self._begin is None:
-                self._begin = line["time"] - line["step_s"]
+                self._begin = time - line["step_s"]
             for name, fields in _BUDGET.items():
                 self._parts[name] += sum(line.get(field, 0.0) for field in fields)  # an older version had fewer
 
@@ -180,7 +182,9 @@ class Tally:
         self._still_s = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line of the journal."""
+        """Add a line of the journal. A step that lacks figures, as only an edited journal has it, does not count."""
+        if "event" not in line and not line.keys() >= _FIGURES:
+            return
         if line.get("event") == "started" and not line.get("goes_on"):
             self._clear()
         self._budget.add(line)

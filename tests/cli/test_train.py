@@ -225,6 +225,7 @@ def _body(returned: str) -> str:
         (_body("Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))"), "data set is empty"),
         (_body("Task(model, loss, iter([1]))"), "data set can be read only once"),
         (_body("Task(model.requires_grad_(False), loss, data)"), "all frozen"),
+        (_body("Task(model, loss, data, files={'a.txt': 'text'})"), "text.encode()"),
         (_body("Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))"), "LBFGS"),
         *(
             (_body(f"Task(model, loss, data, data, metrics=lambda m, b: {metrics})"), "task's metrics function")

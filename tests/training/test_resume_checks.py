@@ -131,9 +131,11 @@ def test_a_run_with_checkpoints_needs_no_longer_what_it_began_from(run: Path, tm
         (lambda text: "not a journal\n" * 3, "3 line(s) of"),
         (lambda text: text + "\0" * 40, "1 line(s) of"),
         (lambda text: text.replace('{"step":3', '{"step";3'), "1 line(s) of"),
+        (lambda text: text + '{"foo": 1}\n', "1 line(s) of"),
+        (lambda text: text + '{"step": 6}\n{"event": "odd"}\n', ""),  # without time
         (lambda text: text[:-9], ""),  # cut off by a kill
     ],
-    ids=["garbage", "zeros", "damaged step", "cut off"],
+    ids=["garbage", "zeros", "damaged step", "of another program", "edited", "cut off"],
 )
 def test_a_resume_reports_lines_of_the_journal_that_it_cannot_read(
     journal: Callable[[str], str], warning: str, run: Path
@@ -267,9 +269,9 @@ def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None
     _train(run, "--train.steps=6", "--train.stop_at=4")
     if kept:
         _train(run, "--train.steps=6")
-        assert sorted(path.name for path in scratch.iterdir()) == ["step-000004", "step-000006"]
+        assert sorted(path.name for path in scratch.glob("step-*")) == ["step-000004", "step-000006"]
         return
-    for path in scratch.iterdir():  # the folder on which its disk was mounted
+    for path in scratch.glob("step-*"):  # the folder on which its disk was mounted
         shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="at step 4"):
         _train(run, "--train.steps=6")

@@ -70,6 +70,13 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
             expected="file names without folders, and not those of hvdtrain's own files",
             next_step="use another name, such as config.json",
         )
+    if wrong := [name for name, content in task.files.items() if not isinstance(content, bytes | bytearray)]:
+        raise TaskError(
+            f"the task's file {wrong[0]!r} has no content that can be written",
+            expected="bytes",
+            found=type(task.files[wrong[0]]).__name__,
+            next_step="encode text: text.encode()",
+        )
     if not callable(task.loss):
         raise TaskError(
             "the task's loss is not a function",
