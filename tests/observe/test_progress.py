@@ -83,7 +83,9 @@ print("two", "words", file=sys.stderr)
 print("no end", end="", flush=True)
 """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-c", program], stdout=theirs.fileno(), stderr=theirs.fileno(), env=environment, check=True
+    )
     theirs.close()
     found = []
     while part := ours.recv(4096):
