@@ -183,8 +183,8 @@ class TrainConfig:
         micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. auto finds the
             largest power of two that fits the memory of every GPU
         clip: largest L2 norm of the gradient; 0 disables clipping
-        eval_every: evaluate every N steps, and at the start and the end; the best one is saved at once (default:
-            at each periodic checkpoint)
+        eval_every: evaluate every N steps, and at the start and the end; the best evaluation is saved at once
+            (default: at each periodic checkpoint)
         eval_samples: number of held-out samples per evaluation; 0 means all
         check_every: compare a hash of the parameters across ranks every N steps, and at each checkpoint; 0 means at
             checkpoints only
