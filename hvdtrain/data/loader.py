@@ -46,6 +46,7 @@ class Stream:
         micro_batch: samples per forward pass.
         left_out: ranges [begin, end) of positions to skip, in order.
         uniform: whether ranks with fewer micro-batches draw `repeated` ones.
+        in_turn: whether micro-batches go round the ranks: those of a pass of all ranks are neighbours.
         data_state: place in an iterable data set, of `HostBatch.data_state`.
         shares: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
         workers: that train apart; each has its share of the micro-batches. None without such workers.
@@ -59,6 +60,7 @@ class Stream:
     size: int
     left_out: Sequence[Sequence[int]] = ()
     uniform: bool = False
+    in_turn: bool = False
     data_state: dict[str, Any] = field(default_factory=dict)
     shares: tuple[int, ...] | None = None
     workers: Workers | None = None
@@ -79,7 +81,7 @@ class Stream:
             start = sum(self.shares[: self.rank])
             return [take_micro_batches(parts, self.micro_batch, range(start, start + self.shares[self.rank]))]
         if self.workers is None:
-            return [micro_batches(parts, self.micro_batch, self.rank, self.size)]
+            return [self._of_rank(parts, self.rank)]
         shares = self.workers.shares(count, self.rank)
         return [take_micro_batches(parts, self.micro_batch, share) for share in shares]
 
@@ -88,8 +90,14 @@ class Stream:
         if not self.uniform:
             return []
         parts = positions_without(position, self.global_batch, self.left_out)
-        most, own = micro_batches(parts, self.micro_batch, 0, self.size), self.step(position)
+        most, own = self._of_rank(parts, 0), self.step(position)
         return (own or most)[-1:] * (len(most) - len(own))
+
+    def _of_rank(self, parts: Sequence[tuple[int, int]], rank: int) -> list[MicroBatch]:
+        if not self.in_turn:
+            return micro_batches(parts, self.micro_batch, rank, self.size)
+        count = count_micro_batches(parts, self.micro_batch)
+        return take_micro_batches(parts, self.micro_batch, range(rank, count, self.size))
 
     def position_after(self, position: int) -> int:
         """Return the position after the step that starts at `position`."""

@@ -37,12 +37,13 @@ def count_micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int) -> 
 
 
 def take_micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int, share: range) -> list[MicroBatch]:
-    """Return those with the indices `share`."""
+    """Return those with the indices `share`, which may have gaps."""
     starts = [range(begin, end, micro_batch) for begin, end in ranges]
     batches: list[MicroBatch] = []
     first = 0
     for (_, end), all_of_range in zip(ranges, starts, strict=True):
-        own = all_of_range[max(share.start - first, 0) : max(share.stop - first, 0)]
+        begin = max(share.start, share.start - (share.start - first) // share.step * share.step) - first
+        own = all_of_range[begin : max(share.stop - first, 0) : share.step]
         batches += [MicroBatch(start, min(start + micro_batch, end)) for start in own]
         first += len(all_of_range)
     return batches

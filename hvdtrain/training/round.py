@@ -14,6 +14,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.loop.sync_batch_norm import Statistics
 from hvdtrain.training.start.optimizers import stop_step
 from hvdtrain.training.start.run_directory import RunDirectory
 
@@ -37,6 +38,7 @@ class Round:
         recorder: of this rank.
         store: of checkpoints, on rank 0; None elsewhere.
         engine: exchange and optimizer.
+        batch_norm: what synchronized batch norm shares; None without.
         ended_at: the step at which a callback ends training; None to continue.
         is_ending: whether this rank needs no other rank any more, so that each may end.
     """
@@ -53,6 +55,7 @@ class Round:
     recorder: Recorder = field(init=False)
     store: CheckpointStore | None = field(default=None, init=False)
     engine: Engine | None = field(default=None, init=False)
+    batch_norm: Statistics | None = field(default=None, init=False)
     ended_at: int | None = field(default=None, init=False)
     is_ending: bool = field(default=False, init=False)
 

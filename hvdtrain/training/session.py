@@ -24,6 +24,7 @@ from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
 from hvdtrain.training.loop.forward import forward_dtype
+from hvdtrain.training.loop.sync_batch_norm import restore_batch_norm
 from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_stamps, add_traces
 from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
@@ -125,6 +126,7 @@ def _train_round(
                 return _train_recorded(current, timeline, sinks)
     finally:
         current.engine = None  # frees its buckets before those of the next round are made
+        restore_batch_norm(worker.state.model)
         worker.callbacks.end_round()
         if current.claim is not None:
             current.claim.release()

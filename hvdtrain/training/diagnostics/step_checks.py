@@ -62,11 +62,11 @@ class StepChecks:
         is_new = progress.skipped_in_row == (_HALVED if is_expected else 1)
         new = is_new and (len(self._replays) < _REPLAYS or progress.step - self._replays[0] >= _WITHIN)
         engine = self.stepper.engine
-        alone = self.stepper.sharing == 1 and not engine.uniform_passes
+        alone = self.stepper.sharing == 1 and not engine.uniform_passes and self.stepper.batch_norm is None
         if (new or ends) and result.weight > 0 and not (alone and engine.replayable):
             how = (
-                "--parallel.engine horovod and without --parallel.tp, ep, cp and pp: a rank cannot repeat its passes"
-                " alone with a part of a model or of a sequence"
+                "--parallel.engine horovod, without --parallel.tp, ep, cp and pp, and without nn.SyncBatchNorm: a rank"
+                " cannot repeat its passes alone with a part of a model or of a sequence"
             )
             if not engine.replayable:
                 how = "--parallel.sync every_step: workers that train apart do not repeat a step"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.training.loop.sync_batch_norm import Synchronized
+
 Place = tuple[nn.Module, str]
 """A module, and a name in its `_buffers`."""
 
@@ -63,8 +65,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass writes to persistent buffers."""
-    copies = copy_to_host(place for place in all_buffers(model) if _is_saved(place))
+    """Undo what a forward pass writes to persistent buffers; not to those that all ranks write together."""
+    own = (place for place in all_buffers(model) if not isinstance(place[0], Synchronized))
+    copies = copy_to_host(place for place in own if _is_saved(place))
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
     """
     next_step = "call .compile() on the parts of the model in the task, or leave --train.compile false"
     found = require_blocks(model, "--train.compile true", "compile", next_step)
+    found = [block for block in found if not isinstance(block, nn.SyncBatchNorm)]  # ranks meet in it
     _raise_limits(len(found) * _VARIANTS)
     for block in found:
         # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.

@@ -23,6 +23,7 @@ from hvdtrain.training.loop.buffers import Rollback, restored_buffers
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.router_loads import RouterLoads
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.sync_batch_norm import Statistics
 
 _COUNT = 5
 """Numbers that decide on a step: see `Stepper._numbers`."""
@@ -63,6 +64,7 @@ class Stepper:
         sharing: number of ranks that have the same samples, and run each pass together.
         loads: of the experts of a mixture; None without experts.
         balance: the auxiliary loss of experts; None without. The loss in a result is without it.
+        batch_norm: what synchronized batch norm shares; None without.
         around: makes a context for each forward pass.
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
@@ -88,6 +90,7 @@ class Stepper:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     loads: RouterLoads | None = None
     balance: BalanceLoss | None = None
+    batch_norm: Statistics | None = None
     confirms: bool = False
     by_device: bool = False
 
@@ -115,9 +118,12 @@ class Stepper:
         try:
             return self._run(batches, count, values, extra)
         except BaseException:
-            if count:
+            if self._writes_buffers(count):
                 self._rollback.end(applied=False)
             raise
+
+    def _writes_buffers(self, count: int) -> bool:
+        return count > 0 or self.batch_norm is not None
 
     def _run(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int
@@ -129,7 +135,7 @@ class Stepper:
         nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count + extra)
         self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
-        if count:
+        if self._writes_buffers(count):
             self._rollback.begin()
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
@@ -142,6 +148,8 @@ class Stepper:
             if number >= count:
                 if number == count:
                     passes.enter_context(restored_buffers(self.model))  # until all backward passes have ended
+                    if self.batch_norm is not None:
+                        self.batch_norm.counts = False
                 with self.spans("forward"), self.precision.autocast():
                     loss, _ = self.engine.forward(call)
                 return partial(self._backward, loss * 0.0)
@@ -155,6 +163,8 @@ class Stepper:
             whole = loss if extra is None else loss + extra
             return partial(self._backward, self.precision.scaler.scale(whole / nominal))
 
+        if self.batch_norm is not None:
+            self.batch_norm.counts = True
         with ExitStack() as passes:
             if count:
                 passes.enter_context(self.precision.weights(self.engine.complete))
@@ -191,7 +201,7 @@ class Stepper:
             self.buffers.finish(applied=result.applied)
             if self.loads is not None:
                 self.loads.finish(self.spans.step, applied=result.applied)
-            if count:
+            if self._writes_buffers(count):
                 self._rollback.end(applied=result.applied)
             if result.next_scale != result.scale:
                 self.engine.rescale(result.next_scale / result.scale)

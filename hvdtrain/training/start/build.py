@@ -35,6 +35,7 @@ from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, takes_scale
 from hvdtrain.training.loop.step_sums import CombinedSums, StepSums
+from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
@@ -53,6 +54,7 @@ def build_engine(current: Round) -> Engine:
     dimensions, train = dimensions_of(run.config), run.config.train
     dimensions.check(comm.size)
     dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+    current.batch_norm = synchronize_batch_norm(model, comm, run.config)
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
@@ -148,6 +150,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         balance=make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
+        batch_norm=current.batch_norm,
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
     )
     uniform = engine.uniform_passes
@@ -162,7 +165,17 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if isinstance(engine, PeriodicEngine):
         engine.join_group()
         apart, workers = WorkerSteps(engine, stepper, worker.horizon), engine.links.workers
-    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform, workers=workers)
+    together = current.batch_norm is not None
+    stream = Stream(
+        task.train_data,
+        config.seed,
+        *batch,
+        place,
+        places,
+        uniform=uniform or together,
+        in_turn=together,
+        workers=workers,
+    )
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger, records=records)
     roll_back = RollBack(

@@ -25,6 +25,7 @@ from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.loop.sync_batch_norm import Synchronized
 from hvdtrain.training.records.energy_use import EnergyUse
 from hvdtrain.training.records.job_facts import JobFacts, gather_facts
 from hvdtrain.training.round import Round
@@ -198,6 +199,11 @@ def _describe(current: Round, job: JobFacts) -> None:
             f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only {passes}"
             f" micro-batch(es) of {train.pass_samples}; lower --train.micro_batch or raise --train.global_batch"
         )
+    if current.batch_norm is not None:
+        recorder.say(
+            f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
+            " depends on their product"
+        )
     names = batch_statistics(task.model)
     if names:
         recorder.warn(
@@ -216,5 +222,5 @@ def batch_statistics(model: nn.Module) -> list[str]:
 
     With them the loss curve depends on the contents of micro-batches, and running statistics also on the ranks.
     """
-    kind = nn.modules.batchnorm._BatchNorm  # SyncBatchNorm is one, too
-    return [name for name, module in model.named_modules() if isinstance(module, kind)]
+    kind = nn.modules.batchnorm._BatchNorm
+    return [n for n, m in model.named_modules() if isinstance(m, kind) and not isinstance(m, Synchronized)]
