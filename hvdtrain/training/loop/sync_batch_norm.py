@@ -26,7 +26,7 @@ class Statistics:
     """What the modules of a model share.
 
     Attributes:
-        comm: of the ranks whose statistics are added up.
+        comm: of the ranks that add up their statistics.
         counts: whether the samples of the pass that runs count.
     """
 
