@@ -78,6 +78,16 @@ def rank_share(count: int, rank: int, size: int) -> range:
     return range(start, start + each + (rank < more))
 
 
+def even_options(global_batch: int, micro_batch: int, ranks: int) -> str:
+    """Return the options next to these with which all ranks have equally many micro-batches."""
+    unit = micro_batch * ranks
+    ways = [f"--train.global_batch {max(1, round(global_batch / unit)) * unit}"]
+    smaller = (size for size in range(micro_batch, 0, -1) if -(-global_batch // size) % ranks == 0)
+    if size := next(smaller, 0):
+        ways.append(f"--train.micro_batch {size}, which changes no result")
+    return " or ".join(ways)
+
+
 def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
     """Return the indices into the data set at `positions`. Every epoch of `length` positions is a permutation.
 

@@ -42,6 +42,8 @@ def to_transformers(source: SavedModel, out: Path) -> None:
             raise TaskError(f"transformers reads other values of {name} than were written", found=f"in {out}")
     _copy_tokenizer(source, out)
     (out / "README.md").write_text(model_card(source.folder), encoding="utf-8")
+    for file in out.glob("*.safetensors"):  # which the library makes for this user alone
+        file.chmod((out / "README.md").stat().st_mode)
     fsync_folder(out)
 
 

@@ -145,14 +145,13 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     return run, logs
 
 
-def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]]]]:
-    """Return the stamps of all starts of a run that have any, each with its events ``shares``."""
+def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Return the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
     journal = RunLayout(folder).journal
     past = read_journal_starts(journal) if journal.is_file() else []
+    found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
     return [
-        (start.steps, _within(start.steps, _journal_of(start, past).events_named("shares")))
-        for start in read_starts(folder)
-        if len(start.steps.step)
+        (steps, _within(steps, this.events_named("shares")), this.started.get("config") or {}) for steps, this in found
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.start import device as devices
 from hvdtrain.training.start import micro_batch
 from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest, sizes_to_try
+from hvdtrain.training.start.opening import unequal_shares
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK, stack
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -216,3 +218,23 @@ def test_a_limit_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == [(0.25, GPU), (1.0, GPU)]
     with pytest.raises(ConfigError, match="trains on a CPU"):
         devices.limit_memory(CPU, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "words"),
+    [
+        (16, 4, 4, []),
+        (16, 4, 1, []),
+        (16, 4, 8, ["4 of 8 ranks are idle", "50%", "--train.global_batch 32", "--train.micro_batch 2"]),
+        (16, 4, 3, ["1 of 3 ranks have 2", "the others 1", "33%", "--train.global_batch 12", "--train.micro_batch 3"]),
+        (4, 1, 3, ["1 of 3 ranks have 2", "33%", "--train.global_batch 3"]),
+        (2, 1, 8, ["6 of 8 ranks are idle", "75%", "--train.global_batch 8"]),
+    ],
+)
+def test_unequal_shares_are_said_with_what_divides(batch: int, micro: int, ranks: int, words: list[str]) -> None:
+    found = unequal_shares(batch, micro, ranks)
+    assert bool(found) == bool(words) and all(word in found for word in words)
+    assert ("--train.micro_batch" in found) == any("micro_batch" in word for word in words)
+    for option, value in re.findall(r"--train\.(\w+) (\d+)", found):
+        sizes = {"global_batch": batch, "micro_batch": micro, option: int(value)}
+        assert -(-sizes["global_batch"] // sizes["micro_batch"]) % ranks == 0

@@ -9,9 +9,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import hvdtrain
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import (
     CheckpointError,
@@ -195,6 +197,38 @@ def test_a_disk_that_is_full_at_the_start_is_named(
         _train(where, "--train.steps=8", size=2)
     assert str(where) in caught.value.what
     assert not isinstance(caught.value, UnusableRunDirectoryError), "the launcher may try again"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("how", ["moved", "removed", "moved, and another is there"])
+def test_a_folder_that_is_moved_or_removed_ends_the_run(how: str, size: int, tmp_path: Path) -> None:
+    """At the next save: else a second job could train into the old name, or half a folder is left."""
+    run, there = tmp_path / "run", tmp_path / "there"
+
+    class Mover(hvdtrain.Callback):
+        def on_step(self, training: Any, record: Any) -> None:
+            if training.step == 3 and training.rank == 0:
+                if how == "removed":
+                    shutil.rmtree(run)
+                else:
+                    run.rename(there)
+                if how.endswith("another is there"):
+                    shutil.copytree(there, run)
+
+    options = (*OPTIONS, f"--run_dir={run}", "--train.steps=8", "--checkpoint.every=2")
+    with pytest.raises(RunDirectoryError, match="removed" if how == "removed" else "moved") as caught:
+        train_on_threads(*options, size=size, callbacks=[Mover()])
+    assert (f"--run_dir {there}" in str(caught.value)) == (how != "removed")
+    assert not list(run.glob("checkpoints/step-000004")) and not list(there.glob("checkpoints/step-000004"))
+    if how == "moved":
+        assert train_on_threads(*options, f"--run_dir={there}", size=size)[0].resumed_at == 2
+
+
+def test_no_other_user_can_hold_the_lock(run: Path) -> None:
+    """flock needs only the right to read."""
+    (run / ".lock").chmod(0o644)
+    _train(run, "--train.steps=8")
+    assert (run / ".lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_run_of_another_user_is_passed_over(own_folder: Path) -> None:

@@ -36,7 +36,7 @@ from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.over_time import over_time, turns
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
-from hvdtrain.timeline.analysis.shares import stragglers_of
+from hvdtrain.timeline.analysis.shares import Division, passes_by_rank, stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
@@ -54,11 +54,11 @@ def analyse(run: RunTrace) -> Analysis:
     if spent is None:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
-    stragglers, sizes = _stragglers(run, ticks)
+    stragglers, sizes, division = _stragglers(run, ticks)
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
-    facts = Facts(run, spent, exchange, blame, stragglers, *of_run, sizes)
+    facts = Facts(run, spent, exchange, blame, stragglers, *of_run, sizes, division)
     return Analysis(
         title=_title(run.path),
         size=size,
@@ -124,13 +124,16 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
 
 
-def _stragglers(run: RunTrace, ticks: Sequence[HorovodTrace]) -> tuple[Stragglers | None, BatchSizes | None]:
-    """Find them by stamps, or else by ticks; return also the effect of batch sizes."""
-    found = stragglers_of(run.steps, run.shares) if run.steps is not None else None
+def _stragglers(
+    run: RunTrace, ticks: Sequence[HorovodTrace]
+) -> tuple[Stragglers | None, BatchSizes | None, Division | None]:
+    """Find them by stamps, or else by ticks; return also the effects of batch sizes and of unequal shares."""
+    passes = passes_by_rank(run.config, len(run.steps.hosts)) if run.steps is not None else []
+    found = stragglers_of(run.steps, run.shares, passes) if run.steps is not None else None
     if found is not None:
         return found
     rounds = from_ticks(ticks)
-    return (find_stragglers(rounds) if rounds is not None else None), None
+    return (find_stragglers(rounds) if rounds is not None else None), None, None
 
 
 def _regular(run: RunTrace) -> RunTrace:

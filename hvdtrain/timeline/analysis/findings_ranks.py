@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hvdtrain.data.order import even_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import Facts
@@ -45,6 +46,7 @@ def rank_findings(facts: Facts) -> Iterator[Finding]:
     """Yield findings about stragglers, pauses and jitter."""
     yield from _late(facts)
     yield from _shares(facts)
+    yield from _division(facts)
     yield from _sizes(facts)
     yield from _padding(facts)
     yield from _stopped(facts)
@@ -120,6 +122,18 @@ def _shares(facts: Facts) -> Iterator[Finding]:
         f" takes {last.pass_ms[slow] / last.pass_ms[fast]:.1f} times as long for one as rank {fast}"
     )
     yield Finding("shares", text, None, f"find out what slows rank {slow}: run hvdtrain doctor on its host")
+
+
+def _division(facts: Facts) -> Iterator[Finding]:
+    """Report that ranks wait for those that have more micro-batches."""
+    if (found := facts.division) is None:
+        return
+    by_count = sorted(Counter(found.passes).items(), reverse=True)
+    who = ", ".join(f"{number} rank(s) with {count}" for count, number in by_count)
+    text = f"unequal numbers of micro-batches cost {facts.per_step(found.cost_ms)}: {who} in each step"
+    train = facts.run.config["train"]
+    options = even_options(train["global_batch"], train["micro_batch"], len(found.passes))
+    yield Finding("division", text, found.cost_ms, f"give all ranks the same: {options}")
 
 
 def _sizes(facts: Facts) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
 from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
+from hvdtrain.timeline.analysis.shares import Division
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting
@@ -42,6 +43,7 @@ class Facts:
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
     sizes: BatchSizes | None = None
+    division: Division | None = None
 
     def confirmed(self, advice: str, change: Setting, most_ms: float = math.inf) -> str:
         """Return advice with the gain that a what-if predicts, `most_ms` at most; empty if it predicts none.
@@ -109,8 +111,13 @@ class Facts:
         return (self.core_wait_ms() or 0.0) >= _MOST * cost_ms
 
     def for_cores(self) -> str:
-        """Return advice for ranks that wait for CPU cores."""
+        """Return advice for ranks that wait for CPU cores: often the job's own ranks need more than there are."""
         advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
+        if (found := self.evidence) is not None and found.on_cpu:
+            ranks, threads = found.job.ranks.per_host, max(1, found.threads)
+            if ranks * threads > found.cores:
+                each, fewer = (f"{threads} threads", ", or reduce OMP_NUM_THREADS") if threads > 1 else ("a thread", "")
+                advice = f"this job's own {ranks} ranks of {each} each share {found.cores} cores: start fewer{fewer}"
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
     def has_other_engine(self) -> bool:

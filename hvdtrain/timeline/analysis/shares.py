@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.config.sync import EVERY_STEP
+from hvdtrain.data.order import rank_share
 from hvdtrain.timeline.analysis.batch_sizes import BatchSizes, without_sizes
-from hvdtrain.timeline.analysis.rank_steps import from_stamps
+from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import StepTable
 
@@ -32,8 +36,45 @@ def last_shares(events: Sequence[Mapping[str, Any]], size: int) -> Shares | None
     return None
 
 
-def stragglers_of(table: StepTable, shares: Sequence[Mapping[str, Any]]) -> tuple[Stragglers, BatchSizes | None] | None:
-    """Find the stragglers of a start without the effect of batch sizes; return also that effect.
+class Division(NamedTuple):
+    """Micro-batches of each rank in a step, which are unequal, and the mean wait of a rank for those with the most."""
+
+    passes: Sequence[int]
+    cost_ms: float
+
+
+def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
+    """Return the micro-batches of each rank in a step, if the options make them unequal; else none.
+
+    Ranks of FSDP, and those that divide the model, repeat some to have equally many.
+    """
+    sections = (config.get(name) for name in ("train", "parallel"))
+    train, parallel = (section if isinstance(section, Mapping) else {} for section in sections)
+    batch, micro = train.get("global_batch"), train.get("micro_batch")
+    usual = {"engine": ("horovod", "ddp"), "balance": ("equal",), "sync": (EVERY_STEP,)}
+    if not (isinstance(batch, int) and isinstance(micro, int) and batch > 0 and micro > 0) or Dimensions.of(parallel):
+        return []
+    if any(parallel.get(name, values[0]) not in values for name, values in usual.items()):
+        return []
+    found = [len(rank_share(-(-batch // micro), rank, size)) for rank in range(size)]
+    return found if len(set(found)) > 1 else []
+
+
+def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Division]:
+    """Remove what the numbers of micro-batches explain: the usual time of the ranks with equally many.
+
+    Of two ranks the faster one is usual. A rank with a number of its own cannot be compared.
+    """
+    own, most, work = np.array(passes), max(passes), np.median(rounds.work_ms, axis=1)
+    usual = {count: float(np.quantile(work[own == count], 0.5, method="lower")) for count in set(passes)}
+    later = np.array([usual[most] - usual[count] for count in passes])
+    return replace(rounds, work_ms=rounds.work_ms + later[:, None]), Division(passes, max(0.0, float(later.mean())))
+
+
+def stragglers_of(
+    table: StepTable, shares: Sequence[Mapping[str, Any]], passes: Sequence[int] = ()
+) -> tuple[Stragglers, BatchSizes | None, Division | None] | None:
+    """Find the stragglers of a start without the effect of batch sizes, or of unequal `passes`; return also that.
 
     Where micro-batches follow the speed of ranks, sizes are no chance, and stay; what was before does not count.
     None if the stamps do not compare ranks.
@@ -41,12 +82,15 @@ def stragglers_of(table: StepTable, shares: Sequence[Mapping[str, Any]]) -> tupl
     rounds = from_stamps(table)
     if rounds is None:
         return None
+    if passes:
+        rounds, division = without_passes(rounds, passes)
+        return find_stragglers(rounds), None, division
     if not shares:
         rounds, sizes = without_sizes(rounds, table)
-        return find_stragglers(rounds), sizes
+        return find_stragglers(rounds), sizes, None
     last = last_shares(shares, len(table.hosts))
     begun = min((at for event in shares if isinstance(at := event.get("at_step"), int)), default=0)
     kept = np.flatnonzero(rounds.step > begun)
     if last is None or not len(kept):
-        return find_stragglers(rounds), None
-    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms), None
+        return find_stragglers(rounds), None, None
+    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms), None, None

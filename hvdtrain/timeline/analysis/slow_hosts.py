@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.observe.cost import S_PER_HOUR
-from hvdtrain.timeline.analysis.shares import stragglers_of
+from hvdtrain.timeline.analysis.shares import passes_by_rank, stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import StepTable
@@ -45,19 +45,19 @@ class SlowHosts:
 
 
 def slow_hosts(
-    starts: Iterable[tuple[StepTable, Sequence[Mapping[str, Any]]]], group_of: Mapping[str, str]
+    starts: Iterable[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]], group_of: Mapping[str, str]
 ) -> SlowHosts:
     """Judge each start on its own, and add up.
 
     Args:
-        starts: the stamps of each, and its events ``shares``.
+        starts: the stamps of each, its events ``shares``, and its config.
         group_of: of a host, such as its rack.
     """
     hosts: dict[str, Place] = {}
     devices: dict[str, Place] = {}
     groups: dict[str, Place] = {}
-    for table, shares in starts:
-        judged = stragglers_of(table, shares)
+    for table, shares, config in starts:
+        judged = stragglers_of(table, shares, passes_by_rank(config, len(table.hosts)))
         if judged is None or len(judged[0].rounds.step) < _LEAST_STEPS:
             continue
         found = judged[0]

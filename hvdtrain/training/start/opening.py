@@ -15,6 +15,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
+from hvdtrain.data.order import even_options
 from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
@@ -193,12 +194,10 @@ def _describe(current: Round, job: JobFacts) -> None:
         recorder.warn(problem)
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
-    passes = -(-train.global_batch // train.pass_samples)
-    if passes < size:
-        recorder.warn(
-            f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only {passes}"
-            f" micro-batch(es) of {train.pass_samples}; lower --train.micro_batch or raise --train.global_batch"
-        )
+    _, places, _ = dimensions_of(current.run.config).samples(0, size)
+    parallel, unequal = current.run.config.parallel, unequal_shares(train.global_batch, train.pass_samples, places)
+    if unequal and (parallel.balance, parallel.sync) == ("equal", "every_step"):
+        recorder.warn(unequal)
     if current.batch_norm is not None:
         recorder.say(
             f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
@@ -211,6 +210,21 @@ def _describe(current: Round, job: JobFacts) -> None:
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
+
+
+def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
+    """Return a warning if ranks do not get equally many micro-batches: what the wait costs, and what divides them."""
+    passes = -(-global_batch // micro_batch)
+    if passes % ranks == 0:
+        return ""
+    most, least = -(-passes // ranks), passes // ranks
+    more = passes % ranks
+    if least:
+        found = f"{more} of {ranks} ranks have {most} micro-batches of {micro_batch} a step, the others {least}"
+    else:
+        found = f"{ranks - more} of {ranks} ranks are idle, as a step has {passes} micro-batch(es) of {micro_batch}"
+    options = even_options(global_batch, micro_batch, ranks)
+    return f"{found}: about {1 - passes / (most * ranks):.0%} of the ranks' time is waiting; use {options}"
 
 
 def _count(parameters: int) -> str:

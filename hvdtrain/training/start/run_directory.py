@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -69,11 +70,23 @@ class RunDirectory:
         return self.lease is not None and self.lease.lost
 
     def check(self) -> None:
-        """Refuse to continue if another job has claimed the folder: two jobs would write into one run.
+        """Refuse to continue if another job has claimed the folder, or could: two jobs would write into one run.
 
         Errors:
-            RunDirectoryError: another job has claimed it.
+            RunDirectoryError: another job has claimed it, or it was moved or removed.
         """
+        held = os.fstat(self.lock.fileno())
+        try:
+            now = self.layout.lock.stat()
+        except OSError:
+            now = None
+        if now is None or (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino):
+            moved, there = held.st_nlink > 0, str(Path(f"/proc/self/fd/{self.lock.fileno()}").readlink().parent)
+            raise RunDirectoryError(
+                f"{self.path} was {'moved' if moved else 'removed'} while this job trained into it; this job ends",
+                found=f"its files until now are in {there}" if moved else "nothing is left of its files",
+                next_step=f"to continue: --run_dir {shlex.quote(there)}" if moved else "start again, in a new folder",
+            )
         if self.lease is not None and self.lease.check():
             raise RunDirectoryError(
                 f"another job has taken over {self.path}; this job ends",
@@ -254,7 +267,11 @@ def _new(run: RunConfig, job: str, folder: Path) -> RunDirectory:
 def _claim(path: Path, job: str = "", folder: Path = Path()) -> RunDirectory | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = RunLayout(path).lock.open("ab")
+        # Who may read a file may lock it.
+        number = os.open(RunLayout(path).lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        lock = os.fdopen(number, "ab")
+        if os.fstat(number).st_uid == os.geteuid():
+            os.fchmod(number, 0o600)
     except OSError as error:
         raise unusable(f"the run folder {path}", error) from error
     lease = None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
+from hvdtrain.timeline.analysis.shares import passes_by_rank, without_passes
 from hvdtrain.timeline.analysis.stragglers import find_stragglers
 from tests.support.step_tables import Floats, noise, table_of
 
@@ -241,3 +242,38 @@ def test_a_late_rank_is_not_excused_by_others_that_are_noisier() -> None:
     work[0, ::10] += 20.0
     late, shorter = _planted(work, 1, 3.0)
     assert costs(late)[1] == pytest.approx(shorter, rel=0.2)
+
+
+def _config(batch: int, **parallel: object) -> dict[str, object]:
+    return {"train": {"global_batch": batch, "micro_batch": 1}, "parallel": parallel}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "passes"),
+    [
+        (_config(4), 3, [2, 1, 1]),
+        (_config(4), 8, [1, 1, 1, 1, 0, 0, 0, 0]),
+        (_config(8), 4, []),
+        (_config(4, engine="ddp"), 3, [2, 1, 1]),
+        (_config(4, engine="fsdp"), 3, []),  # ranks repeat some
+        (_config(4, tp=3), 3, []),
+        (_config(4, balance="speed"), 3, []),
+        ({"train": {"global_batch": 4, "micro_batch": "auto"}}, 3, []),
+        ({}, 3, []),
+    ],
+)
+def test_unequal_passes_follow_from_the_options(config: dict[str, object], ranks: int, passes: list[int]) -> None:
+    assert passes_by_rank(config, ranks) == passes
+
+
+@pytest.mark.parametrize("late", [None, 1, 3])
+@pytest.mark.parametrize("passes", [[2, 2, 1, 1], [2, 2, 2, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]])
+def test_more_passes_make_no_straggler_and_hide_none(passes: list[int], late: int | None) -> None:
+    each = _quiet(0, len(passes), 200, "gaussian", 0.3)
+    work = each * np.array(passes)[:, None] + 2 + noise(np.random.default_rng(1), each.shape, "gaussian", 0.2)
+    if late is not None:
+        work[late] += 5.0
+    rounds, division = without_passes(_rounds(work), passes)
+    assert find_stragglers(rounds).late == ([] if late is None else [late])
+    expected = float(np.mean(max(passes) - np.array(passes))) * STEP_MS
+    assert division.passes == passes and division.cost_ms == pytest.approx(expected, rel=0.2)
