@@ -10,6 +10,7 @@ import grp
 import os
 import pwd
 import re
+import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -100,11 +101,11 @@ def create_text(path: Path, text: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all. An error leaves no temporary file.
+    """Write a file completely or not at all, also where others write it at the same time. An error leaves nothing.
 
     Errors: OSError; UnicodeEncodeError if `text` cannot be encoded as UTF-8.
     """
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     try:
         temporary.write_text(text, encoding="utf-8")
         fsync(temporary)

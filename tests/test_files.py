@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +36,17 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
     )
     for text in ("one", "two"):
         write_text(tmp_path / "file", text)
-        assert synced == [str(tmp_path / ".file.writing"), str(tmp_path)]
+        assert re.fullmatch(r"\.file\.\w+\.writing", Path(synced[0]).name) and synced[1:] == [str(tmp_path)]
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
         assert (tmp_path / "file").read_text() == text
         synced.clear()
+
+
+def test_many_may_write_a_file_at_the_same_time(tmp_path: Path) -> None:
+    texts = [f"{number}\n" * 20_000 for number in range(30)]
+    with ThreadPoolExecutor(30) as pool:
+        list(pool.map(lambda text: write_text(tmp_path / "file", text), texts))
+    assert (tmp_path / "file").read_text() in texts and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

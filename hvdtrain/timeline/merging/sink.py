@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     Errors:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     try:
         with temporary.open("wb") as file:
             if path.suffix == ".gz":
