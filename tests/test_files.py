@@ -43,8 +43,8 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
 
 
 def test_many_may_write_a_file_at_the_same_time(tmp_path: Path) -> None:
-    texts = [f"{number}\n" * 20_000 for number in range(30)]
-    with ThreadPoolExecutor(30) as pool:
+    texts = [f"{number}\n" * 20_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda text: write_text(tmp_path / "file", text), texts))
     assert (tmp_path / "file").read_text() in texts and len(list(tmp_path.iterdir())) == 1
 
