@@ -116,7 +116,9 @@ def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: In
     def compared(fact: str) -> tuple[float, float]:
         """Return the mean of a fact on the rank, and the median over the others; NaN if unknown."""
         values = _facts(table, column, fact, np.nanmean)
-        return (math.nan, math.nan) if values is None else (values[rank], float(np.nanmedian(values[others])))
+        if values is None or np.isnan(values[others]).all():  # such as those of idle ranks
+            return math.nan, math.nan
+        return values[rank], float(np.nanmedian(values[others]))
 
     found = []
     mine, usual = compared("gpu_clock_mhz")

@@ -114,6 +114,12 @@ def test_reasons_are_reported_of_the_late_rank_only() -> None:
     assert "1200 MHz" in causes["gpu clock"].text and causes["gpu clock"].ms is None
 
 
+def test_a_fact_that_no_other_rank_has_is_no_cause() -> None:
+    facts: dict[str, list[Any]] = {"gpu_clock_mhz": [None, 1200.0, None, None], "expert_share": [None, 0.3, None, None]}
+    causes = _causes(_analysed(facts=facts, forward=_each(2.0, rank=1)), 1)
+    assert [cause.name for cause in causes] == ["forward"]
+
+
 @pytest.mark.parametrize(
     ("reasons", "reported"),
     [
