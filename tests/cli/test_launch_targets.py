@@ -195,6 +195,7 @@ def test_lsf_with_jsrun(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None
     assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
 
 
+@pytest.mark.slow
 def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
     job = gallery["resumed"]

@@ -18,6 +18,7 @@ from tests.support.launch import ROOT, train
 from tests.support.sleeper import Rows
 
 
+@pytest.mark.slow
 def test_a_planted_straggler_is_named_with_its_cause(gallery: Gallery) -> None:
     analysis = analyse(load(gallery["late"].run))
     assert analysis.blame.late == [1], analysis.blame.reason

@@ -61,12 +61,11 @@ def _equal(one: Recorded, other: Recorded) -> None:
         torch.testing.assert_close(other.state().tensors["model"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [24, 20, 10])
-@pytest.mark.parametrize("kind", ["vectors", "images", "plain"])
+@pytest.mark.parametrize(("kind", "batch"), [("vectors", 24), ("images", 20), ("plain", 10)])
 def test_law_1_holds_where_ranks_times_micro_batch_is_equal(kind: str, batch: int, tmp_path: Path) -> None:
     """A last micro-batch may be shorter, or missing on some ranks, which then have no part in statistics."""
     one = _train(tmp_path / "one", 1, 8, batch=batch, kind=kind, sync=False)
-    for size, micro in ((1, 8), (2, 4), (4, 2), (8, 1)):
+    for size, micro in ((1, 8), (2, 4), (8, 1)):
         _equal(one, _train(tmp_path / f"{size}", size, micro, batch=batch, kind=kind, sync=True))
 
 
