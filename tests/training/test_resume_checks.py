@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -208,6 +209,8 @@ def test_a_folder_that_is_moved_or_removed_ends_the_run(how: str, size: int, tmp
     class Mover(hvdtrain.Callback):
         def on_step(self, training: Any, record: Any) -> None:
             if training.step == 3 and training.rank == 0:
+                while not (run / "checkpoints/step-000002").exists():  # it is being written
+                    time.sleep(0.01)
                 if how == "removed":
                     shutil.rmtree(run)
                 else:

@@ -197,7 +197,7 @@ def _describe(current: Round, job: JobFacts) -> None:
     _, places, _ = dimensions_of(current.run.config).samples(0, size)
     parallel, unequal = current.run.config.parallel, unequal_shares(train.global_batch, train.pass_samples, places)
     if unequal and (parallel.balance, parallel.sync) == ("equal", "every_step"):
-        recorder.warn(unequal)
+        (recorder.warn if "idle" in unequal else recorder.say)(unequal)
     if current.batch_norm is not None:
         recorder.say(
             f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
@@ -213,7 +213,7 @@ def _describe(current: Round, job: JobFacts) -> None:
 
 
 def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
-    """Return a warning if ranks do not get equally many micro-batches: what the wait costs, and what divides them."""
+    """Return what it costs if ranks do not get equally many micro-batches, and what divides them; "" if they do."""
     passes = -(-global_batch // micro_batch)
     if passes % ranks == 0:
         return ""
