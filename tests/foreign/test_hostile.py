@@ -40,7 +40,7 @@ ROWS: list[tuple[str, int, str, str]] = [
     ("--task os.path:join", 2, "TaskError", "task function"),
     ("--task tasks.py:build --hidden many", 2, "ConfigError", "--hidden"),
     ("--task tasks.py:nothing", 2, "TaskError", "task function"),
-    ("--task tasks.py:raising", 1, "RuntimeError", "tasks.py:30"),
+    ("--task tasks.py:raising", 1, "RuntimeError", "tasks.py:29"),
     ("--task tasks.py:exiting", 2, "TaskError", "task's code"),
     ("--task tasks.py:no_data", 1, "DataError", "empty"),
     ("--task tasks.py:negative", 1, "DataError", "length"),
