@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -15,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.spans import EXCHANGE
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
+from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
 from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.verdicts import verdicts
@@ -112,6 +114,24 @@ def test_reasons_are_reported_of_the_late_rank_only() -> None:
     assert causes["cpu"].ms == pytest.approx(2.0, rel=0.05)  # 100 ms in blocks of 50 steps
     assert causes["gc"].ms == pytest.approx(1.0)
     assert "1200 MHz" in causes["gpu clock"].text and causes["gpu clock"].ms is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "on_cpu", "words"),
+    [
+        (8, 1, True, ["this job's own 8 ranks of a thread each share 2 cores"]),
+        (2, 4, True, ["2 ranks of 4 threads each share 2 cores", "OMP_NUM_THREADS"]),
+        (2, 1, True, ["stop other programs"]),
+        (8, 1, False, ["stop other programs"]),
+    ],
+)
+def test_who_shares_the_cores_that_ranks_wait_for(ranks: int, threads: int, on_cpu: bool, words: list[str]) -> None:
+    job = SimpleNamespace(ranks=SimpleNamespace(per_host=ranks))
+    evidence = SimpleNamespace(job=job, on_cpu=on_cpu, threads=threads, cores=2)
+    run: Any = SimpleNamespace(evidence=lambda: evidence, config={})
+    nothing: Any = None
+    found = Facts(run, None, None, nothing, None).for_cores()
+    assert all(word in found for word in words)
 
 
 def test_a_fact_that_no_other_rank_has_is_no_cause() -> None:
