@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.exchange_state import Owned, is_rounded
 from hvdtrain.state.pieces import Place
 
 Loss = tuple[Tensor, "Tensor | float"]
@@ -53,9 +53,27 @@ class Engine(Protocol):
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
 
-        Returns the gradients that this rank's optimizer uses; the caller may scale them in place. An unused parameter
-        has a zero gradient at every world size.
+        Returns the gradients that this rank's optimizer uses; the caller may scale them in place. A parameter that this
+        rank has not used, and another rank may have, has a gradient, too.
         """
+
+    def unused(self) -> list[bool]:
+        """Return for each trained parameter whether this rank has not used it in this step's passes, before `finish`.
+
+        Equally many on all ranks. Empty if parameters without a gradient have none after `finish` anyway, or if the
+        engine gives all a gradient.
+        """
+        return []
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that no rank has used, so that `step` leaves these as they are.
+
+        Those that get a residual of an earlier step stay. Collective: yes.
+
+        Args:
+            numbers: positions in the result of `unused`.
+        """
+        return
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the L2 norm of the whole gradient from those of `finish`, on the device. Collective: yes.
@@ -96,7 +114,7 @@ class Engine(Protocol):
 
     def keeps(self, key: str) -> bool:
         """Return whether this rank has use for a tensor of the exchange's state."""
-        return True
+        return not is_rounded(key)
 
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""

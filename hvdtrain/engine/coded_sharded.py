@@ -18,7 +18,7 @@ from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
-from hvdtrain.state.exchange_state import is_master
+from hvdtrain.state.exchange_state import is_master, is_rounded
 from hvdtrain.state.pieces import Place
 
 
@@ -26,7 +26,7 @@ class CodedShardedEngine(ShardedEngine):
     """Sums encoded gradients at their owners, and sends encoded updates of parameters to all ranks.
 
     Owners keep exact parameters apart from the model's. Those of the model are equal on all ranks, and exact only after
-    `synchronize_state`: so a checkpoint contains exact ones.
+    `synchronize_state`. A checkpoint contains exact ones, and those of the model as part of the exchange's state.
 
     Args:
         parts: its compression has a coding. The rest is as of `ShardedEngine`.
@@ -112,11 +112,18 @@ class CodedShardedEngine(ShardedEngine):
         """Return the place of exact parameters."""
         return self._owned[key.rpartition("/")[0]].place if is_master(key) else None
 
+    def keeps(self, key: str) -> bool:
+        """Return True: also rounded values of the model."""
+        return True
+
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load residuals, and exact parameters if there are any; otherwise those of the model are exact."""
+        """Load residuals, and exact or rounded parameters if there are any; otherwise those of the model are exact."""
+        rounded = {key: tensors[key] for key in tensors if is_rounded(key)}
+        tensors = {key: tensors[key] for key in tensors if key not in rounded}
         loaded = {p.name for bucket in self._coded if bucket.keeps_error for p in bucket.layout.shape.parts}
         rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}
         super().load_state_dict(rest, values)
         for bucket in self._coded:
             bucket.load_state_dict(tensors, int(values["ranks"]))
-        self._is_inexact = bool(values.get("inexact"))
+            bucket.load_rounded(rounded)
+        self._is_inexact = bool(rounded or values.get("inexact"))

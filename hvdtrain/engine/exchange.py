@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,14 @@ class ExchangeEngine(Engine):
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
         return self.reducer.finish()
+
+    def unused(self) -> list[bool]:
+        """Return for each parameter whether it has no gradient."""
+        return self.reducer.unused()
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that no rank has used."""
+        self.reducer.leave_out(numbers)
 
     def commit(self, *, applied: bool) -> None:
         """Keep or discard the new residuals."""

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.active_buckets import DetachedState, residual_key
-from hvdtrain.exchange.rows import zero_rows
 
 
 class LocalEngine(Engine):
@@ -20,7 +19,6 @@ class LocalEngine(Engine):
     def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._parameters = named_parameters
-        self._sparse: set[str] = set()
         self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
@@ -34,19 +32,19 @@ class LocalEngine(Engine):
         torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
-        """Give a zero gradient to parameters without one, as an exchange would; add the residuals."""
+        """Add the residuals to the gradients."""
         gradients = []
         self._delivered = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
-                parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
-            if self._residuals.has_residual(name) and not parameter.grad.is_sparse:
+            if self._residuals.has_residual(name) and (parameter.grad is None or not parameter.grad.is_sparse):
                 self._delivered.append(key := residual_key(name))
-                parameter.grad.add_(self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks)
+                residual = self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks
+                parameter.grad = residual if parameter.grad is None else parameter.grad.add_(residual)
+            if parameter.grad is None:
+                continue
             if parameter.grad.is_sparse:
-                self._sparse.add(name)
                 parameter.grad = parameter.grad.coalesce()
                 gradients.append(parameter.grad._values())
             else:

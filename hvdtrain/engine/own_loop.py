@@ -267,6 +267,11 @@ class DividedReducer:
         self.engine.take_changes()
         self.engine.synchronize_state()
 
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """Synchronize the state, and return its tensors. Collective: yes."""
+        self.synchronize_state()
+        return self.state_dict()[0]
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state of the compression, equal on all ranks after `synchronize_state`."""
         return self.engine.state_dict()

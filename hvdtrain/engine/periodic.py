@@ -113,6 +113,14 @@ class PeriodicEngine(Engine):
         """Wait for the sums. Collective: yes."""
         return self.inner.finish()
 
+    def unused(self) -> list[bool]:
+        """Return for each parameter whether it was not used."""
+        return self.inner.unused()
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that were not used."""
+        self.inner.leave_out(numbers)
+
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the L2 norm of the whole gradient."""
         return self.inner.norm(gradients)

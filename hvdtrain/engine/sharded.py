@@ -78,6 +78,7 @@ class ShardedEngine(DividedEngine):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained: list[bool] = []
         self._undelivered: dict[str, Tensor] = {}  # residuals, in this step
+        self._used: set[str] = set()  # parameters with a gradient in this step
         self._sums_each_pass = parts.shard == "gradients"
         self._micro_batches = self._passes = 0
         self._is_exchanging = False
@@ -125,6 +126,7 @@ class ShardedEngine(DividedEngine):
             parameter.grad = None
         self._gathers.begin()
         self._micro_batches, self._passes, self._most = micro_batches, 0, None
+        self._used.clear()
         self.begin_exchange()
 
     def begin_exchange(self) -> None:
@@ -168,7 +170,7 @@ class ShardedEngine(DividedEngine):
             self._trained = trained
             self._remove_hooks()
             for parameter, name in self._names.items():
-                if parameter.requires_grad and parameter.numel():
+                if _is_trained(parameter):
                     on_gradient: Any = partial(self.on_gradient, name)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
             names = [name for parameter, name in self._names.items() if parameter.requires_grad]
@@ -180,6 +182,7 @@ class ShardedEngine(DividedEngine):
             return call()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        self._used.add(name)
         if self._is_exchanging:
             self.add_gradient(name, parameter)
 
@@ -228,6 +231,23 @@ class ShardedEngine(DividedEngine):
                 if parameter.requires_grad and self._queue.is_missing(name):
                     self._add_residual(name, parameter)
         return self._queue.finish()
+
+    def unused(self) -> list[bool]:
+        """Return for each trained parameter whether it has no gradient."""
+        return [name not in self._used for parameter, name in self._names.items() if _is_trained(parameter)]
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that no rank has used, unless a residual is their sum. Collective: yes."""
+        trained = [name for parameter, name in self._names.items() if _is_trained(parameter)]
+        owned = [self._owned[trained[number]].parameter for number in numbers]
+        delivered = torch.zeros(len(owned), dtype=torch.int64)
+        if owned and (self.keeps_error or self._residuals):
+            for number, each in enumerate(owned):
+                delivered[number] = each is not None and each.grad is not None and bool(each.grad.any())
+            self._comm.allreduce(delivered, name=f"{self._name}/unused").wait()
+        for each, of_residual in zip(owned, delivered.tolist(), strict=True):
+            if each is not None and not of_residual:
+                each.grad = None
 
     def _whole_shapes(self) -> Iterable[Sequence[int]]:
         return [shape for bucket in self._buckets for shape in bucket.shapes()]
@@ -284,6 +304,10 @@ class ShardedEngine(DividedEngine):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and bool(parameter.numel())
 
 
 def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:

@@ -13,7 +13,7 @@ from hvdtrain.compression.coding import Coding
 from hvdtrain.exchange.active_buckets import residual_key
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.shard_bucket import Shard, ShardBucket
-from hvdtrain.state.exchange_state import master_key
+from hvdtrain.state.exchange_state import master_key, rounded_key
 
 
 class CodedShardBucket(ShardBucket):
@@ -216,6 +216,13 @@ class CodedShardBucket(ShardBucket):
         for shard in self._own:
             exact, saved = self._exact(shard), state.get(master_key(shard.part.name), self._model(shard))
             exact.copy_(saved if saved.shape == exact.shape else shard.view(saved))  # or whole, from other ranks
+
+    def load_rounded(self, state: Mapping[str, Tensor]) -> None:
+        """Give the model the values that it had in training; the exact parameters stay."""
+        for parameter, part in zip(self.layout.parameters, self.layout.shape.parts, strict=True):
+            if (saved := state.get(rounded_key(part.name))) is not None:
+                parameter.detach().copy_(saved)
+        self._remember()
 
     def buffers(self) -> list[Tensor]:
         """Return the memory in use."""

@@ -112,10 +112,13 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
             self._hvdtrain_exchange.reducer.set_passes(passes)
 
         def exchange_state_dict(self) -> dict[str, Any]:
-            """Return the state of the compressors, equal on all ranks. Collective: yes."""
-            self._hvdtrain_exchange.reducer.synchronize_state()
-            tensors, values = self._hvdtrain_exchange.reducer.state_dict()
-            return {"tensors": tensors, "values": values}
+            """Return the state of the compressors, equal on all ranks and valid until the next step. Collective: yes.
+
+            Training continues as without it, unless the optimizer is divided.
+            """
+            reducer = self._hvdtrain_exchange.reducer
+            tensors = reducer.synchronized_state()
+            return {"tensors": tensors, "values": reducer.state_dict()[1]}
 
         def load_exchange_state_dict(self, state: Mapping[str, Any]) -> None:
             """Load a state from `exchange_state_dict`, on every rank the same."""

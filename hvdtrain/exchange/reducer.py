@@ -14,7 +14,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Figures
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
-from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
+from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState, residual_key
 from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients
 from hvdtrain.exchange.bucket_exchange import BucketExchange
@@ -161,6 +161,18 @@ class Reducer(ActiveBuckets):
         self._figures = Figures(exchange.compressors)  # now: the host waits for nothing that the device gets later
         self.over = True
         return sums
+
+    def unused(self) -> list[bool]:
+        """Return for each parameter whether no pass of this step has given it a gradient; before `finish`."""
+        return [parameter.grad is None and name not in self._finished for name, parameter in self._known]
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of these parameters, which no rank has used, unless a residual is all of their sum."""
+        for number in numbers:
+            name, parameter = self._known[number]
+            is_residual = self.keeps_error or residual_key(name) in self._delivered
+            if not (is_residual and parameter.grad is not None and bool(parameter.grad.any())):
+                parameter.grad = None
 
     @property
     def _alone(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.state.pieces import Place
 
 _MASTER = "master"
+_ROUNDED = "rounded"
 
 
 def master_key(parameter: str) -> str:
@@ -21,6 +22,16 @@ def master_key(parameter: str) -> str:
 def is_master(key: str) -> bool:
     """Whether a key in the state of an exchange is that of exact values."""
     return key.endswith(f"/{_MASTER}")
+
+
+def rounded_key(parameter: str) -> str:
+    """Return the key of the values that a parameter has in training, where those of the saved model are exact."""
+    return f"{parameter}/{_ROUNDED}"
+
+
+def is_rounded(key: str) -> bool:
+    """Whether a key in the state of an exchange is that of rounded values."""
+    return key.endswith(f"/{_ROUNDED}")
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,20 @@ def broadcast_state(
     source: StateDict | None = None,
     *,
     placed: bool = False,
+    own: Callable[[StateDict], StateDict] = lambda received: received,
 ) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
-    `progress` is called after each tensor. `source`: what `root` has loaded into its state, with whole tensors
-    (default: its state, without the pieces that only some ranks hold). Each rank keeps what it holds of a tensor.
-    `placed`: the parameters are equal already, because an engine has placed those of rank 0; only buffers are sent of
-    the model then.
+    Args:
+        state: of this rank.
+        comm: the ranks.
+        progress: called after each tensor.
+        root: the rank with the state.
+        source: what `root` has loaded into its state, with whole tensors (default: its state, without the pieces that
+            only some ranks hold). Each rank keeps what it holds of a tensor.
+        placed: the parameters are equal already, because an engine has placed those of rank 0; only buffers are sent
+            of the model then.
+        own: returns what another rank loads of what it has received.
 
     Errors:
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
@@ -82,7 +89,7 @@ def broadcast_state(
     if not is_root:
         kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
         received["model"] = {**kept_pieces, **here, **received["model"]}
-        state.load_state_dict(StateDict(received, spec["values"]))
+        state.load_state_dict(own(StateDict(received, spec["values"])))
 
 
 def _empty(shape: Sequence[int], dtype: str | torch.dtype) -> Tensor:

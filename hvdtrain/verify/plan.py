@@ -81,7 +81,9 @@ def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
     whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, **vars(ONE))
     alone = _after_backward(replace(run, config=replace(run.config, parallel=whole)), build, SoloComm(), info, device)
-    expected = {name: p.grad for name, p in alone.task.model.named_parameters() if p.grad is not None}
+    own, optimized = dict(alone.task.model.named_parameters()), alone.state.optimized()
+    trained = {name: p for name, p in own.items() if p.requires_grad and name in optimized}
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
     divided = _after_backward(run, build, comm, info, device)
     found = allgather_json(comm, list(_sums(divided.state, expected)), name="plan/sums")
     pieces: dict[str, dict[tuple[int, ...], list[float]]] = {name: {} for name in expected}

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.engine.saved_exchange import has_mean_residuals
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.programs import end_group
@@ -65,7 +66,13 @@ def verify_resume(
     wholes = {}
     for size in sizes:
         wholes[size] = runner.whole(f"whole-{size}", size)
-        runner.half(f"half-{size}", size)
+        half = runner.half(f"half-{size}", size)
+        if size > 1 and has_mean_residuals(half.state):
+            say(
+                f"{size} ranks save the mean of their residuals, because those of all ranks are larger than the rest of"
+                " the checkpoint: a resume is not bit for bit, so it is not compared"
+            )
+            continue
         rest = runner.rest(f"resumed-{size}", f"half-{size}", size, size)
         title = f"{steps} + {steps} on {size} rank(s) against {2 * steps}"
         yield compare(title, rest, wholes[size], exact=True)
@@ -119,13 +126,14 @@ class _Runner:
     options: Sequence[str] = ()
 
     def whole(self, name: str, size: int) -> Outcome:
-        """Train all steps without interruption."""
-        self._run(name, size, f"{2 * self.steps} steps without interruption")
+        """Train all steps without interruption, and without a save."""
+        self._run(name, size, f"{2 * self.steps} steps without interruption", "--checkpoint.every", "0")
         return self._outcome(name)
 
-    def half(self, name: str, size: int) -> None:
+    def half(self, name: str, size: int) -> Outcome:
         """Train the first half of the steps."""
         self._run(name, size, f"the first {self.steps} steps", "--train.stop_at", str(self.steps))
+        return self._outcome(name)
 
     def rest(self, name: str, half: str, before: int, size: int) -> Outcome:
         """Resume the run `half` of `before` ranks on `size` ranks, and train the second half."""

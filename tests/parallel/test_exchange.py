@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
@@ -33,7 +34,7 @@ def _exchange(engine: Engine, model: nn.Module, batches: list[tuple[Tensor, Tens
     for batch in batches:
         engine.backward(engine.forward(lambda batch=batch: (_loss(model, batch), 4.0))[0])
     engine.finish()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def _reference(counts: list[int]) -> list[Tensor]:
@@ -59,6 +60,33 @@ def test_law_5_sums_equal_float64(job: Comm, passes: Callable[[int], int], name:
     for _ in range(2):
         for found, expected in zip(_exchange(engine, model, mine), _reference(counts), strict=True):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [
+        ("horovod", "none"),
+        ("horovod", "gradients"),
+        pytest.param("ddp", "none", marks=pytest.mark.xfail(reason="DDP does not know", strict=True)),
+        pytest.param("fsdp", "parameters", marks=pytest.mark.xfail(reason="FSDP does not know", strict=True)),
+    ],
+)
+def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str) -> None:
+    if job.size == 1:
+        pytest.skip("several ranks: tests/training/test_unused_parameters.py has one")
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = model.idle.weight.detach().clone()
+    engine = make_engine(optimizer, model, job, "none", engine=name, shard=shard)
+    engine.begin(1)
+    engine.backward(engine.forward(lambda: (_loss(model, _batch(job.rank, 0)), 1.0))[0])
+    unused = engine.unused()
+    engine.finish()
+    engine.leave_out([number for number, each in enumerate(unused) if each])
+    engine.step()
+    engine.complete()
+    after = model.idle.weight.detach()
+    assert torch.equal(after.full_tensor() if isinstance(after, DTensor) else after, before)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])

@@ -84,14 +84,13 @@ class RollBack:
         if self.buddies is not None:
             self.begin(state, synchronized=True)
 
-    def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
+    def commit(self, state: TrainState) -> None:
         """Commit, unless the last step was skipped: such a state leads nowhere. Collective: yes.
 
-        Also called for every checkpoint, after the exchange's state was synchronized. So no checkpoint is newer than
-        the newest commit.
+        Also called for every checkpoint, so that none is newer than the newest commit.
         """
         if not state.progress.skipped_in_row:
-            self.begin(state, synchronized=synchronized)
+            self.begin(state)
 
     def roll_back(self, spoiled: SpoiledSteps, state: TrainState, wait_saved: Callable[[], None]) -> bool:
         """Restore `state` from the last commit and leave out the spoiled samples, if allowed. Collective: yes.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.engine.saved_exchange import to_save
 from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
@@ -144,11 +145,10 @@ class Saving:
             self.stepper.engine.complete()
             self.stepper.buffers.share(check_equal(self._state.model, self._comm, name="drift"))
             check_frozen(self._state)
-            self.stepper.engine.synchronize_state()
             # First: if a rank is lost now, nothing on the disk is newer than the commit.
             self._callbacks.on_checkpoint()
-            self.roll_back.commit(self._state, synchronized=True)
-            state = self._state.state_dict()
+            self.roll_back.commit(self._state)
+            state = to_save(self._state, self.stepper.engine, self._comm)
             check_dtypes(state)  # waiting would not help
             self._warn_unsaved()
             heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None

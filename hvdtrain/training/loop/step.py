@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, 
 from hvdtrain.training.loop.router_loads import RouterLoads
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.sync_batch_norm import Statistics
+from hvdtrain.training.loop.unused_parameters import begin_momentum, count_users, used_by_nobody
 
 _COUNT = 5
 """Numbers that decide on a step: see `Stepper._numbers`."""
@@ -70,9 +71,10 @@ class Stepper:
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
             succeeded, with any values.
         by_device: whether the optimizer reads on the device whether to step, and by how much its gradients are scaled.
-            The host then learns the result of the step while the device updates the parameters. Else it waits first,
-            as in the first applied step of each number of gradients: a first step of torch's fused SGD that is skipped
-            on the device leaves its momentum uninitialized.
+            The host then learns the result of the step while the device updates the parameters. It waits first if this
+            rank has not used a parameter, which the update leaves out if nobody has, and in the first applied step of
+            each parameter: a first step of torch's fused SGD that is skipped on the device leaves its momentum
+            uninitialized.
     """
 
     task: Task
@@ -98,7 +100,7 @@ class Stepper:
         """Make the rollback of buffers."""
         self._rollback = Rollback(self.model)
         self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
-        self._updated = -1  # number of gradients of the last update that the host decided on
+        self._updated: set[Tensor] = set()  # parameters that the host has decided to update
 
     def run(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int = 0
@@ -174,7 +176,8 @@ class Stepper:
         self.buffers.start(count)
         if self.loads is not None:
             self.loads.start()
-        totals = self._totals(losses, weights, values)
+        unused = self.engine.unused()
+        totals = self._totals(losses, weights, [*values, *count_users(unused, self.comm.size)])
         summed = self.comm.allreduce(totals, name="step/totals")
         with self.spans("wait"):
             gradients = self.engine.finish()
@@ -185,16 +188,19 @@ class Stepper:
             numbers = self._numbers(gradients, totals)
             # Before the update of the parameters, so that it does not wait for it.
             copy = HostCopy(numbers, self.spans.on_synchronized)
-            count_of_gradients = len(gradients)
-            updates_first = self.by_device and count_of_gradients == self._updated
+            updates_first = self.by_device and not any(unused) and self._with_gradient() <= self._updated
             result = None if updates_first else self._result(copy.tolist(), nominal)
             if result is not None and not self.by_device:
                 self._scale(gradients, result, nominal)
+            if result is not None and result.applied and any(unused):
+                self.engine.leave_out(used_by_nobody(result.sums[len(values) :], unused, self.comm.size))
             del gradients  # an engine may free them before it gathers parameters
         with self.spans("optimizer"):
             if result is None or result.applied:
+                if result is not None and not (updated := self._with_gradient()) <= self._updated:
+                    begin_momentum(self.engine.optimizer)
+                    self._updated |= updated
                 self._update(numbers, nominal)
-                self._updated = count_of_gradients
             if result is None:
                 result = self._result(copy.tolist(), nominal)
             self.engine.commit(applied=result.applied)
@@ -205,7 +211,11 @@ class Stepper:
                 self._rollback.end(applied=result.applied)
             if result.next_scale != result.scale:
                 self.engine.rescale(result.next_scale / result.scale)
-        return result
+        return replace(result, sums=result.sums[: len(values)])
+
+    def _with_gradient(self) -> set[Tensor]:
+        """Return the parameters of the optimizer that it updates now."""
+        return {p for group in self.engine.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def _backward(self, loss: Tensor) -> None:
         with self.spans("backward"):

@@ -14,6 +14,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.engine.periodic import KEY as WORKERS
 from hvdtrain.engine.periodic import PeriodicEngine, without_workers
+from hvdtrain.engine.saved_exchange import of_rank
 from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import damaged_lines, last_step
@@ -51,7 +52,8 @@ def resume_state(current: Round) -> int:
         loaded: list[StateDict] = []
         resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
         placed = engine_of(current.run.config).places_model
-        broadcast_state(state, comm, touch, source=loaded[0] if loaded else None, placed=placed)
+        source_state, fitting = loaded[0] if loaded else None, partial(_of_rank, current)
+        broadcast_state(state, comm, touch, source=source_state, placed=placed, own=fitting)
     else:
         if current.engine is not None and current.engine.in_pieces:
             chosen = pool_state(state, worker.commits.held(), comm, touch)
@@ -120,8 +122,8 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
         saved, snapshot = found
         snapshot = _with_fitting_workers(current, snapshot)
         samples, data_id = state.progress.samples, state.progress.data_id
-        state.load_state_dict(snapshot)
-        if current.engine is not None and current.engine.in_pieces:
+        state.load_state_dict(fitting := _of_rank(current, snapshot))
+        if fitting is not snapshot or (current.engine is not None and current.engine.in_pieces):
             loaded.append(snapshot)
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
@@ -154,6 +156,10 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
     else:
         claim.write_config(run)
     return state.progress.step
+
+
+def _of_rank(current: Round, saved: StateDict) -> StateDict:
+    return saved if current.engine is None else of_rank(saved, current.engine, current.comm)
 
 
 def _with_fitting_workers(current: Round, snapshot: StateDict) -> StateDict:

@@ -27,4 +27,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "groups of ranks exchange the gradients of each pass instead of their sum",
         "tests/engine/test_fsdp_engine.py",
     ),
+    mutation(
+        "engine/saved_exchange.py",
+        "tensors[key] = tensor[comm.rank] if same else tensor.mean(0)",
+        "tensors[key] = tensor.mean(0)",
+        "a resume gives each rank the mean of the residuals",
+        "tests/engine/test_saved_exchange.py",
+    ),
 )

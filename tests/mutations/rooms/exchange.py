@@ -56,8 +56,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "exchange/optimizer.py",
-        "        self._hvdtrain_exchange.reducer.synchronize_state()\n",
-        "",
+        "tensors = reducer.synchronized_state()",
+        "tensors = reducer.state_dict()[0]",
         "the saved state of compression differs between ranks",
         DROP_IN,
     ),

@@ -97,4 +97,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parameters that differ between ranks are never noticed",
         "tests/training/test_drift.py",
     ),
+    mutation(
+        "training/loop/step.py",
+        "count_users(unused, self.comm.size)",
+        "count_users([True] * len(unused), self.comm.size)",
+        "a parameter that only another rank uses is left out of the update",
+        "tests/training/test_unused_parameters.py",
+    ),
 )
