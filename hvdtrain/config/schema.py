@@ -69,19 +69,19 @@ class ParallelConfig:
             gradients for the sums of each micro-batch's gradients, too (ZeRO-2), parameters for the parameters, too
             (ZeRO-3; only with engine fsdp, which implies it)
         tp: number of ranks that divide each matrix of a block (tensor parallelism). They have the same samples, and
-            exchange activations in each pass: ranks of one host, by a fast link. For models of transformers with a plan
+            exchange activations in each pass: keep them on one host. For models of transformers with a plan
         ep: number of ranks that divide the experts of each layer (expert parallelism), each with samples of its own:
             tokens go to the ranks that have their experts, and none is dropped. With tp, a multiple of it
         cp: number of ranks that divide each sequence (context parallelism), for texts that are too long for one. They
             have the same samples, and exchange heads of attention in each pass. With any engine, tp, ep and pp
         pp: number of ranks that divide the layers, as stages of a pipeline (pipeline parallelism). They have the same
-            samples, and send activations to the next stage: only little crosses a link. Use at least four times as many
+            samples, and send activations to the next stage, with low traffic. Use at least four times as many
             micro-batches a step. The ranks of a stage follow each other; tp, ep and cp divide its layers
         virtual_stages: number of groups of layers on each rank of a pipeline (interleaved 1F1B): stages wait less by
             this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline.
             Not with engine fsdp
         zero_bubble: let stages of a pipeline compute gradients of weights while they would wait (zero bubble, ZB-H1):
-            they wait about a third as long, and the last ones keep more. Not with train.compile or
+            they wait about a third as long, and the last stages use more memory. Not with train.compile or
             engine fsdp
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
@@ -159,7 +159,7 @@ class MemoryConfig:
     """Memory of the device.
 
     Attributes:
-        offload: what is kept in the memory of the host instead: optimizer for the state and the update of a divided
+        offload: keep this in the memory of the host: optimizer for the state and the update of a divided
             optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
         limit: most memory of its GPU that a rank's torch may take, in GiB (default: all)
         checkpointing: activations that backward computes again instead of keeping them: full for all inside the blocks
@@ -239,7 +239,7 @@ class LoaderConfig:
         workers: loader processes per rank, and as many again for evaluation; 0 loads in the rank itself, which is best
             for samples that are cheap to make
         prefetch: micro-batches that each loader process keeps ready
-        pin_memory: use page-locked host memory, so that copies to the device do not block; auto means on with CUDA
+        pin_memory: use page-locked host memory, so that copies to the device do not block; auto: on if CUDA is used
     """
 
     workers: int = 0

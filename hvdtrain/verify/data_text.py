@@ -31,10 +31,10 @@ def _result(report: DataReport) -> str:
         return "WRONG"
     times = report.epochs.reordered
     if not times:
-        return "every sample exactly once, and each rank used the samples of its positions"
+        return "every sample exactly once, and no rank used another rank's samples"
     often = "once" if times == 1 else f"{times:,} times"
     return (
-        f"every sample exactly once within each order, and each rank used the samples of its positions; data or seed"
+        f"every sample exactly once within each order, and no rank used another rank's samples; data or seed"
         f" changed {often}, which changes the order: samples used before a change may be used again after it"
     )
 

@@ -278,7 +278,7 @@ def _file(run: Path, start: int, rank: int) -> Path:
 )
 def test_the_first_wrong_step_is_named(change: Callable[[Path], Any], step: int, words: str) -> None:
     with _written([*TWO, Stretch(size=1, steps=2, global_batch=6)]) as done:
-        assert "every sample exactly once, and each rank" in to_text(verify_data(done.run), done.run)
+        assert "every sample exactly once, and no rank" in to_text(verify_data(done.run), done.run)
         change(done.run)
         report = verify_data(done.run)
     assert [wrong.step for wrong in report.wrong] == [step]
