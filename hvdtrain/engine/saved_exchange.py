@@ -54,9 +54,9 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
 
 
 def _fits(held: StateDict, residuals: list[str], rounded: list[str], comm: Comm) -> bool:
-    """Return whether all ranks' residuals are at most as large as the rest of the checkpoint. Collective: yes.
+    """Return whether residuals and rounded values are at most as large as the rest of the checkpoint. Collective: yes.
 
-    False without residuals, and where they have places or are those of other ranks.
+    False without any, and where residuals have places or are those of other ranks.
     """
     exchange, model = held.tensors.get("exchange", {}), held.tensors["model"]
     placed = [key for key in residuals if ("exchange", key) in held.places]
@@ -64,9 +64,9 @@ def _fits(held: StateDict, residuals: list[str], rounded: list[str], comm: Comm)
     pieces = sum(held.tensors[group][name].nbytes for group, name in held.places)
     numbers = torch.tensor([own, len(placed), pieces])
     extra, are_placed, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
+    extra += sum(model[name].nbytes for name in rounded)
     if comm.size == 1 or not extra or are_placed or held.values["exchange"]["ranks"] != comm.size:
         return False
-    extra += sum(model[name].nbytes for name in rounded)
     return bool(extra <= rest + held.replicated().nbytes - own)
 
 

@@ -46,6 +46,7 @@ def _told_once(output: str, text: str) -> None:
     assert not missing, f"{missing} is not in\n{output}"
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_the_job_and_is_reported_once(gallery: Gallery) -> None:
     job = gallery["raised"]
     assert job.code != 0
@@ -141,6 +142,7 @@ def test_a_survivor_names_the_killed_rank_when_the_driver_gives_up(elastic: tupl
     assert " launch -np 2 " in card["resume"] and card["checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_crash_in_native_code_shows_where_python_was(gallery: Gallery) -> None:
     job = gallery["crashed"]
     output = job.out + job.err

@@ -202,7 +202,7 @@ def test_law_2_resumed_equals_uninterrupted(optimizer: str, tmp_path: Path) -> N
     _equal(parts.state(), whole.state())
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: str, tmp_path: Path) -> None:
     """Also after a resume: the parameters there are those of the checkpoint then."""
     options = (*LANGUAGE, SHARD, f"--parallel.compression={compression}", "--checkpoint.every=3")
@@ -214,7 +214,7 @@ def test_an_optimizer_in_the_memory_of_the_host_has_the_same_bits(compression: s
     assert any("saves nothing on CPUs" in event["text"] for event in host.events("warning"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_law_10_a_checkpoint_fits_any_division(optimizer: str, alone: Alone, tmp_path: Path) -> None:
     """1 rank, 3 divided ones, 2 whole ones, 4 divided ones: the curve is that of one rank."""
     given = (*LANGUAGE, f"--optimizer.name={optimizer}")

@@ -43,6 +43,8 @@ METHODS = {
     "streaming": ("--parallel.sync=streaming:8", "--outer.fragments=2", "--outer.delay=3", "--outer.compression=int4"),
     "sparseloco": ("--parallel.sync=sparseloco:4",),
 }
+QUICK = ("diloco, int8", "streaming")
+EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in METHODS]
 
 
 class _Mean(nn.Module):
@@ -146,7 +148,7 @@ def test_workers_without_weight_do_not_hold_up_the_others(tmp_path: Path) -> Non
         assert other.losses() == pytest.approx(one.losses(), rel=2e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_the_curve_does_not_depend_on_the_number_of_ranks(method: str, alone: Alone, tmp_path: Path) -> None:
     one = alone(method)
     assert one.losses()[-1] < one.losses()[0] / 2
@@ -257,7 +259,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("method", ["diloco", "streaming", "sparseloco"])
+@pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.slow), "streaming", "sparseloco"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_that_are_killed_leave_and_join_change_nothing(
     plan: str, method: str, alone: Alone, tmp_path: Path
@@ -268,7 +270,7 @@ def test_ranks_that_are_killed_leave_and_join_change_nothing(
     assert not report.wrong and report.last == STEPS
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_a_resumed_run_equals_one_that_was_not_stopped(method: str, tmp_path: Path) -> None:
     """It stops within a round, with an exchange under way; other ranks may go on, with the same curve."""
     whole = _train(tmp_path / "whole", _ranks(2), options=METHODS[method])
