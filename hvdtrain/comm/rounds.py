@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdtrain.errors import HorovodError
+from hvdtrain.errors import UnreachableError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
 from hvdtrain.runtime.gloo import refuse_without_address
@@ -124,7 +124,7 @@ class StockRounds(Rounds):
         """Join the next round with the rank from Horovod's driver. Collective: yes.
 
         Errors:
-            HorovodError: the job no longer uses its host, or another rank was lost meanwhile.
+            UnreachableError: the job no longer uses its host, or another rank was lost meanwhile.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd
 
@@ -136,7 +136,7 @@ class StockRounds(Rounds):
             try:
                 comm = HorovodComm()
             except ValueError as error:  # Horovod logs the reason
-                raise HorovodError(
+                raise UnreachableError(
                     f"joining the next round failed: {error}",
                     next_step="nothing if the job no longer uses this host; otherwise the driver restarts this rank",
                 ) from None
