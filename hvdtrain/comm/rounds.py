@@ -160,7 +160,7 @@ class DriverRounds(Rounds):
         self._client = client
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
-        """Join the next round, or a later one where that fails. Collective: yes."""
+        """Join the next round, or a later one where that fails. Collective: yes. Errors: one that would recur."""
         while True:
             self._leave()
             place = self._client.join(why, text, step)
@@ -168,6 +168,8 @@ class DriverRounds(Rounds):
             try:
                 return self._meet(place)
             except Exception as error:
+                if getattr(error, "recurs", False):
+                    raise
                 why, text = FAILED, str(error)
 
     def _leave(self) -> None:
