@@ -8,14 +8,17 @@
     │   ├── CallOrderError   backward, step and so on were called in the wrong order
     │   └── JoinedError      a rank has called Horovod's join, so only sums can be exchanged
     ├── DataError            data is missing, empty or unreadable
+    │   └── TransientDataError         a process that loads data died, or a disk is full
     ├── LaunchError          the ranks do not match: launcher, MPI or world size
+    │   └── UnreachableError           a host or a store does not answer
     ├── LostRankError        a collective of torch.distributed failed, because another rank is lost
     ├── HorovodError         Horovod is missing, or built for another torch or MPI
     ├── BuildError           building Horovod failed
     ├── RunDirectoryError    a run directory cannot be used
     │   └── UnusableRunDirectoryError  trying again would fail, too
     ├── CheckpointError      a checkpoint cannot be read or does not match the model
-    │   └── UnreadableCheckpointError  its files cannot be opened; it may be complete
+    │   ├── UnreadableCheckpointError  its files cannot be opened; it may be complete
+    │   └── UnwrittenCheckpointError   a disk is full or damaged
     ├── LostStateError       a part of the training's state was only in the memory of lost ranks
     ├── TraceError           a trace cannot be read, or is from another program
     ├── NonFiniteError       loss or gradient was inf or nan too many times in a row
@@ -25,10 +28,7 @@
 from __future__ import annotations
 
 USAGE = 2
-"""Exit code on a `ConfigError`, a `TaskError`, an `UnusableRunDirectoryError` or a SyntaxError.
-
-These errors would recur, so launchers do not restart the job.
-"""
+"""Exit code on an error that would recur, so launchers do not restart the job: see `exit_code`."""
 
 BAD_HOSTS = 3
 """Exit code of ``hvdtrain preflight`` if hosts are bad, or do not answer."""
@@ -49,6 +49,7 @@ class HvdtrainError(Exception):
     """
 
     everywhere = False
+    recurs = False  # the same command would fail again
     consequence = False  # it only reports an error of another rank, which that rank raises itself
 
     def __init__(
@@ -69,14 +70,21 @@ class HvdtrainError(Exception):
         super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in labelled.items() if text)]))
 
 
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends by this error."""
+    return USAGE if getattr(error, "recurs", False) or isinstance(error, SyntaxError | ImportError) else 1
+
+
 class ConfigError(HvdtrainError, ValueError):
     """An option or a config file is wrong."""
 
-    everywhere = True
+    everywhere = recurs = True
 
 
 class TaskError(HvdtrainError):
     """A task function cannot be loaded, or returned or raised something wrong."""
+
+    recurs = True
 
 
 class CallOrderError(TaskError, AssertionError):
@@ -95,9 +103,25 @@ class JoinedError(TaskError):
 class DataError(HvdtrainError):
     """Data is missing, empty or unreadable."""
 
+    recurs = True
+
+
+class TransientDataError(DataError):
+    """A process that loads data died, or the disk for prepared data is full."""
+
+    recurs = False
+
 
 class LaunchError(HvdtrainError):
     """The ranks of the job do not match: launcher, MPI or world size."""
+
+    recurs = True
+
+
+class UnreachableError(LaunchError):
+    """A host, or a store where ranks meet, does not answer."""
+
+    recurs = False
 
 
 class LostRankError(HvdtrainError):
@@ -108,6 +132,8 @@ class LostRankError(HvdtrainError):
 
 class HorovodError(HvdtrainError):
     """Horovod is missing, or built for another torch or MPI."""
+
+    recurs = True
 
 
 class BuildError(HvdtrainError):
@@ -121,13 +147,25 @@ class RunDirectoryError(HvdtrainError):
 class UnusableRunDirectoryError(RunDirectoryError):
     """A run directory would be rejected again: it is not writable, or holds a run that must not change."""
 
+    recurs = True
+
 
 class CheckpointError(HvdtrainError):
     """A checkpoint cannot be read, or does not match the model."""
 
+    recurs = True
+
 
 class UnreadableCheckpointError(CheckpointError):
     """The files of a checkpoint cannot be opened, such as without permission. It may be complete, so it is kept."""
+
+    recurs = False
+
+
+class UnwrittenCheckpointError(CheckpointError):
+    """A checkpoint cannot be written, because the disk is full or damaged."""
+
+    recurs = False
 
 
 class LostStateError(HvdtrainError):
@@ -143,7 +181,7 @@ class TraceError(HvdtrainError):
 class NonFiniteError(HvdtrainError):
     """Loss or gradient was inf or nan too many times in a row."""
 
-    everywhere = True
+    everywhere = recurs = True
 
 
 class DriftError(HvdtrainError):

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
+from hvdtrain.errors import HvdtrainError, exit_code
 from hvdtrain.observe.failure.fault import is_installed
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.runtime.environment import RankInfo, rank_label
@@ -53,9 +53,7 @@ def _is_reported_by_others(error: BaseException, info: RankInfo) -> bool:
 
 
 def _code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_OF_SIGNAL["SIGINT"]
-    return USAGE if isinstance(error, ConfigError | TaskError | UnusableRunDirectoryError | SyntaxError) else 1
+    return EXIT_OF_SIGNAL["SIGINT"] if isinstance(error, KeyboardInterrupt) else exit_code(error)
 
 
 def _report(error: BaseException, info: RankInfo | None) -> str:

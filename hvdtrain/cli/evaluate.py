@@ -35,7 +35,7 @@ examples:
 Any number of ranks finds the same values, bit for bit on equal devices. Another
 --train.micro_batch rounds sums differently; --per_sample implies 1.
 
-exit code: 0; 1 on an error; 2 on a wrong option
+exit code: 0; 1 on an error; 2 on one that would recur, such as a wrong option
 """
 
 

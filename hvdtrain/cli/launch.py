@@ -17,7 +17,7 @@ from pathlib import Path
 from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_site import merge
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
-from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
+from hvdtrain.errors import USAGE, HvdtrainError, LaunchError, exit_code
 from hvdtrain.launch.choose import (
     OWN,
     Choice,
@@ -49,7 +49,8 @@ _SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGTERM", "SIGU
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the launcher's exit code.
 
-    hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it. 2: a wrong option.
+    hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it.
+    2: an error that would recur, such as a wrong option.
     1: the job could not be started.
     """
     site = NO_SITE
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
         say(f"error: {error}")
         if site is not NO_SITE:
             say(f"options of the {site} apply, too; --site none leaves them out")
-        return 2 if isinstance(error, HvdtrainError) else 1
+        return exit_code(error)
 
 
 def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argparse.Namespace, Choice, JobSpec]:

@@ -19,6 +19,8 @@ from hvdtrain.runtime.environment import environ
 if TYPE_CHECKING:
     from hvdtrain.task.saved_model import SavedModel
 
+_MORE_CONNECTIONS = 64
+"""Than requests may wait: for the one that is answered, for /metrics, and between requests."""
 _DESCRIPTION = """\
 Serve the model of a run's newest checkpoint, of a checkpoint, or of a folder of
 transformers by OpenAI's API: /v1/completions, /v1/chat/completions and
@@ -81,7 +83,8 @@ def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, op
     import uvicorn
 
     from hvdtrain.serve.app import OneModel, Service
-    from hvdtrain.serve.request import Limits
+    from hvdtrain.serve.connections import Connection
+    from hvdtrain.serve.request import Limits, most_of_stop
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports each request as a warning
@@ -91,12 +94,22 @@ def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, op
     settings.do_sample, settings.max_time = True, float(options.seconds)
     settings.eos_token_id = tokenizer.eos_token_id if settings.eos_token_id is None else settings.eos_token_id
     settings.pad_token_id = tokenizer.pad_token_id if settings.pad_token_id is None else settings.pad_token_id
-    limits = Limits(options.tokens, options.kib << 10, options.seconds, options.waiting)
+    stop = most_of_stop(len(tokenizer))
+    limits = Limits(options.tokens, options.kib << 10, options.seconds, options.waiting, stop)
     host, port = listening.getsockname()[:2]
     hosts = ["localhost", "127.0.0.1", "[::1]"] if _is_loopback(host) else ["*"]
     app = Service(OneModel(name, model, tokenizer), limits, key).app(hosts)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=options.seconds, server_header=False)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            log_level="warning",
+            limit_concurrency=options.waiting + _MORE_CONNECTIONS,
+            timeout_graceful_shutdown=options.seconds,
+            server_header=False,
+        )
+    )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn handles them, then passes them on to these
         signal.signal(number, lambda *_: None)
     place = f"[{host}]" if ":" in host else host

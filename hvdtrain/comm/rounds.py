@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdtrain.errors import HorovodError
+from hvdtrain.errors import UnreachableError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
 from hvdtrain.runtime.gloo import refuse_without_address
@@ -124,7 +124,7 @@ class StockRounds(Rounds):
         """Join the next round with the rank from Horovod's driver. Collective: yes.
 
         Errors:
-            HorovodError: the job no longer uses its host, or another rank was lost meanwhile.
+            UnreachableError: the job no longer uses its host, or another rank was lost meanwhile.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd
 
@@ -136,7 +136,7 @@ class StockRounds(Rounds):
             try:
                 comm = HorovodComm()
             except ValueError as error:  # Horovod logs the reason
-                raise HorovodError(
+                raise UnreachableError(
                     f"joining the next round failed: {error}",
                     next_step="nothing if the job no longer uses this host; otherwise the driver restarts this rank",
                 ) from None
@@ -160,7 +160,7 @@ class DriverRounds(Rounds):
         self._client = client
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
-        """Join the next round, or a later one where that fails. Collective: yes."""
+        """Join the next round, or a later one where that fails. Collective: yes. Errors: one that would recur."""
         while True:
             self._leave()
             place = self._client.join(why, text, step)
@@ -168,6 +168,8 @@ class DriverRounds(Rounds):
             try:
                 return self._meet(place)
             except Exception as error:
+                if getattr(error, "recurs", False):
+                    raise
                 why, text = FAILED, str(error)
 
     def _leave(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, UnreachableError
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.gloo import bind_torch
 from hvdtrain.runtime.interfaces import source_to
@@ -32,7 +32,7 @@ _QUEUE = 1024
 def store_of_torchrun(info: RankInfo) -> dist.Store:
     """Connect to the store that torchrun's variables describe. Collective: yes.
 
-    Errors: LaunchError if a variable is missing or wrong, or nothing answers there.
+    Errors: LaunchError if a variable is missing or wrong; UnreachableError if nothing answers there.
     """
     variables = info.variables
     address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
@@ -52,7 +52,7 @@ def store_of_torchrun(info: RankInfo) -> dist.Store:
 def store_over(comm: Comm) -> dist.Store:
     """Open a store on rank 0 and connect all ranks to it. Collective: yes.
 
-    Errors: LaunchError, on every rank if rank 0 has no address that the others reach.
+    Errors: UnreachableError, on every rank if rank 0 has no address that the others reach.
     """
     hosts = allgather_json(comm, socket.gethostname(), name="torch/hosts")
     opened: list[dist.Store] = []
@@ -101,7 +101,7 @@ def _connect(address: str, port: int, size: int, *, serves: bool, descriptor: in
     try:
         return dist.TCPStore(address, port, size, serves, FOREVER, wait_for_workers=False, master_listen_fd=descriptor)
     except (RuntimeError, OSError) as error:
-        raise LaunchError(
+        raise UnreachableError(
             f"this rank cannot reach the store at {address}:{port}, where ranks meet for torch.distributed",
             found=str(error).partition("\n")[0],
             next_step="open connections between the hosts, or choose an interface: export GLOO_SOCKET_IFNAME=NAME",
@@ -121,7 +121,7 @@ def _address_for(hosts: list[str]) -> str:
     found = next((source for host in others if (source := source_to(_resolve(host)))), "")
     if found and not found.startswith("127."):
         return found
-    raise LaunchError(
+    raise UnreachableError(
         "rank 0 finds no address that the other hosts reach, which torch.distributed needs",
         expected=f"a name with an address for each host: {', '.join(others)}",
         found=found or "no route to any of them",

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 from weakref import WeakSet
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import TransientDataError
 from hvdtrain.launch.job_end import describe_exit
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def batches_of_processes(batches: Iterator[T], processes: Sequence[BaseProcess])
     """Return the batches of loader processes, and let these end with the rank.
 
     Errors:
-        DataError: a loader process has died. torch's own error only names a later effect, such as a lost connection.
+        TransientDataError: a loader process has died. torch's own error only names a later effect.
     """
     _processes.update(processes)
     return _convert_errors(batches, processes)
@@ -55,7 +55,7 @@ def _convert_errors(batches: Iterator[T], processes: Sequence[BaseProcess]) -> I
             ended = [] if str(error).startswith("Caught ") else _exit_codes(processes)  # an exception from the data set
             if not ended:
                 raise
-            raise DataError(
+            raise TransientDataError(
                 "a loader process has died",
                 expected="samples, or an exception",
                 found=", ".join(map(describe_exit, ended)),

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, UnreachableError
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import tasks_per_node
 
@@ -62,20 +62,21 @@ def run_script(script: Path, timeout_s: float = _SCRIPT_S, *, slots: int = 1) ->
     """Run the script directly, without a shell; return the slots of each host: `slots` where it prints no number.
 
     Errors:
-        LaunchError: it cannot be run, takes too long, fails, or prints an invalid host.
+        LaunchError: it cannot be run, or prints an invalid host.
+        UnreachableError: it takes too long, or fails.
     """
     expected = "a program that prints a line host or host:slots per host and exits with 0"
     try:
         code, out, err = run_program([str(script.absolute())], timeout_s)
     except TimeoutError:
         what = f"the discovery script {script} did not end within {timeout_s:.0f} s"
-        raise LaunchError(what, expected=expected) from None
+        raise UnreachableError(what, expected=expected) from None
     except OSError as error:
         what = f"the discovery script {script} cannot be run"
         raise LaunchError(what, expected=expected, found=str(error), next_step=_hint(script)) from None
     if code != 0:
         found = f"exit code {code}: {err.strip()[-500:]}"
-        raise LaunchError(f"the discovery script {script} failed", expected=expected, found=found)
+        raise UnreachableError(f"the discovery script {script} failed", expected=expected, found=found)
     return parse_discovered(out, slots)
 
 

@@ -145,7 +145,7 @@ class Service:
             body = await self._body(request)
             asked = read_request(body, self._served.force_model, kind is ChatCompletionHandler, self._limits)
             asked["max_tokens"] = min(asked["max_tokens"], self._room(asked))
-            await self._take_turn(began)
+            await self._take_turn(request, began)
             generates = self._state.get_manager(self._served.force_model)
             try:
                 response: Response = await self._handlers[kind].handle_request(asked, str(uuid.uuid4()))
@@ -197,17 +197,22 @@ class Service:
             raise RefusedError(400, f"the input has {used} tokens; expected 1 to {most - 1}")
         return int(most - used)
 
-    async def _take_turn(self, began: float) -> None:
+    async def _take_turn(self, request: Request, began: float) -> None:
         free = not self._turn.locked()  # then one of those that wait is about to take the turn
         if self._waiting >= self._limits.waiting + free:
             raise RefusedError(429, f"{self._waiting} requests wait for the model already")
         self._waiting += 1
+        turn, cut = asyncio.create_task(self._turn.acquire()), asyncio.create_task(_wait_for_cut(request))
         try:
-            await asyncio.wait_for(self._turn.acquire(), self._left(began))
-        except asyncio.TimeoutError:
-            raise RefusedError(503, f"the model was busy for {self._limits.seconds:g} s") from None
+            await asyncio.wait((turn, cut), timeout=self._left(began), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._waiting -= 1
+            turn.cancel()
+            cut.cancel()
+        await asyncio.wait((turn, cut))
+        if turn.cancelled():
+            busy = RefusedError(503, f"the model was busy for {self._limits.seconds:g} s")
+            raise busy if cut.cancelled() else ClientDisconnect
 
     def _left(self, began: float) -> float:
         return began + self._limits.seconds - time.monotonic()
@@ -240,6 +245,11 @@ class Service:
     def _add_tokens(self, answer: dict[str, Any]) -> None:
         for kind in ("prompt", "completion"):
             self._tokens.labels(kind).inc(answer["usage"][f"{kind}_tokens"])
+
+
+async def _wait_for_cut(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _problem(status: int, message: str) -> dict[str, Any]:

@@ -45,12 +45,22 @@ class Limits:
         input_bytes: that a request may have.
         seconds: from its arrival to the end of its answer.
         waiting: requests that may wait for the model at once.
+        stop_bytes: that the texts of `stop` may have in all.
     """
 
     tokens: int
     input_bytes: int
     seconds: float
     waiting: int
+    stop_bytes: int
+
+
+def most_of_stop(vocabulary: int) -> int:
+    """Return how many bytes `stop` may have: transformers compares each with each token first, for about a microsecond.
+
+    The square of this number is what it compares at each token of the answer.
+    """
+    return max(32, min(256, 4_000_000 // vocabulary))
 
 
 def read_request(text: bytes, name: str, is_chat: bool, limits: Limits) -> dict[str, Any]:
@@ -61,6 +71,9 @@ def read_request(text: bytes, name: str, is_chat: bool, limits: Limits) -> dict[
     """
     try:
         body = json.loads(text)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RefusedError(400, "a text has half of a surrogate pair; expected whole characters") from None
     except (ValueError, RecursionError):
         raise RefusedError(400, "the request is not JSON") from None
     if not isinstance(body, dict):
@@ -75,12 +88,13 @@ def read_request(text: bytes, name: str, is_chat: bool, limits: Limits) -> dict[
     found: dict[str, Any] = {key: given[key] for key in _SETTINGS if key in given}
     tokens = found.pop("max_completion_tokens", found.get("max_tokens", limits.tokens))
     found["max_tokens"] = _within("max_tokens", tokens, 1, limits.tokens, int)
-    _within("temperature", found.get("temperature", 1), 0, 2, (int, float))
+    if 0 < _within("temperature", found.get("temperature", 1), 0, 2, (int, float)) < 1e-6:
+        raise RefusedError(400, f"temperature must be 0 or at least 1e-06, found {found['temperature']}")
     _within("top_p", found.get("top_p", 1), 1e-6, 1, (int, float))
     _within("seed", found.get("seed", 0), 0, _MOST_SEED, int)
     if not isinstance(found.get("stream", False), bool):
         raise RefusedError(400, "stream must be true or false")
-    found["stop"] = _stops(found.get("stop", []))
+    found["stop"] = _stops(found.get("stop", []), limits.stop_bytes)
     found[content] = (_messages if is_chat else _prompt)(given.get(content))
     return {key: value for key, value in found.items() if value != []}
 
@@ -92,10 +106,12 @@ def _within(name: str, value: Any, least: float, most: float, kinds: Any) -> Any
     return value
 
 
-def _stops(value: Any) -> list[str]:
+def _stops(value: Any, most: int) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or len(found) > 4 or not all(isinstance(text, str) and text for text in found):
         raise RefusedError(400, "stop must be a text, or a list of four texts at most; none may be empty")
+    if (size := sum(len(text.encode()) for text in found)) > most:
+        raise RefusedError(400, f"stop must have at most {most} bytes in all, found {size}")
     return found
 
 

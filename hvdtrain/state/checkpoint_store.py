@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
+from hvdtrain.errors import CheckpointError, UnreadableCheckpointError, UnwrittenCheckpointError
 from hvdtrain.files import fsync
 from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
@@ -77,7 +77,7 @@ class CheckpointStore:
         """Create the temporary folder of a checkpoint with this many writers.
 
         Errors:
-            CheckpointError: the disk is full or not writable. The folder is removed.
+            UnwrittenCheckpointError: the disk is full or not writable. The folder is removed.
             Others: those of `check`.
         """
         self.check()
@@ -106,12 +106,12 @@ class CheckpointStore:
 
     @contextmanager
     def discard_on_error(self, step: int, folder: Path) -> Iterator[None]:
-        """Remove the temporary `folder` on an error, and convert an OSError into a CheckpointError."""
+        """Remove the temporary `folder` on an error, and convert an OSError into an UnwrittenCheckpointError."""
         try:
             yield
         except OSError as error:
             discard(folder)
-            raise CheckpointError(
+            raise UnwrittenCheckpointError(
                 f"the checkpoint of step {step} could not be written: {error.strerror or error}",
                 found=f"in {self.directory}",
                 next_step="free some space or use another --run_dir; earlier checkpoints are unchanged",
@@ -183,7 +183,7 @@ class CheckpointStore:
         Before that it verifies that the disk returns the bytes of `just_saved`.
 
         Errors:
-            CheckpointError: it does not. `just_saved` is renamed, and nothing is removed.
+            UnwrittenCheckpointError: it does not. `just_saved` is renamed, and nothing is removed.
         """
         every = self.list()
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
@@ -211,7 +211,7 @@ class CheckpointStore:
             raise
         except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
             self._set_aside(path)
-            raise CheckpointError(
+            raise UnwrittenCheckpointError(
                 f"{path.name} was written, but the disk returns other bytes",
                 found=error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
                 next_step="check the disk; earlier checkpoints are unchanged",

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, UnwrittenCheckpointError
 from hvdtrain.files import fsync, write_text
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.tensor_file import FileDigest, write_tensors
@@ -129,7 +129,7 @@ class ShardedWrite:
         """Write, wait for the other ranks, complete the checkpoint and return its name.
 
         Errors:
-            CheckpointError: a rank could not write.
+            UnwrittenCheckpointError: a rank could not write.
             Abandoned: the checkpoint is no longer needed.
         """
         try:
@@ -144,7 +144,9 @@ class ShardedWrite:
         except (CheckpointError, Abandoned):
             raise
         except Exception as error:  # a thread would lose it
-            raise CheckpointError(f"the checkpoint of step {self.step} could not be written: {error!r}") from error
+            raise UnwrittenCheckpointError(
+                f"the checkpoint of step {self.step} could not be written: {error!r}"
+            ) from error
         return path.name
 
     def write_on_other_rank(self, number: int, progress: Callable[[], None]) -> None:

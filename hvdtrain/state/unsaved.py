@@ -20,8 +20,8 @@ class UnsavedValues:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # Attributes of torch's base class and schedulers are not state: hooks, and what belongs to a profiler.
-        self._known = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])).keys() | {"_opt_called"}
+        # Attributes of torch's base class, fused optimizers and schedulers are not state: hooks, what was checked.
+        self._known = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], fused=True)).keys() | {"_opt_called"}
         self._start = self._marks()
 
     def names(self) -> list[str]:

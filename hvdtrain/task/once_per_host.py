@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import TransientDataError
 from hvdtrain.files import fsync, fsync_folder
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
         is_whole: returns whether a folder holds everything that `build` writes.
 
     Errors:
-        DataError: neither folder is writable.
+        TransientDataError: neither folder is writable.
     """
     from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
     from hvdtrain.runtime.environment import environ
@@ -61,7 +61,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
         except OSError as error:
             log.warning("cannot store data in %s: %s", place, error.strerror or error)
             problems.append(f"{place}: {error.strerror or error}")
-    raise DataError(
+    raise TransientDataError(
         "no folder can store the prepared data",
         expected="a writable folder with free space",
         found="; ".join(problems),

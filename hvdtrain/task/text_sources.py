@@ -23,12 +23,22 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 _PIECE_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILE_TYPES = {".txt", ".md", ".py", ".json", ".jsonl", ".npy", ".parquet", ".csv"}
+_TO_DATASET = (
+    "datasets.load_dataset('{kind}', data_files='{path}').save_to_disk('OUT') in Python, then --data.dataset OUT"
+)
 _MARKS = {  # longer ones first, because one begins with a shorter one
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF32_LE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
+    codecs.BOM_UTF32_BE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
+    codecs.BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    codecs.BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    b"\x1f\x8b": ("gzip", "gunzip '{path}'"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd '{path}'"),
+    b"\xfd7zXZ": ("xz", "unxz '{path}'"),
+    b"PK\3\4": ("zip", "unzip '{path}'"),
+    b"%PDF-": ("PDF", "pdftotext '{path}'"),
+    b"PAR1": ("Parquet", _TO_DATASET.replace("{kind}", "parquet")),
 }
+_JSON_LINES = {".jsonl", ".ndjson"}
 
 
 @dataclass(frozen=True)
@@ -134,28 +144,45 @@ def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:
 
 
 def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Source:
-    """Make a source that holds out whole files, by a hash of their name, or the end of a single file."""
+    """Make a source that holds out whole files, by a hash of their name, or the end of a single file.
+
+    Errors: DataError: a file is JSON.
+    """
+    for file in files:
+        if file.path.suffix in _JSON_LINES:
+            raise DataError(
+                f"{file.path} is JSON, not plain text",
+                expected="text; the model would learn JSON's names and quotes, too",
+                next_step=f"for its field text: {_TO_DATASET.format(kind='json', path=file.path)}; for conversations:"
+                " --data.chat; to train on JSON itself, end its name in .txt",
+            )
     held = _choose_heldout(files, heldout)
     train = [file for file in files if file not in held]
+    single = _has_single(files)
     return Source(
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
         identity=[encoder.identity(), *([str(f.path), f.size_bytes, f.changed_ns, f in held] for f in files)],
         train=lambda: _encoded(train, encoder),
-        heldout=lambda: None if len(files) == 1 else _encoded([f for f in files if f in held], encoder),
+        heldout=lambda: None if single else _encoded([f for f in files if f in held], encoder),
         vocabulary=encoder.vocabulary,
         tokenizer=encoder.files,
         end=encoder.end_id,
     )
 
 
+def _has_single(files: list[TextFile]) -> bool:
+    return sum(file.size_bytes > 0 for file in files) == 1
+
+
 def _choose_heldout(files: list[TextFile], share: float) -> set[TextFile]:
-    """Choose files by their hashed names: never all, and at least one if `share` is not 0."""
-    if len(files) == 1 or not share:
+    """Choose files by their hashed names: never all with text, and at least one with text if `share` is not 0."""
+    if _has_single(files) or not share:
         return set()
     held = {file for file in files if _hash01(file.name) < share}
-    if not held:  # few files: choose the one with the size nearest to the share
-        wanted_bytes = share * sum(file.size_bytes for file in files)
-        held = {min(files, key=lambda file: (abs(file.size_bytes - wanted_bytes), file.name))}
+    if not any(file.size_bytes for file in held):  # few files: choose the one with the size nearest to the share
+        filled = [file for file in files if file.size_bytes]
+        wanted_bytes = share * sum(file.size_bytes for file in filled)
+        held = {min(filled, key=lambda file: (abs(file.size_bytes - wanted_bytes), file.name))}
     if not sum(file.size_bytes for file in files if file not in held):
         held -= {max(files, key=lambda file: (file.size_bytes, file.name))}
     return held
@@ -176,16 +203,16 @@ def _pieces(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
-                mark = "" if at_bytes else next((name for mark, name in _MARKS.items() if piece.startswith(mark)), "")
-                if mark or b"\0" in piece:
-                    convert = f"iconv -f {mark or 'UTF-16LE'} -t UTF-8"
+                begins = () if at_bytes else [about for mark, about in _MARKS.items() if piece.startswith(mark)]
+                if begins or b"\0" in piece:
+                    mark, convert = next(iter(begins), ("", "iconv -f UTF-16LE -t UTF-8"))
                     raise DataError(
                         f"{path} is not text that can be trained on",
                         expected="UTF-8, or another encoding without zero bytes",
                         found=f"{mark}, according to its first bytes"
                         if mark
                         else f"a zero byte at {at_bytes + piece.index(0)}: a binary file, or UTF-16 without its mark",
-                        next_step=f"convert it ({convert}), or exclude it from --data.text",
+                        next_step=f"convert it ({convert.format(path=path)}), or exclude it from --data.text",
                     )
                 yield piece
                 at_bytes += len(piece)

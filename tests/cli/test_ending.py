@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli.ending import end
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import (
+    CheckpointError,
+    DataError,
+    DriftError,
+    HorovodError,
+    HvdtrainError,
+    LaunchError,
+    NonFiniteError,
+    RunDirectoryError,
+    TaskError,
+    TransientDataError,
+    UnreachableError,
+    UnusableRunDirectoryError,
+    UnwrittenCheckpointError,
+)
 from hvdtrain.loading import load
 from hvdtrain.observe.output import FailureOutput
 
@@ -28,6 +42,23 @@ def test_an_error_of_the_users(source: str, last: str, tmp_path: Path, capsys: p
     said = _told(f"{file}:build", capsys).splitlines()
     assert said[-1] == "hvdtrain: " + last.replace("FILE", str(file))
     assert not any("loading.py" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("code", "kinds"),
+    [
+        (2, [CheckpointError, DataError, HorovodError, LaunchError, NonFiniteError, UnusableRunDirectoryError]),
+        (2, [ImportError, SyntaxError]),
+        (1, [TransientDataError, UnreachableError, UnwrittenCheckpointError, RunDirectoryError, DriftError]),
+        (1, [HvdtrainError, OSError, RuntimeError]),
+        (130, [KeyboardInterrupt]),
+    ],
+    ids=["ours", "imports", "passing", "others", "interrupt"],
+)
+def test_an_error_that_would_recur_has_its_own_exit_code(code: int, kinds: list[type[BaseException]]) -> None:
+    assert {kind.__name__: end(kind("x"), None, FailureOutput()) for kind in kinds} == {
+        kind.__name__: code for kind in kinds
+    }
 
 
 def test_an_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:

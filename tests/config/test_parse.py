@@ -122,6 +122,8 @@ def test_one_name_or_a_list_of_them() -> None:
         ("observe.timelin=3:4", "observe.timeline"),  # nor the beginning of one
         ("train.stpes=5", "train.steps"),
         ("hiden=5", "hidden"),
+        ("train.betas=5", "optimizer.beta1"),
+        ("train.engine=5", "parallel.engine"),
         ("optimiser.lr=5", "optimizer.lr"),
     ],
 )

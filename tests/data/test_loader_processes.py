@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data.loader_processes import batches_of_processes, signals_blocked
-from hvdtrain.errors import DataError
+from hvdtrain.errors import TransientDataError
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 
 PROGRAM = """
@@ -60,7 +60,7 @@ def failing(error: Exception) -> Iterator[int]:
 def test_a_lost_connection_is_reported_as_the_end_of_the_process() -> None:
     batches = batches_of_processes(failing(RuntimeError("lost connection")), [Ending()])  # type: ignore[list-item]
     assert next(batches) == 1
-    with pytest.raises(DataError, match="a loader process has died") as caught:
+    with pytest.raises(TransientDataError, match="a loader process has died") as caught:
         next(batches)
     assert "signal 9" in caught.value.found or "SIGKILL" in caught.value.found
 

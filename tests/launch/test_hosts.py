@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cli.launch import main
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, UnreachableError
 from hvdtrain.launch.hosts import (
     find_unknown_host,
     node_names,
@@ -111,7 +111,7 @@ def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path
     patience_s = 0.2
     while not number.exists():  # a machine may be so slow that it has started nothing until then
         patience_s *= 2
-        with pytest.raises(LaunchError, match="did not end within"):
+        with pytest.raises(UnreachableError, match="did not end within"):
             run_script(script, patience_s)
     with suppress(psutil.NoSuchProcess):
         child = psutil.Process(int(number.read_text()))

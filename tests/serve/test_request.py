@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ import pytest
 
 from hvdtrain.serve.request import Limits, RefusedError, read_request
 
-LIMITS = Limits(tokens=50, input_bytes=1000, seconds=5, waiting=2)
+LIMITS = Limits(tokens=50, input_bytes=1000, seconds=5, waiting=2, stop_bytes=9)
 
 
 def _read(body: Any, is_chat: bool = False) -> dict[str, Any]:
@@ -60,6 +61,11 @@ def test_parts_of_messages_are_joined() -> None:
         ({"prompt": "a", "seed": 1.5}, "seed"),
         ({"prompt": "a", "stop": [1]}, "stop"),
         ({"prompt": "a", "stop": ["a"] * 5}, "stop"),
+        ({"prompt": "a", "stop": ["a" * 8, "\u00e9"]}, "stop must have at most 9 bytes in all, found 10"),
+        ({"prompt": "a", "temperature": 5e-324}, "temperature must be 0 or at least 1e-06, found 5e-324"),
+        ({"prompt": "a", "temperature": False}, "temperature must be a number"),
+        ({"prompt": "a\ud800"}, "half of a surrogate pair"),
+        ({"prompt": "a", "stop": "\udc00"}, "half of a surrogate pair"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "n": 2}, "does not support 'n'"),
         ({"prompt": "a", "frequency_penalty": 0.5}, "does not support 'frequency_penalty'"),
@@ -90,13 +96,13 @@ MODEL = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: CONFIG))
 
 
 class Server:
-    """A service whose model is free when `free` is set, instead of one by transformers."""
+    """A service whose model is free when `free` is set, instead of one by transformers; `cut` cuts all connections."""
 
     def __init__(self, seconds: float = 600.0) -> None:
         from hvdtrain.serve import app as serve  # which takes seconds
 
-        self.begun, self.free = asyncio.Event(), asyncio.Event()
-        limits = Limits(tokens=9, input_bytes=1000, seconds=seconds, waiting=3)
+        self.begun, self.free, self.cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        limits = Limits(tokens=9, input_bytes=1000, seconds=seconds, waiting=3, stop_bytes=9)
         served = serve.OneModel("mine", MODEL, lambda prompt: SimpleNamespace(input_ids=prompt))
         self.service = service = serve.Service(served, limits, KEY)
         service._handlers = dict.fromkeys(service._handlers, self)
@@ -128,7 +134,7 @@ class Server:
             if received:
                 return received.pop()
             if body or not cut:
-                await (answered if cut else asyncio.Event()).wait()
+                await (answered if cut else self.cut).wait()
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
@@ -198,6 +204,67 @@ async def test_cut_connections_free_the_model() -> None:
     server.free.set()
     code, text = await server.ask(STREAM)
     assert code == 200 and text.endswith("data: last\n\ndata: [DONE]\n\n")
+
+
+@in_a_loop
+async def test_cut_requests_wait_no_longer() -> None:
+    server = Server()
+    first, *others = (asyncio.create_task(server.ask()) for _ in range(4))
+    while await server.metric("hvdtrain_requests_waiting") < 3:
+        await asyncio.sleep(0)
+    server.cut.set()
+    assert [code for code, _ in await asyncio.wait_for(asyncio.gather(*others), 60)] == [499] * 3
+    assert await server.metric("hvdtrain_requests_waiting") == 0
+    server.cut.clear()
+    server.free.set()
+    assert (await first)[0] == (await server.ask())[0] == 200
+
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+WAITS = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
+WAITS += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(PROMPT), PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("head_s", "sent", "first", "last"),
+    [
+        (0.01, [HEAD], b"", None),
+        (0.1, [WAITS], b"", None),
+        (600, [HEAD, HEAD, HEAD, HEAD + b"\r\n"], b"", b"HTTP/1.1 200"),
+        (600, [WAITS, WAITS, HEAD + b"\r\n"], None, b"HTTP/1.1 503"),
+    ],
+    ids=["head", "answer", "most", "busy"],
+)
+@in_a_loop
+async def test_connections_that_end(
+    head_s: float, sent: list[bytes], first: bytes | None, last: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most three are open; expected is the answer to the first and to the last, b"" without one."""
+    import uvicorn
+
+    from hvdtrain.serve import connections
+
+    monkeypatch.setattr(connections, "HEAD_S", head_s)
+    service = Server()
+    config = uvicorn.Config(service.app, http=connections.Connection, limit_concurrency=3, log_level="critical")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listening]))
+        opened = []
+        for number, text in enumerate(sent, 1):
+            opened.append(await asyncio.open_connection(*listening.getsockname()))
+            opened[-1][1].write(text)
+            while text == WAITS and len(sent) > 1 and len(server.server_state.tasks) < number:
+                await asyncio.sleep(0)
+        for (reader, _), expected in ((opened[0], first), (opened[-1], last)):
+            if expected is not None:
+                found = await asyncio.wait_for(reader.readline() if expected else reader.read(), 60)
+                assert found[:12] == expected
+        for _, writer in opened:
+            writer.close()
+        service.free.set()
+        server.should_exit = True
+        await serving
 
 
 @in_a_loop

@@ -1,6 +1,7 @@
 """The data of each source, and the errors of bad data."""
 
 import codecs
+import gzip
 import os
 import sysconfig
 from pathlib import Path
@@ -62,7 +63,13 @@ def test_the_split_does_not_follow_the_place(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "heldout", "counts"), [((10_000, 600, 10), 0.05, (10_012, 601)), ((100, 100), 0.999, (101, 101))]
+    ("sizes", "heldout", "counts"),
+    [
+        ((10_000, 600, 10), 0.05, (10_012, 601)),
+        ((100, 100), 0.999, (101, 101)),
+        ((600, 0, 1000), 0.05, (1002, 601)),
+        ((0, 1000), 0.05, (952, 50)),
+    ],
 )
 def test_of_few_files_at_least_one_is_held_out_and_never_all(tmp_path, sizes, heldout, counts):
     for number, size in enumerate(sizes):
@@ -203,8 +210,10 @@ def test_files_that_are_no_tokens(tmp_path, write, message):
         ("Text.\n".encode("utf-32"), "UTF-32, according to"),
         ("Text.\n".encode("utf-16-le"), "a zero byte at 1:"),
         (b"It looks well.\n" * 100 + b"\x7fELF\0", "a zero byte at 1504:"),
+        (gzip.compress(b"Text.\n"), "gzip, according to"),
+        (b"PAR1\x15\0", "Parquet, according to"),
     ],
-    ids=["UTF-16", "UTF-16BE", "UTF-32", "UTF-16 without mark", "binary"],
+    ids=["UTF-16", "UTF-16BE", "UTF-32", "UTF-16 without mark", "binary", "gzip", "Parquet"],
 )
 @pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
 def test_what_is_no_text_is_refused(tmp_path, monkeypatch, content, found, piece_bytes):
@@ -214,7 +223,8 @@ def test_what_is_no_text_is_refused(tmp_path, monkeypatch, content, found, piece
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"bad\.txt is not text") as caught:
         open_corpus(TextConfig(text=f"{tmp_path}/*.txt", seq_len=8))
-    assert caught.value.found.startswith(found) and "iconv" in caught.value.next_step
+    way = {"gzip": "gunzip", "Parquet": "--data.dataset"}.get(found.partition(",")[0], "iconv")
+    assert caught.value.found.startswith(found) and way in caught.value.next_step
 
 
 def test_no_pickle_is_ever_loaded(tmp_path):
@@ -236,6 +246,7 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"text": "/nowhere/*.txt"}, DataError, "no file matches"),
         ({"text": ["/nowhere", "/nor here"]}, DataError, "'/nowhere'"),
         ({"text": "empty.*"}, DataError, "empty"),
+        ({"text": "a.jsonl"}, DataError, "is JSON.*--data.chat"),
         ({"tokens": "/nowhere.npy"}, DataError, "No such file"),
         ({"dataset": "/nowhere"}, DataError, "no dataset in"),
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
@@ -252,7 +263,8 @@ def test_options_that_are_wrong(options, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty.1", "empty.2"):
         Path(name).touch()
-    with pytest.raises(error, match=message):
+    Path("a.jsonl").write_text('{"text": "a"}\n' * 100)
+    with pytest.raises(error, match=f"(?s){message}"):
         open_corpus(TextConfig(**options))
 
 

@@ -259,6 +259,11 @@ def test_state_of_an_optimizer_that_is_not_saved_is_named(kept: str, capsys: pyt
     assert [f": {kept};" in line for line in found] == [True] * (kept != "nothing")
 
 
+def test_what_torch_notes_of_its_fused_optimizers_is_not_state(capsys: pytest.CaptureFixture[str]) -> None:
+    hvdtrain.train({**_config(), "optimizer": {"name": "sgd"}}, _weighted(1))
+    assert "keeps values" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("where", ["build", "loss"])
 def test_a_task_that_ends_the_process_is_reported_as_an_error(where: str) -> None:
     def leave() -> None:
