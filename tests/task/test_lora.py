@@ -116,9 +116,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return _train(tmp_path_factory.mktemp("lora") / "one", "--model.lora=rank=4", stop=5)
 
 
-@pytest.mark.parametrize(
-    "engine", [f"--parallel.shard={each}" for each in ("none", "gradients")]
-)
+@pytest.mark.parametrize("engine", [f"--parallel.shard={each}" for each in ("none", "gradients")])
 def test_laws_1_and_2(engine: str, one: Recorded, tmp_path: Path) -> None:
     lora = ("--model.lora=rank=4", engine)
     two = _train(tmp_path / "two", *lora, size=2, stop=5)

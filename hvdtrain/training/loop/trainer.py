@@ -185,6 +185,7 @@ class Trainer:
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         self._show_memory()
+        self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
         if self.compiled is not None:
             self.compiled.end()
         event = "finished" if reason in ("finished", self._callbacks.why) else "stopped"
