@@ -185,11 +185,11 @@ class Trainer:
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         self._show_memory()
-        self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
         if self.compiled is not None:
             self.compiled.end()
         event = "finished" if reason in ("finished", self._callbacks.why) else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
+        self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
         self._callbacks.on_end(reason)
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
