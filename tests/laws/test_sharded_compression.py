@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import Task
 from hvdtrain.engine.coded_sharded import CodedShardedEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.laws.test_laws import check_same, record
-from tests.support.gallery import LANGUAGE, Recorded
+from tests.support.gallery import LANGUAGE, TOY, Recorded
 from tests.support.thread_comm import ThreadComm, per_rank
+from tests.support.toy import toy
 
 NAMES = ["bf16", "fp16", "int8"]
 
@@ -48,6 +50,21 @@ def test_law_2_against_a_run_without_a_save(compression: str, size: int, tmp_pat
     assert parts.losses() == whole.losses()
     check_same(parts.state(), whole.state())
     assert not any(name.endswith("/master") for name in whole.state().tensors.get("exchange", {}))
+
+
+def test_the_programs_model_is_exact_at_the_end(tmp_path: Path) -> None:
+    """In training it has rounded values, which the checkpoint keeps apart."""
+    models: list[nn.Module] = []
+
+    def build(rank: int) -> Task:
+        models.append((task := toy()).model)
+        return task
+
+    options = ("--parallel.shard=optimizer", "--parallel.compression=bf16", "--train.steps=4")
+    saved = record(tmp_path, *TOY[1:], *options, size=2, build=build).state().tensors
+    for name, exact in saved["model"].items():
+        assert all(torch.equal(model.state_dict()[name], exact) for model in models)
+    assert not torch.equal(saved["exchange"]["layers.0.weight/rounded"], saved["model"]["layers.0.weight"])
 
 
 def test_any_division_and_compression_resumes(exact: Recorded, tmp_path: Path) -> None:
