@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.active_buckets import DetachedState, residual_key
+from hvdtrain.exchange.buckets import as_gradient
 from hvdtrain.exchange.rows import zero_rows
 
 
@@ -44,7 +45,8 @@ class LocalEngine(Engine):
                 parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
             if self._residuals.has_residual(name) and not parameter.grad.is_sparse:
                 self._delivered.append(key := residual_key(name))
-                parameter.grad.add_(self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks)
+                residual = self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks
+                parameter.grad.add_(as_gradient(residual, parameter))
             if parameter.grad.is_sparse:
                 self._sparse.add(name)
                 parameter.grad = parameter.grad.coalesce()
