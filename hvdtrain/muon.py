@@ -63,9 +63,10 @@ class Muon(Optimizer):
         """Add a group of parameters. Errors: ValueError: it has `matrices`, and a parameter that is not one."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        shapes = [tuple(p.shape) for p in group["params"] if group["matrices"] and p.dim() not in (2, 3)]
-        if shapes:
-            raise ValueError(f"Muon takes matrices, or stacks of them, and found a parameter of shape {shapes[0]}")
+        others = [p for p in group["params"] if group["matrices"] and (p.dim() not in (2, 3) or p.is_complex())]
+        if others:
+            found = f"a parameter of shape {tuple(others[0].shape)} and {others[0].dtype}"
+            raise ValueError(f"Muon takes real matrices, or stacks of them, and found {found}")
 
     def needs_whole(self) -> set[nn.Parameter]:
         """Return the parameters that one rank must own whole. Rows of others (dimension 0) may be divided."""

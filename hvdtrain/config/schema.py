@@ -22,8 +22,8 @@ class OptimizerConfig:
             other parameters; adafactor
         lr: peak learning rate; never scaled by the number of ranks (default: 0.002 for adamw, 0.1 for sgd, 0.008 for
             muon, 0.03 for adafactor)
-        weight_decay: weight decay (decoupled, except for SGD); norms, biases and other one-dimensional parameters get
-            none
+        weight_decay: weight decay (decoupled, except for SGD); norms, biases and other one-dimensional parameters, and
+            those with sparse gradients, get none
         beta1: decay rate of AdamW's first moment
         beta2: decay rate of AdamW's second moment
         eps: number added to AdamW's denominator

@@ -19,6 +19,7 @@ from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import end_group, new_group
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
+from hvdtrain.engine.divisible import sparse_gradients
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import TaskError
@@ -217,10 +218,9 @@ def make_ddp(parts: EngineParts) -> DdpEngine:
     Errors:
         TaskError: the model has sparse gradients, which DDP with a hook does not exchange.
     """
-    sparse = [name for name, module in parts.model.named_modules() if getattr(module, "sparse", None) is True]
-    if sparse:
+    for name in sparse_gradients(parts.model).values():
         raise TaskError(
-            f"{sparse[0]} has sparse gradients, which --parallel.engine ddp does not exchange",
+            f"{name} has sparse gradients, which --parallel.engine ddp does not exchange",
             next_step="--parallel.engine horovod, or sparse=False",
             everywhere=True,
         )

@@ -62,7 +62,9 @@ def refuse_what_cannot_be_divided(
     named: list[tuple[str, nn.Parameter]],
     without: str = "--parallel.engine horovod --parallel.shard none",
 ) -> None:
-    """Check that no two parameters share memory, and that gradients are dense. `without`: how not to divide the model.
+    """Check that no two parameters share memory, and that gradients are dense and real.
+
+    `without`: how not to divide the model.
 
     Errors:
         ConfigError: the model cannot be divided.
@@ -78,13 +80,25 @@ def refuse_what_cannot_be_divided(
                 expected="one parameter under two names",
                 next_step=f"assign the same nn.Parameter to both modules, or {without}",
             )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and any(True for _ in module.parameters(recurse=False)):
+        if parameter.is_complex():
             raise ConfigError(
-                f"{name} makes sparse gradients, which cannot be divided among ranks",
-                expected="nn.Embedding(sparse=False)",
-                next_step=f"use dense gradients, or {without}",
+                f"{name} is complex, and cannot be divided among ranks",
+                expected="real parameters",
+                found=str(parameter.dtype),
+                next_step=f"make it real, with a last dimension of 2, and use torch.view_as_complex; or {without}",
             )
+    for name in sparse_gradients(model).values():
+        raise ConfigError(
+            f"{name} makes sparse gradients, which cannot be divided among ranks",
+            expected="nn.Embedding(sparse=False)",
+            next_step=f"use dense gradients, or {without}",
+        )
+
+
+def sparse_gradients(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the parameters with sparse gradients, as of ``nn.Embedding(sparse=True)``, and their modules' names."""
+    makers = [(name, module) for name, module in model.named_modules() if getattr(module, "sparse", None) is True]
+    return {p: name for name, module in makers for p in module.parameters(recurse=False)}
 
 
 def own_rows(parameter: nn.Parameter) -> Owned:

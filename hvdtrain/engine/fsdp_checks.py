@@ -35,7 +35,7 @@ def check_fsdp(parts: EngineParts) -> None:
     # On the rank that certainly has values: a `Placeholder` shares no memory.
     check = partial(refuse_what_cannot_be_divided, parts.model, parts.parameters)
     on_rank_0(parts.comm, check, name="divisible")
-    _check_model(parts.model, elsewhere(parts))
+    _check_model(parts.model, parts.weights, elsewhere(parts))
     if not updates_by_element(parts.optimizer):
         raise ConfigError(
             "--parallel.engine fsdp gives each rank rows of tensors, but the optimizer may need whole tensors",
@@ -58,17 +58,25 @@ def _check_job(parts: EngineParts) -> None:
         )
 
 
-def _check_model(model: nn.Module, otherwise: str) -> None:
+def _check_model(model: nn.Module, weights: torch.dtype | None, otherwise: str) -> None:
     found = require_blocks(model, "--parallel.engine fsdp", "divide", otherwise)
     names = {module: name for name, module in model.named_modules()}
     inside = {module: block for block in found for module in block.modules()}
     user: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    first: dict[nn.Module, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.dim():
             raise ConfigError(
                 f"--parallel.engine fsdp divides parameters by rows, but {name} has no dimension",
                 expected="shape (1,) or larger",
                 next_step=f"make it nn.Parameter(torch.ones(1)), or {otherwise}",
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise ConfigError(
+                f"--parallel.engine fsdp divides parameters by rows, but {name} has no elements",
+                expected="parameters to train with elements",
+                found=f"shape {tuple(parameter.shape)}",
+                next_step=f"freeze or delete it, or {otherwise}",
             )
         if not parameter.is_contiguous():
             raise ConfigError(
@@ -84,4 +92,15 @@ def _check_model(model: nn.Module, otherwise: str) -> None:
                 f" {names[module] or 'the model'}",
                 expected="a parameter in one block only, or only outside of blocks: each is gathered by itself",
                 next_step=f"do not share it, or {otherwise}",
+            )
+        if not parameter.requires_grad:
+            continue
+        dtype = first.setdefault(module, parameter).dtype if weights is None else torch.float32
+        if parameter.dtype != dtype:
+            raise ConfigError(
+                f"--parallel.engine fsdp sums the gradients of {names[module] or 'all parameters outside of blocks'} in"
+                f" one format, but {name} has another",
+                expected=f"{dtype}, as " + ("of the other parameters" if weights is None else "bf16-weights needs it"),
+                found=str(parameter.dtype),
+                next_step=f"cast or freeze it, or {otherwise}",
             )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.active_buckets import DetachedState, residual_key
+from hvdtrain.exchange.buckets import as_gradient
 
 
 class LocalEngine(Engine):
@@ -41,6 +42,7 @@ class LocalEngine(Engine):
             if self._residuals.has_residual(name) and (parameter.grad is None or not parameter.grad.is_sparse):
                 self._delivered.append(key := residual_key(name))
                 residual = self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks
+                residual = as_gradient(residual, parameter)
                 parameter.grad = residual if parameter.grad is None else parameter.grad.add_(residual)
             if parameter.grad is None:
                 continue

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.errors import CallOrderError, TaskError
-from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, SentGradient
+from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, SentGradient, uncompiled
 
 
 class DividedReducer:
@@ -66,7 +66,7 @@ class DividedReducer:
         self._hooks: dict[str, Any] = {}
         self._fresh = True
         self._hide()
-        engine.on_gradient = self._on_gradient
+        engine.on_gradient = uncompiled(self._on_gradient)
         self.refresh()
 
     def refresh(self) -> None:
@@ -87,7 +87,7 @@ class DividedReducer:
         if self._sums_each_pass:
             for name, parameter in self._named:
                 if parameter.requires_grad and name not in self._hooks:
-                    hook: Any = partial(self._before_gradient, name, parameter)
+                    hook: Any = uncompiled(partial(self._before_gradient, name, parameter))
                     self._hooks[name] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
@@ -200,6 +200,10 @@ class DividedReducer:
         self.engine.spread()
         self.engine.complete()
         return result
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
 
     @property
     def cleared(self) -> bool:

@@ -31,7 +31,7 @@ from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.runtime.threads import lower_priority
 from hvdtrain.state.pieces import Place, StateDict
-from hvdtrain.state.train_state import stored_as
+from hvdtrain.state.train_state import as_saved, as_slot
 
 _PREFIX = "worker"
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
@@ -442,8 +442,8 @@ class PeriodicEngine(Engine):
                 exchange[name] = value
             else:
                 of, _, slot = name.rpartition("/")
-                loaded = value.item() if kind == "number" else stored_as(parameters[of], value)
-                slots.setdefault(of, {})[slot] = loaded
+                loaded = (slot, value.item()) if kind == "number" else as_slot(parameters[of], slot, value)
+                slots.setdefault(of, {}).update([loaded])
         held.slots = self._slots(slots)
         self._loaded = exchange, {**values, "ranks": values["group_sizes"][worker]}
         if self._joined and self.links.group.size > 1:
@@ -463,7 +463,7 @@ class PeriodicEngine(Engine):
 def _stored(key: str, value: Any) -> dict[str, Tensor]:
     """Return a value of the optimizer's state as a tensor. Errors: TaskError if it is none, and no number."""
     if isinstance(value, Tensor):
-        return {f"optimizer/{key}": value}
+        return dict([as_saved(f"optimizer/{key}", value)])
     if isinstance(value, (int, float)):
         return {f"number/{key}": torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))}
     raise TaskError(
@@ -515,8 +515,13 @@ def make_periodic(
     """Make the engine; in an `elastic` job, ranks may leave. Collective: yes. Other arguments: see `PeriodicEngine`.
 
     Errors:
-        ConfigError: several ranks would serve a worker in an elastic job of Horovod.
+        ConfigError: several ranks would serve a worker in an elastic job of Horovod, or a parameter is complex.
     """
+    if found := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
+        raise ConfigError(
+            f"{found[0]} is complex, and workers that train apart exchange changes of real parameters",
+            next_step="--parallel.sync every_step",
+        )
     workers = Workers(plan.workers, comm.size, plan.shares)
     own, leaders = list(workers.ranks_of(workers.served_by(comm.rank)[0])), workers.leaders()
     links = Links(comm, SoloComm(), comm, workers)

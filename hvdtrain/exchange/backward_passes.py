@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.errors import CallOrderError
 from hvdtrain.exchange.buckets import Named
 from hvdtrain.host_copy import HostCopy
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SAMPLED = 8
 """Elements of a gradient that are compared."""
@@ -103,7 +105,9 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
         self._compared: list[HostCopy] = []  # whether something has changed, on the way from a device
 
     def add(self, name: str, gradient: Tensor | None) -> None:
-        """Add the gradient of a parameter."""
+        """Add the gradient of a parameter. Errors: CallOrderError: it was added before."""
+        if name in self:
+            raise second_gradient(name)
         kept = gradient if self._detect_changes else None
         self[name] = (kept, 0 if kept is None else _version(kept))
         if kept is not None and type(kept) is Tensor and not kept.is_sparse and kept.numel():
@@ -160,6 +164,21 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
                 return name
             start += len(own)
         return names[0]
+
+
+def uncompiled(function: Function) -> Function:
+    """Return a function that Dynamo leaves out if a compiled function calls it, or calls backward with it as a hook."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def second_gradient(name: str) -> CallOrderError:
+    """Return the error of a parameter that gets another gradient in a step, after its last one."""
+    return CallOrderError(
+        f"{name} got a second gradient in the last backward pass of a step, or after it",
+        expected="no more than backward_passes_per_step backward passes before optimizer.step()",
+        next_step="increase backward_passes_per_step, or call step() earlier; checkpoint activations with"
+        " use_reentrant=False",
+    )
 
 
 def _changed(name: str) -> CallOrderError:

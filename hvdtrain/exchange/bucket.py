@@ -13,7 +13,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Handle
 from hvdtrain.compression.base import Compressor, Phases
 from hvdtrain.errors import JoinedError
-from hvdtrain.exchange.buckets import Layout
+from hvdtrain.exchange.buckets import Layout, as_gradient, as_real
 
 T = TypeVar("T")
 
@@ -145,12 +145,13 @@ class DenseBucket(Bucket):
         super().__init__(layout, factor, as_views=as_views)
         self.compressor = compressor
         self.out = compressor.make_out()
-        self._views = [part.view(self.out) for part in layout.shape.parts]
+        parts = zip(layout.shape.parts, layout.parameters, strict=True)
+        self._views = [as_gradient(part.view(self.out), parameter) for part, parameter in parts]
         self.residuals: dict[int, Tensor] = {}
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
-        if gradient is not None and gradient.is_sparse:
-            gradient = gradient.to_dense()
+        if gradient is not None:
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
         if (residual := self.residuals.get(index)) is not None:
             residual = residual.to(self.layout.shape.device) / weight
             gradient = (residual if gradient is None else residual + gradient).to(self.layout.shape.dtype)

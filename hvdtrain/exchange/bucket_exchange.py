@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression
-from hvdtrain.errors import CallOrderError
+from hvdtrain.exchange.backward_passes import second_gradient
 from hvdtrain.exchange.bucket import Bucket, DenseBucket, SideStream
 from hvdtrain.exchange.buckets import Layout, Plan, lay_out
 from hvdtrain.exchange.rows import RowBucket, SparseBucket
@@ -65,11 +65,7 @@ class BucketQueue:
         number, index = self._positions[name]
         bucket = self._buckets[number]
         if index not in bucket.missing:
-            raise CallOrderError(
-                f"{name} got a second gradient in a step, while the first one was being exchanged",
-                next_step="run backward once per step, or as often as backward_passes_per_step says; checkpoint"
-                " activations with use_reentrant=False",
-            )
+            raise second_gradient(name)
         if self._limit_bytes and number not in self._begun:
             self._begun.add(number)
             self._make_room(number)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.compression.base import BucketShape, Part
 from hvdtrain.compression.sizes import fill, padded
@@ -93,7 +93,7 @@ class Layout:
 
     Attributes:
         parameters: of its gradients, in the order of `shape.parts`.
-        shape: where each gradient is.
+        shape: where each gradient is; one of complex numbers as pairs of real ones.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -108,12 +108,23 @@ def lay_out(agreed: Plan, by_name: Mapping[str, nn.Parameter], name: str) -> lis
 
 def _lay_out_one(names: Sequence[str], by_name: Mapping[str, nn.Parameter], name: str) -> Layout:
     parameters = tuple(by_name[n] for n in names)
-    dtype, device = parameters[0].dtype, parameters[0].device
+    dtype, device = parameters[0].dtype.to_real(), parameters[0].device
     parts = []
     length = 0
     for parameter_name, parameter in zip(names, parameters, strict=True):
+        like = as_real(torch.empty_like(parameter, device="meta"))
         # A gradient needs the strides of its parameter, because torch's fused optimizers ignore strides.
-        stride = None if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()
-        parts.append(Part(parameter_name, parameter.shape, length, stride))
-        length += padded(parameter.numel(), dtype.itemsize)
+        stride = None if parameter.is_contiguous() else like.stride()
+        parts.append(Part(parameter_name, like.shape, length, stride))
+        length += padded(like.numel(), dtype.itemsize)
     return Layout(parameters, BucketShape(name, tuple(parts), length, dtype, device))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the pairs of real numbers of a complex tensor, in a last dimension; a real tensor itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_gradient(stored: Tensor, parameter: Tensor) -> Tensor:
+    """Return what `as_real` has made real as a gradient of `parameter` again."""
+    return torch.view_as_complex(stored) if parameter.is_complex() else stored

@@ -7,14 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.errors import TaskError
+from hvdtrain.exchange.backward_passes import uncompiled
 from hvdtrain.exchange.grad_scaler import support_grad_scaler
 from hvdtrain.exchange.own_loop import Exchange
 
+_exchanging: WeakSet[Optimizer] = WeakSet()
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -33,12 +36,17 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     """Give an optimizer the exchange. It stays the same object; its class becomes a subclass of its former class.
 
     So existing schedulers, gradient scalers and references stay valid, its state stays, and
-    ``isinstance(optimizer, torch.optim.SGD)`` holds.
+    ``isinstance(optimizer, torch.optim.SGD)`` holds. An older optimizer with some of its parameters ends its exchange.
 
     Errors:
         TaskError: it has an exchange already.
     """
     refuse_second(optimizer)
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for other in list(_exchanging):
+        if any(parameter in own for group in other.param_groups for parameter in group["params"]):
+            other._hvdtrain_exchange.replace()  # type: ignore[attr-defined]
+    _exchanging.add(optimizer)
     kind = type(optimizer)
     optimizer.__class__ = _distributed(kind)
     # An existing scheduler has set an attribute that wraps the former class's step.
@@ -60,6 +68,7 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
         __module__ = "horovod.torch.optimizer"
         __qualname__ = kind.__name__
 
+        @uncompiled
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             """Sum the gradients over ranks, unless that was done, and update the parameters. Collective: yes."""
             self._opt_called = True  # schedulers warn if it is missing
@@ -68,13 +77,21 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers do not wrap it again
         step.hooked = True  # type: ignore[attr-defined]  # nor does torch when it loads a state: `kind.step` calls the hooks
 
+        @uncompiled
         def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
             """Clear the gradients; none may be in an exchange."""
             self._hvdtrain_exchange.zero_grad(partial(kind.zero_grad, self), *arguments, **keywords)
 
+        @uncompiled
         def synchronize(self) -> None:
             """Make every gradient the sum (or mean) over ranks; each call sums again. Collective: yes."""
             self._hvdtrain_exchange.synchronize()
+
+        @property
+        def _handles(self) -> dict[Any, Any]:
+            """What is being exchanged, as Horovod's optimizer names it."""
+            begun = self._hvdtrain_exchange.reducer.begun
+            return dict.fromkeys(self._parameter_names, (None, None)) if begun else {}
 
         def skip_synchronize(self) -> Any:
             """Return a context in which `step` uses the gradients without an exchange: `synchronize`, clip, `step`."""
@@ -97,6 +114,7 @@ def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
             state: dict[str, Any] = self._hvdtrain_exchange.gather_state_dict(partial(kind.state_dict, self))
             return state
 
+        @uncompiled
         def clip_grad_norm_(self, max_norm: float) -> Tensor:
             """Clip the summed gradients by their norm, between backward and `step`; return it. Collective: yes."""
             total: Tensor = self._hvdtrain_exchange.clip(self, max_norm)

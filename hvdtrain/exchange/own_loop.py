@@ -54,6 +54,9 @@ class Sums(Protocol):
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Continue with other ranks."""
 
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+
 
 class Exchange:
     """The exchange of one optimizer: a step lasts from its first gradient until the optimizer has used the sums.
@@ -73,7 +76,7 @@ class Exchange:
         self._last_session = session()
         self._skip = False
         self._synchronized = False
-        self._warned = False
+        self._warned = self._replaced = False
         reducer.before = self._begin_step
         reducer.forget()  # the first gradient makes it read the parameters
 
@@ -91,9 +94,24 @@ class Exchange:
         self._synchronized = True
 
     def sum_up(self) -> None:
-        """Sum the gradients, unless this step has done so before. Collective: yes."""
+        """Sum the gradients, unless this step has done so before. Collective: yes.
+
+        Errors:
+            CallOrderError: a newer optimizer exchanges gradients of the same parameters.
+        """
+        if self._replaced:
+            raise CallOrderError(
+                "a newer DistributedOptimizer exchanges gradients of this one's parameters",
+                expected="one DistributedOptimizer for each parameter",
+                next_step="use only the newer one, or give each other parameters",
+            )
         if not self.reducer.over:
             self.reducer.finish()
+
+    def replace(self) -> None:
+        """End the exchange, because another optimizer has begun one of the same gradients."""
+        self.reducer.close()
+        self._replaced = True
 
     def clear(self) -> None:
         """Drop the current step, because its gradients will be cleared.
@@ -105,8 +123,9 @@ class Exchange:
             self.reducer.commit(applied=False)
         elif self.reducer.begun:
             raise CallOrderError(
-                "optimizer.zero_grad() was called after backward, while gradients were being exchanged",
-                next_step="call optimizer.step() or optimizer.synchronize() first, on every rank",
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or"
+                " optimizer.synchronize(), while gradients were being exchanged",
+                next_step="call one of them first, on every rank",
             )
         self.forget()
 
@@ -165,8 +184,8 @@ class Exchange:
             return self._step_with(update, closure)
         if self._synchronized and not self._skip:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize() exchanges the gradients a second time, as in Horovod; "
-                "call it within optimizer.skip_synchronize()",
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize():"
+                " it exchanges the gradients a second time, as in Horovod",
                 stacklevel=3,
             )
             self.synchronize()

@@ -16,7 +16,7 @@ from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState, residual_key
 from hvdtrain.exchange.agreement import agree_on_plan
-from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients
+from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Named, Plan, plan
 from hvdtrain.spans import Spans
@@ -225,7 +225,8 @@ class Reducer(ActiveBuckets):
             # Its hooks come after those of the parameter, which may change the gradient. The parameter does not own it.
             with torch.enable_grad():
                 node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            self._hooks.append((node.register_hook(self._hook(name, parameter)), node))
+            hook = uncompiled(self._hook(name, parameter))
+            self._hooks.append((node.register_hook(hook), node))
 
     def _hook(self, name: str, parameter: nn.Parameter) -> Callable[..., None]:
         def on_gradient(*_: Any) -> None:

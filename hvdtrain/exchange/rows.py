@@ -11,7 +11,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Phases
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.bucket import Bucket
-from hvdtrain.exchange.buckets import Layout, Named
+from hvdtrain.exchange.buckets import Layout, Named, as_gradient, as_real
 
 _MIN_ROWS, _MIN_BYTES = 256, 1 << 20
 """In smaller gradients, searching for rows costs more than it saves."""
@@ -110,7 +110,7 @@ class SparseBucket(Bucket):
         if not rows.is_sparse:
             rows = rows.to_sparse(1)
         self._indices = rows._indices().t().contiguous()
-        self._values = rows._values() * weight if weight != 1.0 else rows._values().contiguous()
+        self._values = as_real(rows._values() * weight if weight != 1.0 else rows._values().contiguous())
 
     def _exchange(self) -> Phases:
         name = self.layout.shape.name
@@ -118,8 +118,9 @@ class SparseBucket(Bucket):
         all_values = self._comm.allgather(self._values, name=f"{name}/values")
         indices = yield all_indices
         values = yield all_values
-        size = self.layout.parameters[0].shape
-        self._sum = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False).coalesce()
+        parameter = self.layout.parameters[0]
+        values = as_gradient(values, parameter)
+        self._sum = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
         if self._factor != 1.0:
             self._sum._values().mul_(self._factor)
 
@@ -135,11 +136,12 @@ def zero_rows(parameter: nn.Parameter) -> Tensor:
 
 
 def count_rows(named: Named) -> dict[str, int]:
-    """Return the number of non-zero rows of each gradient, for parameters that are large enough to count them."""
+    """Return the number of non-zero rows of each gradient, for real parameters that are large enough to count them."""
     return {
         name: 0 if parameter.grad is None else _rows(parameter.grad)
         for name, parameter in named
         if parameter.dim() > 1
+        and not parameter.is_complex()
         and len(parameter) >= _MIN_ROWS
         and parameter.numel() * parameter.dtype.itemsize >= _MIN_BYTES
     }

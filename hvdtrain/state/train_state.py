@@ -21,6 +21,8 @@ from hvdtrain.state.pieces import Key, Place, StateDict, specs
 
 NUMBERS = "optimizer_values"
 """The group of plain numbers in the state of a divided optimizer."""
+_SPARSE = ".sparse"
+"""Ends the name of a slot that is sparse in the optimizer, such as SGD's momentum of an embedding, and saved dense."""
 _NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
 
@@ -180,9 +182,12 @@ class TrainState:
                 if own.place is not None and isinstance(value, (int, float)):  # other ranks do not have it
                     kind, value = NUMBERS, torch.tensor(value, dtype=_NUMBER_TYPES.get(type(value), torch.float64))
                 if isinstance(value, Tensor):
-                    tensors.setdefault(kind, {})[f"{name}/{slot}"] = value
+                    if value.is_sparse:
+                        slots[slot] = value = value.coalesce()  # a resumed run adds up the same numbers
+                    key, value = as_saved(f"{name}/{slot}", value)
+                    tensors.setdefault(kind, {})[key] = value
                     if (place := own.place_of(value)) is not None:
-                        places[kind, f"{name}/{slot}"] = place
+                        places[kind, key] = place
                 elif own.place is None and (value is None or isinstance(value, (int, float, str, bool))):
                     plain[f"{name}/{slot}"] = value
                 else:
@@ -219,8 +224,9 @@ class TrainState:
         for key, value in chain(slots.items(), plain.items()):  # one whole tensor at a time
             name, _, slot = key.rpartition("/")
             if (parameter := owned[name].parameter) is not None:
-                loaded = stored_as(parameter, owned[name].cut(value)) if isinstance(value, Tensor) else value
-                entries.setdefault(indices[parameter], {})[slot] = loaded
+                if isinstance(value, Tensor):
+                    slot, value = as_slot(parameter, slot, owned[name].cut(value))
+                entries.setdefault(indices[parameter], {})[slot] = value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
@@ -230,6 +236,18 @@ def stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
     if value.shape != parameter.shape or parameter.is_contiguous():
         return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+def as_saved(key: str, value: Tensor) -> tuple[str, Tensor]:
+    """Return a slot of an optimizer and its key as they are saved: a dense tensor."""
+    return (key + _SPARSE, value.to_dense()) if value.is_sparse else (key, value)
+
+
+def as_slot(parameter: nn.Parameter, slot: str, saved: Tensor) -> tuple[str, Tensor]:
+    """Return a slot of a parameter, and its value, from what `as_saved` has returned."""
+    if slot.endswith(_SPARSE):
+        return slot.removesuffix(_SPARSE), saved.to_sparse(1)
+    return slot, stored_as(parameter, saved)
 
 
 def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

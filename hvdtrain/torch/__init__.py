@@ -45,8 +45,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List our names and Horovod's."""
-    return sorted({*globals(), *dir(hvd)})
+    """List Horovod's names, which include ours."""
+    return dir(hvd)
 
 
 def init(*arguments: Any, **keywords: Any) -> None:

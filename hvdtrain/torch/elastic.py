@@ -16,6 +16,8 @@ from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, DriverRounds
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, JobFailed, NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import RankInfo, change_variables
 
+__all__ = hvd.elastic.__all__
+
 
 def __getattr__(name: str) -> Any:
     """Return Horovod's attribute for every name that is not ours, except dunder names."""

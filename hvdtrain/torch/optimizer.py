@@ -27,12 +27,14 @@ from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm
 
+_stock = importlib.import_module("horovod.torch.optimizer")
+__all__ = [name for name in dir(_stock) if not name.startswith("_")]
 _COMPRESSIONS = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 
 def __getattr__(name: str) -> Any:
     """Return Horovod's attribute for every name that is not ours."""
-    return getattr(importlib.import_module("horovod.torch.optimizer"), name)
+    return getattr(_stock, name)
 
 
 def DistributedOptimizer(
@@ -133,6 +135,7 @@ def DistributedOptimizer(
             if parameter.requires_grad
         ]
 
+    attributes["_parameter_names"] = {parameter: name for name, parameter in trained()}  # as Horovod's has
     grouped = _groups(groups, trained())
     comm, weight, factor = terms()
     name = fresh_name(process_set)

@@ -108,6 +108,30 @@ def test_gradients_are_views_of_what_finish_returns(comm: ThreadComm) -> None:
     assert all(p.grad is not None and bool((p.grad == 2).all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "topk:0.2", "powersgd:2"])
+@per_rank(2)
+def test_complex_gradients_are_exchanged_as_pairs_of_real_ones(comm: ThreadComm, compression: str) -> None:
+    """Also of a transposed parameter, and lazily conjugated ones; residuals are pairs, too."""
+    zeros = torch.zeros(6, 4, dtype=torch.complex64)
+    numbers = [nn.Parameter(zeros), nn.Parameter(zeros.clone().t())]
+    pairs = [nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in numbers]
+    reducers = [
+        Reducer(lambda o=own: [(str(n), p) for n, p in enumerate(o)], comm, parse(compression), name=name)  # type: ignore[misc]
+        for name, own in (("complex", numbers), ("real", pairs))
+    ]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * comm.rank + step)
+        given = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in numbers]
+        real = list(zip(pairs, map(torch.view_as_real, given), strict=True))
+        _step(reducers[0], lambda g=given: (numbers[0].conj() * g[0] + (numbers[1] * g[1].conj()).t()).real.sum())
+        _step(reducers[1], lambda g=real: sum((q * v).sum() for q, v in g))
+        for p, q in zip(numbers, pairs, strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.equal(torch.view_as_real(p.grad.resolve_conj()), q.grad)
+        for reducer in reducers:
+            reducer.commit(applied=True)
+
+
 @per_rank(1)
 def test_a_second_gradient_in_one_pass_is_an_error(comm: ThreadComm) -> None:
     model = nn.Linear(2, 1)

@@ -185,17 +185,17 @@ MISUSES: dict[str, Callable[[Any, nn.Module], object]] = {
     "no tensors": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=[["0.weight"]]),
     "listed twice": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), groups=2 * [list(model.parameters())]),
     "predivide": lambda hvd, model: hvd.DistributedOptimizer(_sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0),
-    "second backward": lambda hvd, model: _backward_twice(hvd, model),
+    "second backward": lambda hvd, model: _backward(hvd, model, 1),
+    "third of two": lambda hvd, model: _backward(hvd, model, 2),
     "clear": lambda hvd, model: _clear_after_backward(hvd, model),
 }
 
 
-def _backward_twice(hvd: Any, model: nn.Module) -> None:
-    optimizer = hvd.DistributedOptimizer(_sgd(model))
-    for _ in range(2):
-        for _ in range(1 + (hvd.size() > 1)):
-            _loss(model, 0, 0).backward()
-        optimizer.step()
+def _backward(hvd: Any, model: nn.Module, passes: int, **options: Any) -> None:
+    optimizer = hvd.DistributedOptimizer(_sgd(model), backward_passes_per_step=passes, **options)
+    for _ in range(passes + (hvd.size() > 1)):
+        _loss(model, 0, 0).backward()
+    optimizer.step()
 
 
 def _clear_after_backward(hvd: Any, model: nn.Module) -> None:
@@ -222,6 +222,46 @@ def test_what_stock_refuses_is_refused_by_an_error_of_the_same_class(hvd: Any, j
     assert ours is None or isinstance(ours, type(theirs))
 
 
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_too_many_backward_passes_are_refused_in_the_first_step(several: Any, views: bool, passes: int) -> None:
+    with pytest.raises(CallOrderError, match="second gradient in the last backward pass"):
+        _backward(several, _model(), passes, gradient_as_bucket_view=views)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_newer_optimizer_of_the_same_parameters_replaces_the_older(several: Any, job: Comm, views: bool) -> None:
+    expected, model = _model(), _model()
+    _train(several, expected, several.DistributedOptimizer(_sgd(expected)))
+    older, newer = (several.DistributedOptimizer(_sgd(model), gradient_as_bucket_view=views) for _ in range(2))
+    _train(several, model, newer)
+    for ours, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, other)
+    with pytest.raises(CallOrderError, match="a newer DistributedOptimizer"):
+        older.step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}, {"shard": "gradients"}], ids=str)
+def test_a_compiled_function_may_train(several: Any, job: Comm, options: dict[str, Any]) -> None:
+    """A step, also with clipping: Dynamo leaves out the exchange."""
+    trained = []
+    for is_compiled in (False, True):
+        model, optimizer = _made(several, **options)
+
+        def step(number: int, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            _loss(model, job.rank, number).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+
+        run = torch.compile(step, backend="eager") if is_compiled else step
+        for number in range(3):
+            run(number)
+        trained.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
 def test_public_attributes_are_stock_horovods(hvd: Any) -> None:
     import horovod.torch as stock
 
@@ -232,6 +272,28 @@ def test_public_attributes_are_stock_horovods(hvd: Any) -> None:
     assert theirs - ours <= {"find_duplicates"}
     for name in ("backward_passes_per_step", "op", "gradient_predivide_factor", "sparse_as_dense", "process_set"):
         assert getattr(made[0], name) == getattr(made[1], name), name
+
+
+@pytest.mark.parametrize("module", ["", ".optimizer", ".elastic"])
+def test_star_imports_give_stock_horovods_names(hvd: Any, module: str) -> None:
+    found: list[dict[str, Any]] = [{}, {}]
+    for package, names in zip(("hvdtrain.torch", "horovod.torch"), found, strict=True):
+        exec(f"from {package}{module} import *", names)
+    assert found[0].keys() == found[1].keys()
+    assert {"info", "choices"}.isdisjoint(dir(hvd))
+
+
+def test_private_attributes_and_warnings_that_horovods_tests_use(several: Any, job: Comm) -> None:
+    model, optimizer = _made(several)
+    assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
+    _loss(model, job.rank, 0).backward()
+    assert optimizer._handles.keys() == optimizer._parameter_names.keys()
+    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"step\(\) called without optimizer\.skip_synchronize\(\) context after"):
+        optimizer.step()
+    assert not optimizer._handles
 
 
 def test_passes_are_counted_from_a_clearing_on(hvd: Any, job: Comm) -> None:

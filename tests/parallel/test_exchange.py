@@ -101,3 +101,17 @@ def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None
     assert gradient is not None
     assert gradient.dtype == torch.bfloat16
     torch.testing.assert_close(gradient.float(), torch.full((1, 4), 1e6 * job.size), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("name", ["horovod", "ddp"])
+def test_complex_gradients_keep_both_parts(job: Comm, name: str, compression: str) -> None:
+    model = nn.Linear(4, 1, bias=False, dtype=torch.complex64)
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, compression, engine=name)
+    for _ in range(2):
+        engine.begin(1)
+        x = torch.full((1, 4), 1 + 2j * (job.rank + 1), dtype=torch.complex64)
+        engine.backward(engine.forward(lambda x=x: (model(x).real.sum(), 1.0))[0])
+        engine.finish()
+        expected = sum(1 - 2j * (rank + 1) for rank in range(job.size))
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 4), expected, dtype=torch.complex64))

@@ -135,6 +135,7 @@ class ThreadComm:
 
     def _start(self, kind: str, name: str, part: Any, result: Callable[[list[Any]], Tensor]) -> ThreadHandle:
         copy = part.clone() if isinstance(part, Tensor) else [p.clone() for p in part]
+        assert not any(p.is_complex() for p in ([copy] if isinstance(copy, Tensor) else copy)), "Horovod sums none"
         self.in_flight[name] = time.monotonic()
         meeting = self._hub.join(f"{self._ranks}/{kind}/{name}", self.rank, copy, self.size)
         return ThreadHandle(self._hub, meeting, result, lambda: self.in_flight.pop(name, None))

@@ -1,10 +1,11 @@
-"""Parameters that are not stored row-major train as those that are; ranks are threads."""
+"""Parameters that are not stored row-major train as those that are; also complex and sparse ones; ranks are threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.training.start.fused import why_not_fused
 from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
 from tests.support.thread_job import train_on_threads
@@ -73,6 +74,65 @@ def test_strides_change_nothing(size: int, compression: str, optimizer: str, tmp
     for found in _trained(tmp_path / "turned", *options, size=size, turned=True):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[0][name], rtol=1e-4, atol=tolerance)
+
+
+class Kinds(nn.Module):
+    """A filter of complex numbers, and an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(30, 8, sparse=True)
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(torch.fft.irfft(torch.fft.rfft(self.words(x)) * self.filter, n=8))
+        return found
+
+
+def _kinds(_rank: int, own: Callable[[nn.Module], torch.optim.Optimizer] | None = None) -> Task:
+    torch.manual_seed(1)
+    model = Kinds()
+    data = TensorDataset(torch.randint(0, 30, (40, 3)), torch.randn(40, 2))
+    optimizer = None if own is None else own(model)
+    return Task(model, lambda m, b: ((m(b[0]) - b[1]).pow(2).sum(), float(len(b[0]))), data, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        (None, ()),
+        (None, ("--parallel.compression=int8",)),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True), ()),
+    ],
+    ids=["sgd", "int8", "nesterov"],
+)
+def test_complex_parameters_and_sparse_gradients(own: Any, options: tuple[str, ...], tmp_path: Path) -> None:
+    """One rank trains as two do, and a resumed run as an uninterrupted one, bit for bit. SGD's momentum is sparse."""
+
+    def trained(name: str, size: int, *more: str) -> dict[str, Tensor]:
+        given = (*OPTIONS, "--optimizer.name=sgd", "--checkpoint.every=3", f"--run_dir={tmp_path / name}", *options)
+        return train_on_threads(*given, *more, size=size, build=partial(_kinds, own=own))[0].model.state_dict()
+
+    whole = trained("whole", 2)
+    trained("resumed", 2, "--train.stop_at=3")
+    for name, tensor in trained("resumed", 2).items():
+        assert torch.equal(tensor, whole[name]), name
+    for name, tensor in trained("one", 1).items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-2 if options else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--optimizer.name=adamw",), "words makes sparse gradients"),
+        (("--optimizer.name=sgd", "--parallel.shard=optimizer"), "filter is complex"),
+        (("--optimizer.name=sgd", "--parallel.sync=local:2", "--parallel.workers=2"), "filter is complex"),
+    ],
+)
+def test_what_does_not_support_them_says_so(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_on_threads(*OPTIONS, f"--run_dir={tmp_path}", *options, size=2, build=_kinds)
 
 
 @pytest.mark.parametrize(

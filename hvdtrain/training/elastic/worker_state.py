@@ -35,7 +35,7 @@ from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.start.fused import check_own_optimizer, why_not_fused
+from hvdtrain.training.start.fused import check_own_optimizer, sparse_only, why_not_fused
 from hvdtrain.training.start.optimizers import (
     lr_schedule,
     make_optimizer,
@@ -189,7 +189,8 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     if task.optimizer is not None:
         check_own_optimizer(task.optimizer, model)
     elif optimizer.defaults.get("fused") is False:
-        reason = why_not_fused((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        reason = why_not_fused(named, sparse_only(model))
         warnings.append(f"the update of the parameters takes longer: {reason}")
     move_optimizer_state(optimizer)
     samples = training_samples(task.train_data)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvdtrain.engine.divisible import sparse_gradients
 from hvdtrain.errors import TaskError
 
 
-def why_not_fused(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
-    """Return why fused kernels cannot update these named parameters, as an end of a sentence; "" if they can."""
+def why_not_fused(parameters: Iterable[tuple[str, nn.Parameter]], sparse: Collection[nn.Parameter] = ()) -> str:
+    """Return why fused kernels cannot update these named parameters, as an end of a sentence; "" if they can.
+
+    `sparse`: those with sparse gradients.
+    """
     for name, parameter in parameters:
+        if parameter in sparse:
+            return f"{name} has sparse gradients, which torch's fused kernels do not support"
         if not parameter.is_floating_point() or parameter.device.type not in ("cpu", "cuda"):
             return f"{name} has {parameter.dtype} on {parameter.device}, which torch's fused kernels do not support"
         if not _is_dense(parameter):
@@ -32,13 +38,22 @@ def check_own_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     own = type(optimizer).__module__.startswith("torch.optim.")
-    reason = why_not_fused((name, p) for name, p in model.named_parameters() if own and p in fused)
+    named = [(name, p) for name, p in model.named_parameters() if own and p in fused]
+    reason = why_not_fused(named, sparse_only(model))
     if reason:
         raise TaskError(
             f"the task's optimizer is {type(optimizer).__name__}(fused=True), but {reason}",
-            expected="parameters that are contiguous in some order of their dimensions",
+            expected="parameters that are contiguous in some order of their dimensions, with dense gradients",
             next_step="fused=False; or make the parameter of a copy: nn.Parameter(tensor.contiguous())",
         )
+
+
+def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return `sparse_gradients` of parameters to train that no other module uses, which would make them dense."""
+    found = sparse_gradients(model)
+    every = [m for m in model.modules() if getattr(m, "sparse", None) is not True]
+    dense = {p for module in every for p in module.parameters(recurse=False)}
+    return {p: name for p, name in found.items() if p.requires_grad and p not in dense}
 
 
 def _is_dense(parameter: nn.Parameter) -> bool:

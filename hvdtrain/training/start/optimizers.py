@@ -16,7 +16,7 @@ from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.errors import ConfigError
 from hvdtrain.muon import Muon
-from hvdtrain.training.start.fused import why_not_fused
+from hvdtrain.training.start.fused import sparse_only, why_not_fused
 
 _Groups = list[dict[str, Any]]
 
@@ -51,28 +51,39 @@ OPTIMIZERS: Mapping[str, Callable[[_Groups, OptimizerConfig, bool], Optimizer]] 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Make the optimizer of the options over the model's parameters that require a gradient.
 
-    Weight decay applies only to parameters of two or more dimensions, not to norms and biases.
+    Weight decay applies only to parameters of two or more dimensions, not to norms and biases, nor to parameters with
+    sparse gradients.
 
     Errors:
-        ConfigError: the optimizer is Muon, and no parameter to train is a matrix of a block.
+        ConfigError: the optimizer is Muon, and no parameter to train is a matrix of a block; or there are sparse
+            gradients, and it is not SGD.
     """
+    sparse = sparse_only(model)
+    if sparse and config.name != "sgd":
+        raise ConfigError(
+            f"--optimizer.name {config.name}, but {next(iter(sparse.values()))} makes sparse gradients",
+            expected="--optimizer.name sgd for sparse gradients, or nn.Embedding(sparse=False)",
+            next_step="choose one of these; or an optimizer of the task: torch.optim.Adagrad, or torch.optim.SparseAdam"
+            " if all gradients are sparse",
+        )
     trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.dim() >= 2 and p not in sparse]
     matrices = _matrices(model) if config.name == "muon" else set()
     groups: _Groups = [
         {"params": [p for p in trained if p in matrices], "weight_decay": config.weight_decay, "matrices": True},
-        {"params": [p for p in trained if p.dim() >= 2 and p not in matrices], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in decayed if p not in matrices], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2 or p in sparse], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
-    fused = not why_not_fused((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    fused = not why_not_fused(((name, p) for name, p in model.named_parameters() if p.requires_grad), sparse)
     return OPTIMIZERS[config.name](groups, config, fused)
 
 
 def _matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the matrices of the model's blocks, and its stacks of matrices, as of experts.
 
-    Biases, embeddings, weights of convolutions and what is also used outside of blocks are none.
+    Biases, embeddings, weights of convolutions, complex ones, and what is also used outside of blocks are none.
     """
     without = "--optimizer.name adamw"
     found = require_blocks(model, "--optimizer.name muon", "take matrices from", without)
@@ -82,7 +93,8 @@ def _matrices(model: nn.Module) -> set[nn.Parameter]:
     for module in model.modules():
         is_other = module not in inside or isinstance(module, (nn.Embedding, nn.EmbeddingBag, _ConvNd))
         for name, parameter in module.named_parameters(recurse=False):
-            (others if is_other or "bias" in name or parameter.dim() not in (2, 3) else matrices).add(parameter)
+            is_matrix = parameter.dim() in (2, 3) and not parameter.is_complex()
+            (matrices if is_matrix and not is_other and "bias" not in name else others).add(parameter)
     if not any(parameter.requires_grad for parameter in matrices - others):
         raise ConfigError(
             "--optimizer.name muon, but the blocks of the model have no matrix to train",

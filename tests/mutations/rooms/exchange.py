@@ -85,7 +85,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "exchange/buckets.py",
-        'stride = None if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()',
+        "stride = None if parameter.is_contiguous() else like.stride()",
         "stride = None",
         "the gradient of a parameter in channels_last lies as if it were contiguous",
         "tests/exchange/test_buckets.py",
