@@ -133,17 +133,18 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
     """
     parser = make_parser(task_function)
     paths = _values("--config", argv)
-    for path in map(Path, paths):
-        if "config" in read_yaml(path):  # the parser would accept it
+    files = {path: read_yaml(Path(path)) for path in paths}
+    for path, content in files.items():
+        if "config" in content:  # the parser would accept it
             raise ConfigError(
-                f"the config file {str(path)!r} refers to another config file",
+                f"the config file {str(Path(path))!r} refers to another config file",
                 next_step="pass both on the command line: --config A --config B; options in B override those in A",
             )
     try:
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
         raise _convert_error(error, parser, argv) from None
-    in_files = [pair for path in paths for pair in flatten(read_yaml(Path(path))).items()]
+    in_files = [pair for content in files.values() for pair in flatten(content).items()]
     _refuse_times([*in_files, *((name.lstrip("-"), value) for name, value in _name_value_pairs(argv))], namespace)
     if paths and not _values("--run_dir", argv):
         namespace.run_dir = run_folder_of_config(Path(paths[-1]), namespace.resume) or namespace.run_dir

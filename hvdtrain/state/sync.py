@@ -1,9 +1,4 @@
-"""Broadcast the state of one rank to all ranks, and gather the pieces of all ranks on rank 0.
-
-An optimizer's state is a tree of tensors and plain values: torch's pytree takes it apart and writes its form as JSON.
-Horovod's `broadcast_optimizer_state` makes state on ranks without one by a step of zero gradients, which weight decay
-and momentum make a real one.
-"""
+"""Broadcast the state of one rank to all ranks, and gather the pieces of all ranks on rank 0."""
 
 from __future__ import annotations
 
@@ -13,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
-from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
 from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
 from hvdtrain.state.placeholder import Placeholder
-from hvdtrain.state.train_state import TrainState, stored_as
+from hvdtrain.state.train_state import TrainState
 
 _WINDOW_BYTES = 64 << 20
 """Bytes of tensors that are broadcast at the same time."""
@@ -79,10 +72,10 @@ def broadcast_state(
     received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
     keys = [(group, name) for group, entries in spec["tensors"].items() for name in entries]
     named = (
-        (f"state/{g}/{n}", own_state.tensors[g][n].detach() if is_root else _empty(*spec["tensors"][g][n]))
+        (f"state/{g}/{n}", own_state.tensors[g][n].detach() if is_root else empty(*spec["tensors"][g][n]))
         for g, n in keys
     )
-    for (group, name), tensor in zip(keys, _broadcast_all(named, comm, root), strict=True):
+    for (group, name), tensor in zip(keys, broadcast_all(named, comm, root), strict=True):
         progress()
         if not is_root and (kept := state.cut(group, name, tensor)) is not None:
             received[group][name] = kept
@@ -92,7 +85,8 @@ def broadcast_state(
         state.load_state_dict(own(StateDict(received, spec["values"])))
 
 
-def _empty(shape: Sequence[int], dtype: str | torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], dtype: str | torch.dtype) -> Tensor:
+    """Return memory on the CPU for a tensor; `dtype` may be its name."""
     return torch.empty(shape, dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype)
 
 
@@ -128,10 +122,10 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
             if is_read:
                 tensor = _read(parameter, comm, name)
             else:
-                tensor = parameter.detach() if comm.rank == root else _empty(parameter.shape, parameter.dtype)
+                tensor = parameter.detach() if comm.rank == root else empty(parameter.shape, parameter.dtype)
             yield f"parameters/{name}", tensor
 
-    for (_, parameter), there in zip(own, _broadcast_all(values(), comm, root), strict=True):
+    for (_, parameter), there in zip(own, broadcast_all(values(), comm, root), strict=True):
         if isinstance(parameter, Placeholder):
             whole = nn.Parameter(there, parameter.requires_grad)
             for user, name in users[parameter]:
@@ -141,118 +135,7 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
                 parameter.copy_(there)
 
 
-@torch.no_grad()
-def broadcast_optimizer(optimizer: Optimizer, comm: Comm, root: int = 0) -> None:
-    """Copy the options of an optimizer's groups and its state from rank `root` to every rank. Collective: yes.
-
-    Parameters stay as they are. A parameter without state on `root` has none anywhere. Tensors that a rank has already,
-    of the same shape and type, are changed in place.
-
-    Errors:
-        TaskError: on every rank: a rank has other groups of parameters, or `root` has a value that cannot be sent.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = {
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(parameters) if p in optimizer.state},
-    }
-    leaves, form = tree_flatten(held)
-    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-    unknown = sorted({type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _SENT)})
-    _check_optimizers(allgather_json(comm, [shapes, unknown], name="optimizer/groups"), root)
-    is_root = comm.rank == root
-    own = [treespec_dumps(form), [_described(leaf) for leaf in leaves]] if is_root else None
-    text, described = broadcast_json(comm, own, name="optimizer/form", root=root)
-    parts = (part for leaf in leaves for part in _parts(leaf)) if is_root else _empty_parts(described)
-    arrived = _broadcast_all(((f"optimizer/{n}", part) for n, part in enumerate(parts)), comm, root)
-    if is_root:
-        deque(arrived, maxlen=0)
-        return
-    form = treespec_loads(text)
-    numbers = tree_unflatten(list(range(len(described))), form)
-    places: dict[int, tuple[Any, Any]] = {}
-    for group, options in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        parameter = next(iter(group["params"]), None)
-        places |= {leaf: (parameter, group.get(name)) for name, tree in options.items() for leaf in tree_leaves(tree)}
-    for number, slots in numbers["state"].items():
-        parameter, before = parameters[number], optimizer.state.get(parameters[number], {})
-        places |= {leaf: (parameter, before.get(name)) for name, tree in slots.items() for leaf in tree_leaves(tree)}
-    tree = tree_unflatten([_placed(each, arrived, *places[leaf]) for leaf, each in enumerate(described)], form)
-    for group, options in zip(optimizer.param_groups, tree["groups"], strict=True):
-        group.update(options)
-    for number, parameter in enumerate(parameters):
-        optimizer.state.pop(parameter, None)
-        if number in tree["state"]:
-            optimizer.state[parameter] = tree["state"][number]
-
-
-_SENT = (Tensor, int, float, str, bool, type(None))
-"""Types of values in an optimizer that are sent."""
-
-
-def _check_optimizers(found: Sequence[tuple[Any, list[str]]], root: int) -> None:
-    """Check the shapes of parameters by group, of every rank, and that the types of `root`'s values can be sent."""
-    expected, unknown = found[root]
-    for rank, (shapes, _) in enumerate(found):
-        if shapes != expected:
-            raise TaskError(
-                "the ranks' optimizers have other parameters",
-                expected=f"groups of {', '.join(str(len(group)) for group in expected)} parameters, as on rank {root}",
-                found=f"groups of {', '.join(str(len(group)) for group in shapes)} on rank {rank}, or other shapes",
-                next_step="make the same model and optimizer on every rank before the broadcast",
-                everywhere=True,
-            )
-    if unknown:
-        raise TaskError(
-            "the state or the options of the optimizer have values that cannot be sent",
-            expected="tensors, numbers, strings, and lists, tuples and dicts of them",
-            found=", ".join(unknown),
-            next_step="load the state on every rank instead of broadcasting it",
-            everywhere=True,
-        )
-
-
-def _described(leaf: Any) -> Any:
-    """Return a JSON value that says what a leaf is; a plain value is in a list of one."""
-    if not isinstance(leaf, Tensor):
-        return [leaf]
-    found = {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "on_host": leaf.device.type == "cpu"}
-    return {**found, "sparse": [list(part.shape) for part in _parts(leaf)]} if leaf.is_sparse else found
-
-
-def _parts(leaf: Any) -> list[Tensor]:
-    """Return the dense tensors that a leaf consists of."""
-    if not isinstance(leaf, Tensor):
-        return []
-    leaf = leaf.detach()
-    return [(whole := leaf.coalesce()).indices(), whole.values()] if leaf.is_sparse else [leaf]
-
-
-def _empty_parts(described: Iterable[Any]) -> Iterator[Tensor]:
-    for each in described:
-        if isinstance(each, dict) and "sparse" in each:
-            indices, values = each["sparse"]
-            yield torch.empty(indices, dtype=torch.int64)
-            yield _empty(values, each["dtype"])
-        elif isinstance(each, dict):
-            yield _empty(each["shape"], each["dtype"])
-
-
-def _placed(described: Any, arrived: Iterator[Tensor], parameter: nn.Parameter | None, held: Any) -> Any:
-    """Return a leaf of a parameter; a tensor that arrives is copied into the one that is `held`, if it fits."""
-    if isinstance(described, list):
-        return described[0]
-    tensor = next(arrived)
-    if "sparse" in described:
-        tensor = torch.sparse_coo_tensor(tensor, next(arrived), described["shape"], check_invariants=True).coalesce()
-    elif isinstance(held, Tensor) and (held.shape, held.dtype) == (tensor.shape, tensor.dtype) and not held.is_sparse:
-        return held.copy_(tensor)
-    if parameter is not None and not described["on_host"]:
-        tensor = tensor.to(parameter.device)
-    return tensor if parameter is None or tensor.is_sparse else stored_as(parameter, tensor)
-
-
-def _broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int) -> Iterator[Tensor]:
+def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int) -> Iterator[Tensor]:
     """Broadcast tensors by name, some at the same time; yield what arrives, on the CPU. Collective: yes."""
     running: deque[tuple[Tensor, Handle]] = deque()
     for name, tensor in named:
@@ -294,7 +177,7 @@ def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: in
     for rank, pieces in enumerate(allgather_json(comm, [piece.spec() for piece in own], name="state/pieces")):
         for number, (group, name, shape, dtype, whole_shape, offset) in enumerate(pieces):
             mine = comm.rank == rank
-            tensor = own[number].tensor.detach() if mine else _empty(shape, dtype)
+            tensor = own[number].tensor.detach() if mine else empty(shape, dtype)
             tensor, handle = _broadcast(tensor, comm, f"state/piece/{group}/{name}", rank)
             handle.wait()
             if comm.rank == root:

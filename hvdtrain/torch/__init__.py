@@ -27,7 +27,7 @@ from hvdtrain.torch.optimizer import choices, info  # first: it prepares the env
 from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, mpi_ops  # isort: skip
 from hvdtrain.engine.own_exchange import DividedExchange  # isort: skip
 from hvdtrain.torch.elastic import elastic_program  # isort: skip
-from hvdtrain.state.sync import broadcast_optimizer  # isort: skip
+from hvdtrain.state.optimizer_broadcast import broadcast_optimizer  # isort: skip
 from hvdtrain.training.start.device import set_torch_threads  # isort: skip
 
 __all__ = [name for name in dir(hvd) if not name.startswith("_")]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import TaskError
-from hvdtrain.state.sync import broadcast_optimizer
+from hvdtrain.state.optimizer_broadcast import broadcast_optimizer
 from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
 OPTIMIZERS: dict[str, Any] = {
