@@ -1,8 +1,8 @@
 """Broadcast the options and the state of an optimizer from one rank to all.
 
 They are a tree of tensors and plain values: torch's pytree takes it apart and writes its form as JSON. Horovod's
-`broadcast_optimizer_state` makes state on ranks without one by a step of zero gradients; weight decay and momentum make it
-a real one.
+`broadcast_optimizer_state` makes state on ranks without one by a step of zero gradients. Weight decay and momentum make
+it a real one.
 """
 
 from __future__ import annotations
