@@ -239,10 +239,20 @@ def test_a_task_that_returns_the_wrong_thing(body: str, words: str, capsys: pyte
     assert not Path("run/checkpoints").exists()
 
 
-def test_batch_statistics_are_named_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    option = _task_file(_body("Task(nn.Sequential(nn.BatchNorm1d(2), model), loss, data)"))
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nn.BatchNorm1d(2), model", "batch statistics (0)"),
+        ("nn.utils.spectral_norm(model)", "spectral norm (0)"),
+        ("nn.utils.parametrizations.spectral_norm(model)", "spectral norm (0)"),
+    ],
+)
+def test_what_makes_the_curve_depend_on_passes_is_named(
+    model: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = _task_file(_body(f"Task(nn.Sequential({model}), loss, data)"))
     assert main([option, "--train.steps=1"]) == 0
-    assert "the model has batch statistics (0)" in capsys.readouterr().out
+    assert f"the model has {words}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--train.steps=-5", "--parallel.compression=zip", "--observe.timeline=5:1"])
