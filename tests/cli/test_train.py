@@ -217,6 +217,7 @@ def _body(returned: str) -> str:
     [
         ("def build():\n    return 3\n", "int 3"),
         ("def build(seed: int = 3):\n    return 3\n", "a parameter 'seed'"),
+        ("def build(**more):\n    return Task(**more)\n", "cannot be options"),
         (_body("Task(model, None, data)"), "task's loss"),
         (_body("Task('model', loss, data)"), "task's model"),
         (_body("Task(model, lambda m, b: m(b[0]).sum(), data)"), "task's loss function"),
@@ -225,6 +226,10 @@ def _body(returned: str) -> str:
         (_body("Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))"), "data set is empty"),
         (_body("Task(model, loss, iter([1]))"), "data set can be read only once"),
         (_body("Task(model.requires_grad_(False), loss, data)"), "all frozen"),
+        (_body("Task(nn.Sequential(model, nn.LazyLinear(1)), loss, data)"), "such as 1.weight"),
+        (_body("Task(model.to('meta'), loss, data)"), "such as weight"),
+        (_body("Task(model, loss, data, schedule=0.5)"), "task's schedule"),
+        (_body("Task(model, loss, data, schedule=lambda step: 'fast')"), "task's schedule"),
         (_body("Task(model, loss, data, files={'a.txt': 'text'})"), "text.encode()"),
         (_body("Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))"), "LBFGS"),
         *(

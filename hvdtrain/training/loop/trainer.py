@@ -259,7 +259,7 @@ class Trainer:
         self._record_step(result, timed)
 
     def _lr_factor(self, step: int) -> float:
-        factor = float(self._worker.schedule(step))  # numpy's numbers are not JSON's
+        factor = self._worker.schedule(step)
         if not 0 <= factor * self._worker.base_lrs[0] < math.inf:
             raise TaskError(
                 f"invalid learning rate at step {step + 1}",
