@@ -260,6 +260,17 @@ def test_what_makes_the_curve_depend_on_passes_is_named(
     assert f"the model has {words}" in capsys.readouterr().out
 
 
+def test_a_slow_start_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call is one of the timer while the task's file is imported, its model is made, and it trains."""
+    say = "import sys\nfrom hvdtrain.cli.train import _say_phase\n_say_phase(sys._getframe())\n"
+    loss = "    def loss(model, batch):\n        _say_phase(sys._getframe())\n        return model(batch[0]).sum(), 1\n"
+    body = f"{say}def build():\n    _say_phase(sys._getframe())\n{MODEL}{loss}    return Task(model, loss, data)\n"
+    assert main([_task_file(body), "--train.steps=1"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "still starting after 10 s" in line]
+    phases = ("importing torch and the task", "making the task's model and data")
+    assert said == [f"hvdtrain: still starting after 10 s: rank 0 is {phase}" for phase in phases]
+
+
 @pytest.mark.parametrize("option", ["--train.steps=-5", "--parallel.compression=zip", "--observe.timeline=5:1"])
 def test_print_config_refuses_what_training_would_refuse(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, option, "--print_config"]) == 2
