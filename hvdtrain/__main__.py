@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 from hvdtrain import __version__
 
@@ -72,6 +73,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments == ["--version"]:
         sys.stdout.write(f"hvdtrain {__version__}\n")
         return 0
+    try:
+        Path.cwd()
+    except OSError as error:
+        sys.stderr.write(
+            f"hvdtrain: the working directory cannot be used: {error.strerror}\n  next: cd to another one\n"
+        )
+        return 2
     name = "train"
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         options, choice, spec = _job(argv, typed, site)
         own = argv[: len(argv) - len(options.arguments)]
         plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
-        _say_choice(choice, spec, plan, site)
+        _say_choice(choice, spec, plan, site, starts=not options.dry_run)
         if note := idle_gpus(spec, choice.target, environ()):
             say(note)
         if plan is not None:
@@ -108,11 +108,12 @@ def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argpar
     return options, choice, spec
 
 
-def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site) -> None:
+def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site, *, starts: bool) -> None:
     agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
     box = f"; containers by {spec.container.runtime}" if spec.container else ""
     by_site = f"; {site}" if site is not NO_SITE else ""
-    say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}{by_site}")
+    what = f"starting {spec.ranks} rank(s), " if starts else ""
+    say(f"{what}--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}{by_site}")
     missing = site.missing_modules(environ())
     if missing and not {"directive", "image"} & options_of(choice.target):  # only scripts load them
         say(f"modules of the site that are not loaded here: {' '.join(missing)}")

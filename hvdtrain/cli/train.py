@@ -6,8 +6,11 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
@@ -42,7 +45,8 @@ def main(argv: list[str]) -> int:
     output = FailureOutput(show)
     try:
         info, _ = prepare()
-        result = _train(argv, info, output)
+        with _saying_if_slow(info):
+            result = _train(argv, info, output)
     except NoPlace:  # the driver reports the reason
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -56,6 +60,43 @@ def main(argv: list[str]) -> int:
     if info.rank == 0:
         print(summary(result, info))
     return EXIT_OF_SIGNAL.get(result.reason, 0)
+
+
+_SLOW_S = 10.0
+_PHASES = {
+    "load_task_function": "importing torch and the task",
+    "start_rounds": "starting Horovod and waiting for all ranks",
+    "make_task": "making the task's model and data",
+    "build_engine": "giving all ranks the same model",
+    "resume_state": "giving all ranks the state of the run",
+    "run_training": "",
+    "_train": "importing torch",
+}
+"""What a start is doing inside of a function of hvdtrain; "" where it shows lines of its own."""
+
+
+@contextmanager
+def _saying_if_slow(info: RankInfo) -> Iterator[None]:
+    """Say once on rank 0 what a start is doing that takes long."""
+    main = threading.get_ident()
+    timer = threading.Timer(_SLOW_S, lambda: _say_phase(sys._current_frames().get(main)))
+    timer.daemon = True
+    if info.rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_phase(frame: FrameType | None) -> None:
+    while frame is not None:
+        doing = _PHASES.get(frame.f_code.co_name)
+        if doing is not None and frame.f_globals.get("__name__", "").startswith("hvdtrain."):
+            if doing:
+                show(f"hvdtrain: still starting after {_SLOW_S:.0f} s: rank 0 is {doing}\n")
+            return
+        frame = frame.f_back
 
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
@@ -105,7 +146,8 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("goodput", goodput))
     rows.append(("run folder", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, "ended")
-    how = f"stopped by {result.reason}" if result.reason in EXIT_OF_SIGNAL else how
+    if result.reason in EXIT_OF_SIGNAL:
+        how = f"stopped by {result.reason}{' (Ctrl-C)' if result.reason == 'SIGINT' else ''}"
     commands = []
     if result.analysis is not None:
         commands.append(("report", f"{layout.timeline.report_page} (open in a browser)"))

@@ -122,7 +122,14 @@ def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     parser.add_class_arguments(Config, as_group=False)
     if task_function is not None:
         _check_parameters(task_function)
-        parser.add_function_arguments(task_function, as_group=False, fail_untyped=False)
+        try:
+            parser.add_function_arguments(task_function, as_group=False, fail_untyped=False)
+        except ValueError as error:  # such as a **more that it passes on
+            raise ConfigError(
+                "the parameters of the task function cannot be options",
+                found=str(error),
+                next_step="rename or remove them",
+            ) from None
     return parser
 
 

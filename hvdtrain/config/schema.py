@@ -210,7 +210,7 @@ class TrainConfig:
     epochs: float | None = None
     stop_at: int | None = None
     global_batch: int = 16
-    micro_batch: int | Literal["auto"] = 4
+    micro_batch: int | Literal["auto"] = 2
     clip: float = 1.0
     eval_every: int | None = None
     eval_samples: int = 64

@@ -25,8 +25,13 @@ UNDIVIDED = "do not divide the optimizer (shard: none)"
 
 
 def updates_by_element(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to update each element by itself, so that it may have rows of tensors."""
+    """Return whether an optimizer is known to update each element by itself, so that it may have rows of tensors.
+
+    Those of torch are known; the class of another one says so by an attribute `updates_by_element` that is True.
+    """
     kind = type(optimizer)
+    if getattr(kind, "updates_by_element", False) is True:
+        return True
     return f"{kind.__module__}.{kind.__qualname__}" in {f"torch.optim.{n.lower()}.{n}" for n in BY_ELEMENT}
 
 

@@ -41,9 +41,12 @@ def check_fsdp(parts: EngineParts) -> None:
             "--parallel.engine fsdp gives each rank rows of tensors, but the optimizer may need whole tensors",
             expected=f"an optimizer of torch.optim that updates each element by itself: {', '.join(BY_ELEMENT)}",
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
-            next_step="one of these optimizers"
-            if parts.dimensions.divides_model
-            else "--parallel.engine horovod; --parallel.shard optimizer does not cut tensors for it",
+            next_step="set updates_by_element = True in the class of your own optimizer that does; otherwise "
+            + (
+                "take one of these"
+                if parts.dimensions.divides_model
+                else "--parallel.engine horovod, where --parallel.shard optimizer does not cut tensors for it"
+            ),
         )
 
 

@@ -334,7 +334,8 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
             expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"
             " --parallel.ep also muon",
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
-            next_step=f"another --optimizer.name, or leave out {parts.dimensions.options}",
+            next_step=f"another --optimizer.name, updates_by_element = True in the class of your own optimizer that"
+            f" does, or leave out {parts.dimensions.options}",
         )
     if parts.dimensions.pp > 1:
         from hvdtrain.engine.pipeline import PipelineEngine  # which builds on this module

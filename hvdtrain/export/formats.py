@@ -12,7 +12,6 @@ import torch
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.export.card import model_card
 from hvdtrain.files import fsync_folder
-from hvdtrain.state.checkpoint_store import load
 from hvdtrain.state.frozen import FROZEN
 from hvdtrain.state.tensor_file import write_tensors
 from hvdtrain.task.base import import_library
@@ -56,7 +55,7 @@ def to_safetensors(source: SavedModel, out: Path) -> None:
     if source.has_adapters:
         tensors = read_weights(source) or {}
     else:
-        state = load(source.folder, groups={"model"})
+        state = source.load()
         if FROZEN in state.values:
             raise CheckpointError(
                 f"{source.folder} lacks the frozen parameters, because its task makes them again",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel
 from hvdtrain.runtime.environment import horovod_numbers
 from hvdtrain.runtime.exit_lock import hold_lifeline
@@ -202,12 +203,22 @@ def _main_stack() -> str:
 
 
 def connect_to_driver(environ: Mapping[str, str]) -> DriverClient | None:
-    """Return this process's connection to its driver; None where hvdtrain's driver did not start it."""
-    text = environ.get(VARIABLE, "")
-    if not text.isdigit():
+    """Return this process's connection to its driver; None where hvdtrain's driver did not start it.
+
+    Errors: ConfigError if the variable names no socket.
+    """
+    if not (text := environ.get(VARIABLE, "")):
         return None
-    end = socket.socket(fileno=int(text))
-    os.set_inheritable(end.fileno(), False)
+    try:
+        end = socket.socket(fileno=int(text))
+        os.set_inheritable(end.fileno(), False)
+    except (ValueError, OverflowError, OSError) as error:
+        raise ConfigError(
+            f"{VARIABLE}={text} is no connection to hvdtrain's driver",
+            expected="the number of a socket, which hvdtrain launch gives to its ranks",
+            found=str(error),
+            next_step=f"unset {VARIABLE}, and start ranks by hvdtrain launch, mpirun or horovodrun",
+        ) from None
     channel = Channel(end)
     if hold_lifeline(environ):
         channel.send(HELD)

@@ -144,11 +144,7 @@ class CheckpointStore:
         """
         for saved in reversed(self.list()):
             try:
-                state = load(saved.path, self.progress)
-                step = read_manifest(saved.path).get("step")
-                if step == saved.step:
-                    return saved, state
-                self.warn(f"skipping a checkpoint: {saved.path} contains step {step} instead of step {saved.step}")
+                return saved, load(saved.path, self.progress)
             except UnreadableCheckpointError:
                 raise
             except CheckpointError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from hvdtrain.files import read_regular
 from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
+from hvdtrain.state.train_state import check_values
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -124,6 +126,10 @@ def read_state(path: Path, progress: Callable[[], None], groups: Container[str] 
         progress()
     if not isinstance(values, dict):
         raise ValueError(f"no {VALUES}")
+    check_values(path, values)
+    steps = values["progress"]["step"], manifest.get("step"), *map(int, re.findall(r"^step-(\d+)", path.name))
+    if len({*steps}) > 1:
+        raise damaged(path, f": it contains step {steps[0]} instead of step {steps[-1]}")
     for group in tensors.values():
         group.check()
     return StateDict(tensors, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,12 @@ class Assembly(Mapping[str, Tensor]):
         for place, piece in pieces:
             place.cut(whole, piece.shape).copy_(piece)
         return whole
+
+    def renamed(self, rename: Callable[[str], str]) -> Assembly:
+        """Return the same tensors under other names."""
+        found = Assembly()
+        found._pieces = {rename(name): pieces for name, pieces in self._pieces.items()}
+        return found
 
     def specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each whole tensor."""

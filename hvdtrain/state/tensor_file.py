@@ -9,6 +9,7 @@ not slow down a disk of 1.5 to 2 GB/s (zlib.crc32, SHA-256 and BLAKE2b do, and r
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
@@ -18,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
 from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.files import fsync
+from hvdtrain.files import fsync, open_regular
 from hvdtrain.state.pieces import Place, StateDict
 
 CHECKSUM = "xxh3_128"
@@ -146,24 +147,33 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
     """
     expected = f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}..."
     try:
-        size = path.stat().st_size
+        file = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise damaged(path, expected=expected, found="no file") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise damaged(path, f": {error.strerror}", expected=expected) from None
+    with file:
+        return _verified(file, path, digest, expected, progress)
+
+
+def _verified(file: BinaryIO, path: Path, digest: FileDigest, expected: str, progress: Callable[[], None]) -> Tensor:
+    size = os.fstat(file.fileno()).st_size
     if size != digest.size_bytes:
         raise damaged(path, expected=expected, found=f"{size} bytes")
     hasher = xxhash.xxh3_128()
     block = memoryview(bytearray(_READ))
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
-        while count := file.readinto(block):
-            for begin in range(0, count, _BLOCK):
-                hasher.update(block[begin : min(begin + _BLOCK, count)])
-                progress()
-        if hasher.hexdigest() != digest.checksum:
-            raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
-        if not size:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        for begin in range(0, count, _BLOCK):
+            hasher.update(block[begin : min(begin + _BLOCK, count)])
+            progress()
+    if hasher.hexdigest() != digest.checksum:
+        raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def checksum(data: bytes) -> str:

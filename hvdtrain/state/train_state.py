@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
 from hvdtrain.state.pieces import Key, Place, StateDict, specs
+from hvdtrain.state.plain_names import named_like
 
 NUMBERS = "optimizer_values"
 """The group of plain numbers in the state of a divided optimizer."""
@@ -42,6 +44,31 @@ class Progress:
     rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
     data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, at `position` or before
     lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
+
+
+_VALUES = {"progress", "aliases", "optimizer", "groups", "scaler", "exchange", FROZEN, EXTRAS}
+
+
+def check_values(path: Path, values: Mapping[str, Any]) -> None:
+    """Check the plain values of the checkpoint in `path`, as far as every run can.
+
+    Errors:
+        CheckpointError: there are unknown ones.
+        Others: there are impossible ones.
+    """
+    progress, known = values["progress"], vars(Progress())
+    if unknown := [*(values.keys() - _VALUES), *(f"progress.{name}" for name in progress.keys() - known.keys())]:
+        raise CheckpointError(
+            f"{path} has values that this version does not know",
+            found=", ".join(sorted(unknown)[:3]),
+            next_step="read it with the version of hvdtrain that wrote it",
+        )
+    for name, value in progress.items():
+        kinds = (int, float) if isinstance(known[name], float) else (type(known[name]),)
+        if type(value) not in kinds or (isinstance(value, int) and not 0 <= value < 1 << 62):
+            raise ValueError(f"{name} of its progress is {value!r}")
+    if (position := progress.get("position", 1 << 62)) < (step := progress["step"]):
+        raise ValueError(f"it has position {position} after {step} steps, and each step has samples")
 
 
 @dataclass
@@ -115,7 +142,7 @@ class TrainState:
 
     def load_model(self, state: StateDict) -> None:
         """Load only the model's part of a state. Errors: CheckpointError if it is that of another model."""
-        loaded, strict = self._checked_model(state)
+        loaded, strict = self._checked_model(named_like(state, self.model.state_dict()))
         self.model.load_state_dict(loaded, strict=strict)
 
     def _checked_model(self, state: StateDict) -> tuple[dict[str, Tensor], bool]:
@@ -281,6 +308,6 @@ def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ..
     raise CheckpointError(
         "the checkpoint does not match the model",
         expected="; ".join(f"{n}: {ours.get(n, 'no such tensor')}" for n in differing[:3]),
-        found=f"{shown} ({len(differing)} of {len(ours)} tensors differ)",
+        found=f"{shown} ({len(differing)} of {len(ours.keys() | theirs.keys())} tensors differ)",
         next_step="use the model options of the run, or another --run_dir",
     )

@@ -55,10 +55,12 @@ class SavedModel:
         return str(path) if path.is_file() and not is_byte_tokenizer(path) else None
 
     def load(self) -> StateDict:
-        """Read and verify the model of a checkpoint. Errors: CheckpointError."""
+        """Read and verify the model of a checkpoint, under `plain_names`. Errors: CheckpointError."""
         from hvdtrain.state.checkpoint_store import load
+        from hvdtrain.state.plain_names import named_like, plain_names
 
-        return load(self.folder, groups={"model"})
+        state = load(self.folder, groups={"model"})
+        return named_like(state, plain_names([*state.tensors["model"], *state.values["aliases"]]).values())
 
 
 def find_model(name: str, option: str = "--model.from") -> SavedModel:

@@ -200,7 +200,7 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
     job = gallery["resumed"]
     out, err = job.notes["out"], job.notes["err"]
-    assert "hvdtrain launch: --to openmpi (Open MPI" in err and "Horovod uses Open MPI" in err
+    assert "hvdtrain launch: starting 2 rank(s), --to openmpi (Open MPI" in err and "Horovod uses Open MPI" in err
     assert "on 2 rank(s)" in out
     assert re.search(r"^binding: ranks? 0.* on cores \d", out, re.M)
     started, _ = job.events("started")

@@ -37,6 +37,8 @@ def test_a_signal_that_saves_is_such_an_end(gallery: Gallery) -> None:
     job = gallery["signalled"]
     assert job.code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in job.out and len(_told(job.out)) >= 5
+    (first,) = (line for line in job.out.splitlines() if line.startswith("stopped by Ctrl-C or SIGTERM"))
+    assert "; run folder run; to resume: " in first and first.endswith("--config run/config.yaml --run_dir run")
     assert (job.run / "timeline/report.html").exists()
 
 

@@ -217,6 +217,7 @@ def _body(returned: str) -> str:
     [
         ("def build():\n    return 3\n", "int 3"),
         ("def build(seed: int = 3):\n    return 3\n", "a parameter 'seed'"),
+        ("def build(**more):\n    return Task(**more)\n", "cannot be options"),
         (_body("Task(model, None, data)"), "task's loss"),
         (_body("Task('model', loss, data)"), "task's model"),
         (_body("Task(model, lambda m, b: m(b[0]).sum(), data)"), "task's loss function"),
@@ -225,6 +226,10 @@ def _body(returned: str) -> str:
         (_body("Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))"), "data set is empty"),
         (_body("Task(model, loss, iter([1]))"), "data set can be read only once"),
         (_body("Task(model.requires_grad_(False), loss, data)"), "all frozen"),
+        (_body("Task(nn.Sequential(model, nn.LazyLinear(1)), loss, data)"), "such as 1.weight"),
+        (_body("Task(model.to('meta'), loss, data)"), "such as weight"),
+        (_body("Task(model, loss, data, schedule=0.5)"), "task's schedule"),
+        (_body("Task(model, loss, data, schedule=lambda step: 'fast')"), "task's schedule"),
         (_body("Task(model, loss, data, files={'a.txt': 'text'})"), "text.encode()"),
         (_body("Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))"), "LBFGS"),
         *(
@@ -239,10 +244,31 @@ def test_a_task_that_returns_the_wrong_thing(body: str, words: str, capsys: pyte
     assert not Path("run/checkpoints").exists()
 
 
-def test_batch_statistics_are_named_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    option = _task_file(_body("Task(nn.Sequential(nn.BatchNorm1d(2), model), loss, data)"))
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nn.BatchNorm1d(2), model", "batch statistics (0)"),
+        ("nn.utils.spectral_norm(model)", "spectral norm (0)"),
+        ("nn.utils.parametrizations.spectral_norm(model)", "spectral norm (0)"),
+    ],
+)
+def test_what_makes_the_curve_depend_on_passes_is_named(
+    model: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = _task_file(_body(f"Task(nn.Sequential({model}), loss, data)"))
     assert main([option, "--train.steps=1"]) == 0
-    assert "the model has batch statistics (0)" in capsys.readouterr().out
+    assert f"the model has {words}" in capsys.readouterr().out
+
+
+def test_a_slow_start_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call is one of the timer while the task's file is imported, its model is made, and it trains."""
+    say = "import sys\nfrom hvdtrain.cli.train import _say_phase\n_say_phase(sys._getframe())\n"
+    loss = "    def loss(model, batch):\n        _say_phase(sys._getframe())\n        return model(batch[0]).sum(), 1\n"
+    body = f"{say}def build():\n    _say_phase(sys._getframe())\n{MODEL}{loss}    return Task(model, loss, data)\n"
+    assert main([_task_file(body), "--train.steps=1"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "still starting after 10 s" in line]
+    phases = ("importing torch and the task", "making the task's model and data")
+    assert said == [f"hvdtrain: still starting after 10 s: rank 0 is {phase}" for phase in phases]
 
 
 @pytest.mark.parametrize("option", ["--train.steps=-5", "--parallel.compression=zip", "--observe.timeline=5:1"])

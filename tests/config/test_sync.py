@@ -57,7 +57,7 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
         (["parallel.sync=diloco:8", "parallel.workers=null"], "needs --parallel.workers"),
         (["parallel.workers=2"], "no effect"),
         (["parallel.sync=diloco:8", "parallel.workers=1"], "out of range"),
-        (["parallel.sync=diloco:8", "parallel.workers=5"], "5 workers, but a step has only 4 micro-batch"),
+        (["parallel.sync=diloco:8", "parallel.workers=9"], "9 workers, but a step has only 8 micro-batch"),
         (["parallel.sync=diloco:8", "outer.fragments=3"], "does not divide"),
         (["parallel.sync=diloco:8", "outer.delay=8"], "not below the 8 steps"),
         (["parallel.sync=diloco:8", "outer.compression=int3"], "outer.compression"),
@@ -75,7 +75,7 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
             (["parallel.sync=diloco:8", f"outer.shares={text}"], "invalid --outer.shares")
             for text in ("1,2,3", "1,0", "1,x", "2")
         ),
-        (["parallel.sync=diloco:8", "outer.shares=9,1"], "leaves a worker without any of the 4 micro-batches"),
+        (["parallel.sync=diloco:8", "outer.shares=17,1"], "leaves a worker without any of the 8 micro-batches"),
         (["parallel.sync=auto"], "no effect with --parallel.sync auto"),
     ],
 )

@@ -218,6 +218,10 @@ def _with_parameter(value: Tensor) -> nn.Module:
     return model
 
 
+class _Declared(SignOfMean):
+    updates_by_element = True
+
+
 def _muon(parameters: Any) -> Muon:
     return Muon([{"params": [p for p in parameters if p.dim() == 2], "matrices": True}], lr=1e-3)
 
@@ -237,13 +241,13 @@ def _muon(parameters: Any) -> Muon:
         (2, nn.Sequential(_with_parameter(torch.zeros(2).double())), SGD, {}, r"but 0\.0\.weight has another"),
         (2, nn.Sequential(nn.Linear(1, 1).double()), SGD, {"precision": "bf16-weights"}, r"but 0\.weight has another"),
         (2, _with_parameter(torch.zeros(2, dtype=torch.complex64)), SGD, {}, "own is complex"),
-        (2, BLOCKS, SignOfMean, {}, "may need whole tensors"),
+        (2, BLOCKS, SignOfMean, {}, "(?s)may need whole tensors.*updates_by_element = True"),
         (2, BLOCKS, _muon, {}, "may need whole tensors"),
         (2, BLOCKS, torch.optim.Adafactor, {}, "may need whole tensors"),
         (2, BLOCKS, SGD, {"bucket_mib": 8.0}, "has no buckets"),
         (4, BLOCKS, SGD, {"dp_shard": 3}, "4 ranks cannot form groups of --parallel.dp_shard 3"),
         (2, BLOCKS, SGD, {"dp_shard": 4}, "2 ranks cannot form groups of --parallel.dp_shard 4"),
-        (2, BLOCKS, SGD, {"offload": True, "compression": "int8"}, "leave one of them out"),
+        *((2, BLOCKS, made, {"offload": True, "compression": "int8"}, "leave one") for made in (SGD, _Declared)),
     ],
 )
 @per_rank()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.runtime import driver_client as client_module
 from hvdtrain.runtime.channel import Channel
 from hvdtrain.runtime.driver_client import EXIT_ALONE, DriverClient, Heartbeat, JobFailed, NoPlace, connect_to_driver
@@ -172,5 +173,7 @@ def test_without_its_driver_a_rank_ends_unless_it_is_leaving(leaving: bool) -> N
 
 
 def test_no_seat_without_a_channel() -> None:
-    for variables in ({}, *({"HVDTRAIN_CHANNEL": value} for value in ("", "x", "-1"))):
-        assert connect_to_driver(variables) is None
+    assert connect_to_driver({}) is None and connect_to_driver({"HVDTRAIN_CHANNEL": ""}) is None
+    for value in ("x", "-1", "99999", str(1 << 70)):
+        with pytest.raises(ConfigError, match=f"HVDTRAIN_CHANNEL={value} is no connection"):
+            connect_to_driver({"HVDTRAIN_CHANNEL": value})

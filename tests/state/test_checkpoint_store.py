@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,9 +19,10 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.manifest import MANIFEST
+from hvdtrain.state.manifest import MANIFEST, manifest_text
 from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.tensor_file import FileDigest, checksum
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.checkpoints import same_state, save
 from tests.support.full_disk import room_for
@@ -281,7 +283,7 @@ def _save_until_killed(folder: Path, told: int) -> None:
     while True:
         step += 1
         tensors["model"]["w"] += 1
-        writer.save(step, StateDict(tensors, {"step": step}), {}, wait=step % 3 == 0)
+        writer.save(step, StateDict(tensors, {"progress": {"step": step}}), {}, wait=step % 3 == 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -304,7 +306,7 @@ def test_sigkill_while_saving_loses_nothing_that_was_saved(tmp_path: Path, momen
     assert found is not None
     saved, state = found
     assert saved.step >= reported
-    assert state.values == {"step": saved.step}
+    assert state.values == {"progress": {"step": saved.step}}
     assert torch.equal(state.tensors["model"]["w"], torch.full((1_000_000,), float(saved.step)))
 
 
@@ -319,6 +321,47 @@ def test_progress_is_reported_while_files_are_written_and_read(tmp_path: Path) -
     moves.clear()
     assert store.load_newest() is not None
     assert len(moves) >= 5 + files - 1
+
+
+def _forge(path: Path, name: str, content: bytes) -> None:
+    """Change a file of a checkpoint, and its checksums."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / MANIFEST).read_text())
+    files = {each: FileDigest(has["bytes"], has["xxh3_128"]) for each, has in manifest["files"].items()}
+    files[name] = FileDigest(len(content), checksum(content))
+    (path / MANIFEST).write_text(manifest_text(manifest["step"], {}, files))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"position": -5}, "position of its progress is -5"),
+        ({"position": 1}, "position 1 after 2 steps"),
+        ({"step": 1}, "contains step 1 instead of step 2"),
+        ({"step": 10**9, "position": 10**10}, "contains step 1000000000 instead of step 2"),
+        ({"samples": "many"}, "samples of its progress is 'many'"),
+        ({"lead": 3}, r"(?s)this version does not know.*progress\.lead"),
+    ],
+)
+def test_a_forged_progress_is_refused(store: CheckpointStore, changed: dict[str, Any], words: str) -> None:
+    path = save(store, 2, _state().state_dict())
+    values = json.loads((path / "state.json").read_text())
+    values["progress"] |= changed
+    _forge(path, "state.json", json.dumps(values).encode())
+    with pytest.raises(CheckpointError, match=words):
+        load(path)
+
+
+def test_values_of_a_newer_version_and_a_fifo_are_refused(store: CheckpointStore) -> None:
+    path = save(store, 2, _state().state_dict())
+    _forge(path, "optimizer.safetensors", b"")
+    (path / "optimizer.safetensors").unlink()
+    os.mkfifo(path / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="it is a FIFO"):
+        load(path)
+    path = save(store, 3, StateDict(_state().state_dict().tensors, {"newer": 1}))
+    with pytest.raises(CheckpointError, match=r"(?s)step-000003 has values that this version does not know.*newer"):
+        load(path)
 
 
 def test_format_1_is_still_read(tmp_path: Path) -> None:

@@ -33,19 +33,26 @@ def same_state(a: StateDict, b: StateDict) -> bool:
 
 
 def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str, Any] | None = None) -> Path:
-    """Write a checkpoint, remove none, and return its path."""
+    """Write a checkpoint with the progress of this step, remove none, and return its path."""
+    state = _at(step, state)
     write = ShardedWrite(store.begin(step, 1), step, 1, lambda: state, 0, notes or {}, None)
     return store.directory / write.write_on_rank_0(store, store.progress, threading.Event())
 
 
 def save_in_parts(store: CheckpointStore, step: int, state: StateDict, count: int, *, divided: bool) -> Path:
     """Write a checkpoint as `count` ranks do; `divided`: each has some rows of every tensor, as with FSDP."""
-    folder = store.begin(step, 1)
+    folder, state = store.begin(step, 1), _at(step, state)
     files = {}
     for number in range(count):
         shard = _rows_of(state, number, count) if divided else select_shard(state, number, count)
         files |= write_shard(folder, number, count, shard, store.progress)
     return store.finish(folder, step, state, {}, files)
+
+
+def _at(step: int, state: StateDict) -> StateDict:
+    known = state.values.get("progress", {})
+    progress = {**known, "step": step, "position": max(known.get("position", 0), step)}
+    return StateDict(state.tensors, {**state.values, "progress": progress}, state.places)
 
 
 def _rows_of(state: StateDict, number: int, count: int) -> StateDict:

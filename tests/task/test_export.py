@@ -87,6 +87,11 @@ def test_another_task_has_no_model_of_transformers_but_a_state_dict(tmp_path: Pa
     options = ("--task=tests/support/stack.py:stack", "--train.steps=1", "--train.global_batch=2")
     for name, more in (("a", ()), ("b", ("--remade=true",))):
         record_on_threads(tmp_path / name, *options, "--train.micro_batch=1", *more)
+    store = CheckpointStore(tmp_path / "wrapped/checkpoints", pytest.fail)
+    wrapped = {f"module._orig_mod.{name}": torch.ones(1) for name in ("weight", "bias")}
+    save(store, 1, StateDict({"model": wrapped}, {"aliases": {"module.tied": "module._orig_mod.weight"}}))
+    main([str(tmp_path / "wrapped"), str(tmp_path / "plain"), "--format=safetensors"])
+    assert load_file(tmp_path / "plain").keys() == {"weight", "bias", "tied"}
     with pytest.raises(CheckpointError, match="does not describe its model"):
         main([str(tmp_path / "a/run"), str(tmp_path / "out")])
     main([str(tmp_path / "a/run"), str(tmp_path / "out"), "--format=safetensors"])

@@ -225,6 +225,7 @@ def test_a_limit_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (16, 4, 4, []),
         (16, 4, 1, []),
+        (Config().train.global_batch, Config().train.pass_samples, 8, []),
         (16, 4, 8, ["4 of 8 ranks are idle", "50%", "--train.global_batch 32", "--train.micro_batch 2"]),
         (16, 4, 3, ["1 of 3 ranks have 2", "the others 1", "33%", "--train.global_batch 12", "--train.micro_batch 3"]),
         (4, 1, 3, ["1 of 3 ranks have 2", "33%", "--train.global_batch 3"]),

@@ -29,7 +29,7 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
-OPTIONS = {"train": {"steps": 6, "global_batch": 8}, "checkpoint": {"every": 3}}
+OPTIONS = {"train": {"steps": 6, "global_batch": 8, "micro_batch": 4}, "checkpoint": {"every": 3}}
 
 
 def _train(run: Path, given: list[Any] | None = None, **observe: Any) -> list[dict[str, Any]]:

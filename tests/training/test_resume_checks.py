@@ -9,12 +9,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import hvdtrain
+from hvdtrain import Task
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import (
     CheckpointError,
@@ -28,7 +32,7 @@ from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
 from tests.support.gallery import TOY
-from tests.support.journals import read_events
+from tests.support.journals import read_events, read_losses
 from tests.support.recorded import recorded
 from tests.support.thread_job import train_on_threads
 
@@ -73,6 +77,36 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original") / "run"
     _train(folder, "--train.steps=6")
     return folder
+
+
+class _Compiled(nn.Module):
+    """Has the names that torch.compile gives, which takes seconds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(x)  # type: ignore[no-any-return]
+
+
+def _wrapped(task: Task, first: bool) -> Task:
+    return replace(task, model=nn.DataParallel(_Compiled(task.model)) if first else task.model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_that_is_compiled_and_wrapped_resumes_a_plain_one(first: bool, tmp_path: Path) -> None:
+    """And the other way round, to the bit, with the state of its optimizer, of a compression and of a callback."""
+    losses = []
+    for changes in (False, True):
+        options = (*OPTIONS, f"--run_dir={tmp_path / str(changes)}", "--parallel.compression=int8", "--train.ema=0.9")
+        for steps, wrap in ((3, first), (6, first ^ changes)):
+            torch.manual_seed(1)
+            made = [_wrapped(recorded(), wrap) for _ in range(2)]
+            train_on_threads(*options, "--train.steps=6", f"--train.stop_at={steps}", size=2, build=made.__getitem__)
+        run = tmp_path / str(changes)
+        losses.append([*read_losses(run), read_events(run, "evaluation")[-1]["metrics"]["ema_loss"]])
+    assert losses[0] == losses[1]
 
 
 @pytest.fixture

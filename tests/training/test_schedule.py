@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.config.schema import LEARNING_RATES, OptimizerConfig, TrainConfig
+from hvdtrain.errors import TaskError
 from hvdtrain.training.start.optimizers import (
     OPTIMIZERS,
     SCHEDULES,
@@ -67,6 +68,12 @@ def test_the_tables_have_the_names_of_the_options() -> None:
 )
 def test_the_schedule_of_a_task_may_take_the_number_of_steps(schedule: Any, expected: float) -> None:
     assert task_schedule(schedule, 10)(3) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("factor", ["0.5", "fast", None, torch.ones(2)])
+def test_a_schedule_that_returns_no_number_is_refused(factor: Any) -> None:
+    with pytest.raises(TaskError, match="task's schedule returned an invalid value for step 3"):
+        task_schedule(lambda step: factor, 10)(3)
 
 
 @pytest.mark.parametrize(("epochs", "samples", "steps"), [(None, 5, 7), (1, 100, 10), (0.5, 100, 5), (2, 101, 21)])

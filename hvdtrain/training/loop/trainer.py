@@ -189,6 +189,11 @@ class Trainer:
             self.compiled.end()
         event = "finished" if reason in ("finished", self._callbacks.why) else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
+        reporter = self.current.reporter
+        if reporter is not None and reason in ("SIGTERM", "SIGINT") and self._worker.info.launcher == "openmpi":
+            job = reporter.job  # mpirun kills in a second
+            by = "Ctrl-C or SIGTERM, as mpirun makes one of both" if reason == "SIGTERM" else "Ctrl-C"
+            self.current.recorder.say(f"stopped by {by}; run folder {job.run_dir}; to resume: {job.resume}")
         self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
         self._callbacks.on_end(reason)
         self._set_lr(1.0)  # the task's own values, in case it trains again
@@ -260,7 +265,7 @@ class Trainer:
         self._record_step(result, timed)
 
     def _lr_factor(self, step: int) -> float:
-        factor = float(self._worker.schedule(step))  # numpy's numbers are not JSON's
+        factor = self._worker.schedule(step)
         if not 0 <= factor * self._worker.base_lrs[0] < math.inf:
             raise TaskError(
                 f"invalid learning rate at step {step + 1}",

@@ -8,10 +8,12 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
@@ -53,6 +55,14 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
                 expected="torch.nn.Module" if name == "model" else "torch.optim.Optimizer or None",
                 found=describe(getattr(task, name)),
             )
+    named = chain(task.model.named_parameters(), task.model.named_buffers())
+    if without := [name for name, tensor in named if is_lazy(tensor) or tensor.is_meta]:
+        raise TaskError(
+            f"the task's model has {len(without)} parameters or buffers without values, such as {without[0]}",
+            expected="a model with all shapes and values",
+            found="a lazy module, or one on the device meta",
+            next_step="run a batch through lazy modules in the task; make the model on the CPU",
+        )
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise TaskError(
             "the task's model has no parameter to train",
@@ -76,6 +86,12 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
             expected="bytes",
             found=type(task.files[wrong[0]]).__name__,
             next_step="encode text: text.encode()",
+        )
+    if task.schedule is not None and not callable(task.schedule):
+        raise TaskError(
+            "the task's schedule is not a function",
+            expected="schedule(step) or schedule(step, steps) -> factor on the learning rate",
+            found=describe(task.schedule),
         )
     if not callable(task.loss):
         raise TaskError(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
@@ -210,6 +211,11 @@ def _describe(current: Round, job: JobFacts) -> None:
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
+    if spectral := spectral_norms(task.model):
+        recorder.warn(
+            f"the model has spectral norm ({', '.join(spectral[:3])}{', ...' if len(spectral) > 3 else ''}), which each"
+            " forward pass changes: its loss curve depends on --train.micro_batch and the number of ranks"
+        )
 
 
 def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
@@ -238,3 +244,13 @@ def batch_statistics(model: nn.Module) -> list[str]:
     """
     kind = nn.modules.batchnorm._BatchNorm
     return [n for n, m in model.named_modules() if isinstance(m, kind) and not isinstance(m, Synchronized)]
+
+
+def spectral_norms(model: nn.Module) -> list[str]:
+    """Return the names of modules with spectral norm, in the old or new form of torch: each forward pass changes it."""
+    return [
+        name.partition(".parametrizations.")[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.utils.parametrizations._SpectralNorm)
+        or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 from hvdtrain.engine.blocks import require_blocks
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
+from hvdtrain.training.loop.forward import describe
 from hvdtrain.training.start.fused import sparse_only, why_not_fused
 
 _Groups = list[dict[str, Any]]
@@ -174,10 +176,26 @@ def lr_schedule(config: OptimizerConfig, horizon: int) -> Callable[[int], float]
 
 
 def task_schedule(schedule: Callable[..., float], horizon: int) -> Callable[[int], float]:
-    """Return a task's schedule as a function of the step; it may also take the number of steps."""
-    try:
+    """Return a task's schedule as a function of the step; it may also take the number of steps.
+
+    Errors: TaskError where the schedule returns no number.
+    """
+    required = []
+    with suppress(ValueError):  # a function of C
         parameters = inspect.signature(schedule).parameters.values()
-    except ValueError:  # a function of C
-        return schedule
-    required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
-    return (lambda step: schedule(step, horizon)) if len(required) > 1 else schedule
+        required = [p for p in parameters if p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD]
+
+    def at(step: int) -> float:
+        factor: Any = schedule(step, horizon) if len(required) > 1 else schedule(step)
+        try:
+            if isinstance(factor, (str, bytes)):
+                raise TypeError
+            return float(factor)  # numpy's numbers are not JSON's
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TaskError(
+                f"the task's schedule returned an invalid value for step {step}",
+                expected="a number",
+                found=describe(factor),
+            ) from None
+
+    return at

@@ -25,6 +25,7 @@ from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.extras import unused
 from hvdtrain.state.pieces import StateDict
+from hvdtrain.state.plain_names import named_like
 from hvdtrain.state.pooling import pool_state
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
@@ -120,7 +121,7 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
         saved, snapshot = found
-        snapshot = _with_fitting_workers(current, snapshot)
+        snapshot = named_like(_with_fitting_workers(current, snapshot), state.model.state_dict())
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(fitting := _of_rank(current, snapshot))
         if fitting is not snapshot or (current.engine is not None and current.engine.in_pieces):

@@ -105,7 +105,7 @@ def options_to_continue(config: Config, worker: WorkerState) -> str:
     """
     train = config.train
     more = f"--train.steps {2 * worker.horizon}" if train.epochs is None else f"--train.epochs {2 * train.epochs:g}"
-    lr = worker.base_lrs[0] * float(worker.schedule(max(0, worker.horizon - 1)))
+    lr = worker.base_lrs[0] * worker.schedule(max(0, worker.horizon - 1))
     if worker.task.optimizer is not None or worker.task.schedule is not None or lr == config.optimizer.peak_lr:
         return more
     return f"{more} --optimizer.schedule constant --optimizer.lr {lr:.6g}"
@@ -133,7 +133,7 @@ def learning_rate_change(worker: WorkerState) -> str | None:
     """Describe a jump of the learning rate when a run resumes; None if there is none, or if no step is left."""
 
     def at(step: int) -> float:
-        return worker.base_lrs[0] * float(worker.schedule(step))
+        return worker.base_lrs[0] * worker.schedule(step)
 
     step, before = worker.state.progress.step, worker.state.progress.lr  # 0 if unknown
     if not before or not step or abs(at(step - 1) - before) <= 1e-6 * before or step >= worker.horizon:
