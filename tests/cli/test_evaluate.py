@@ -113,5 +113,5 @@ def test_what_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert text in capfd.readouterr().err
     for path in (run / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    assert main([str(run)]) == 1
+    assert main([str(run)]) == 2
     assert "is damaged" in capfd.readouterr().err

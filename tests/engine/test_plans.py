@@ -130,7 +130,7 @@ def test_what_fsdp_cannot_divide_further_is_refused(
     task = divided()
     parts: Any = SimpleNamespace(
         comm=ImaginedComm(2), dimensions=dimensions, model=task.model, optimizer=task.optimizer, bucket_mib=bucket_mib,
-        parameters=list(task.model.named_parameters()), shard="none", dp_shard=None,
+        parameters=list(task.model.named_parameters()), shard="none", dp_shard=None, weights=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message):
         make_mesh_fsdp(parts)

@@ -49,4 +49,4 @@ def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts
     assert read_events(run, "compression_chosen") == [found]
     plain_bytes = 12 * gradient_bytes
     assert plain_bytes / 8 < sent[1] < 0.75 * plain_bytes, "rank 1 has no state to hand on: its gradients"
-    assert sent[0] - sent[1] < 5 * gradient_bytes, "rank 0 hands on weights, two moments, what compression carries"
+    assert sent[0] - sent[1] < 6 * gradient_bytes, "rank 0 hands on weights, two moments, the residuals of both ranks"
