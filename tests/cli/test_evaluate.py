@@ -105,8 +105,8 @@ def test_values_of_each_sample(run: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_is_refused(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for argv, code, text in (
         (["nowhere"], 2, "there is no model in 'nowhere'"),
-        ([str(run), "--heldout", "0"], 1, "no samples to evaluate on"),
-        ([str(run), "--hidden", "3"], 1, "the checkpoint does not match the model"),
+        ([str(run), "--heldout", "0"], 2, "no samples to evaluate on"),
+        ([str(run), "--hidden", "3"], 2, "the checkpoint does not match the model"),
         ([str(run), "--lr", "3"], 2, "no option --lr"),
     ):
         assert main(argv) == code
