@@ -42,7 +42,7 @@ class Writer(CheckpointWriter):
 
 def _state(step: int, width: int = 1000) -> StateDict:
     model = {f"w{n}": torch.full((width + n,), float(step)) for n in range(5)} | {"alone": torch.tensor(step)}
-    return StateDict({"model": model, "optimizer": {}}, {"step": step})
+    return StateDict({"model": model, "optimizer": {}}, {"progress": {"step": step}})
 
 
 @pytest.fixture

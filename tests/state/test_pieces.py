@@ -17,6 +17,7 @@ from hvdtrain.state.sync import gather_pieces
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 MOMENT = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+_VALUES = {"progress": {"step": 1}}
 MODEL = {"w": torch.ones(5, 7)}
 ROWS = {0: (0, 2), 1: (2, 2), 2: (2, 5)}
 
@@ -44,8 +45,8 @@ def _state(rank: int) -> StateDict:
         ("optimizer", "w/step"): Place((), (), (0, 2)),
     }
     if rank == 1:
-        return StateDict({"model": MODEL, "optimizer": {}}, {})
-    return StateDict(tensors, {}, places)
+        return StateDict({"model": MODEL, "optimizer": {}}, _VALUES)
+    return StateDict(tensors, _VALUES, places)
 
 
 def _check(state: StateDict) -> None:
@@ -80,7 +81,7 @@ def test_a_checkpoint_need_not_fit_into_memory(tmp_path: Path) -> None:
     def state_of(rank: int) -> StateDict:
         place = Place((2048, 8192), (1024 * rank, 0), (rank,))
         rows = torch.full((1024, 8192), float(rank))
-        return StateDict({"model": MODEL, "optimizer": {"w/m": rows}}, {}, {("optimizer", "w/m"): place})
+        return StateDict({"model": MODEL, "optimizer": {"w/m": rows}}, _VALUES, {("optimizer", "w/m"): place})
 
     saved = _save(tmp_path, state_of, 2)
     return_freed_memory()  # of the tests before, which would be used again
