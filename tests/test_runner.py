@@ -1,4 +1,4 @@
-"""The runner of tests: what a failure means, and which slow tests come first."""
+"""The runner of tests: what a failure means."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.order import Passed, by_worth, rooms_of
-from tests.runner.plugin import NOT_RUN, plain
-from tests.runner.results import FAILED, PASSED, SKIPPED, Outcome, judged, read_results, summary
-from tests.runner.times import Times, read_times, write_times
+from tests.runner.results import FAILED, PASSED, SKIPPED, Outcome, judged, read_results
+from tests.runner.times import read_times
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 
 FAILS_ONCE = """
@@ -70,60 +68,6 @@ def test_a_failure_in_teardown_or_on_one_rank_is_one_of_the_test(tmp_path: Path)
 def test_only_what_passes_each_time_is_unstable(again: list[str | None], is_unstable: bool) -> None:
     runs = [{} if kind is None else {"a": Outcome(kind)} for kind in again]
     assert judged({"a": Outcome(FAILED), "b": Outcome(PASSED)}, runs) == {"a": is_unstable}
-
-
-def test_the_last_lines_count_every_test_once() -> None:
-    kinds = {"a": PASSED, "b": FAILED, "c": FAILED, "d": SKIPPED, "e": NOT_RUN}
-    text = summary({name: Outcome(kind) for name, kind in kinds.items()}, ["b"], 61)
-    assert text == "1 min 1 s, 1 unstable, 1 not run\ntotal: 2 passed, 1 failed, 1 skipped"
-
-
-def test_groups_are_no_part_of_an_id() -> None:
-    assert [plain(name) for name in ("t.py::a@hosts", "t.py::a[x@y]", "t.py::a[x@y]@hosts")] == [
-        "t.py::a",
-        "t.py::a[x@y]",
-        "t.py::a[x@y]",
-    ]
-
-
-def test_rooms_are_those_that_a_file_imports_or_starts() -> None:
-    assert rooms_of("from hvdtrain.launch.spec import JobSpec\nimport hvdtrain.files") == {"launch", "files"}
-    assert rooms_of('run(["-m", "hvdtrain", "doctor"])') == {"doctor"}
-    assert "exchange" in rooms_of("def test_x(gallery): pass")
-    assert rooms_of("import os\n'a launcher of doctors'") == frozenset()
-
-
-def test_the_order_of_worth() -> None:
-    names = {
-        "tests/fit/test_a.py::old": Passed(9, "c1"),
-        "tests/fit/test_a.py::sample": Passed(1, "c3"),
-        "tests/fit/test_a.py::new": Passed(9, "c3"),
-        "tests/fit/test_a.py::old_and_long": Passed(20, "c1"),
-        "tests/cli/test_b.py::changed": Passed(2, "c2"),
-        "tests/cli/test_b.py::changed_and_long": Passed(3, "c2"),
-        "tests/laws/test_l.py::law[one]": Passed(4, "c3"),
-        "tests/laws/test_l.py::law[two]": Passed(5, "c3"),
-        "tests/laws/test_l.py::other[one]": Passed(30, "c3"),
-        "tests/hosts/test_h.py::of_hosts": Passed(1, "c3"),
-    }
-    changed = {"c3": {"README.md"}, "c2": {"cli", "README.md"}, "c1": {"cli", "launch", "README.md"}}
-    rooms = {"tests/cli/test_b.py": frozenset({"cli"}), "tests/fit/test_a.py": frozenset({"fit"})}
-    assert [name.partition("::")[2] for name in by_worth(names, changed, rooms)] == [
-        *("of_hosts", "changed_and_long", "changed"),
-        *("other[one]", "law[one]", "sample"),
-        *("old_and_long", "old", "new", "law[two]"),
-    ]
-
-
-def test_times_are_read_as_they_were_written(tmp_path: Path) -> None:
-    times = Times({"tests/a.py::b": Passed(1.5, "c1"), "tests/a.py::gone": Passed(1, "c1")})
-    outcomes = {"tests/a.py::b": Outcome(FAILED, True, 2.0), "tests/a.py::c[é]": Outcome(PASSED, True, 3.04)}
-    times.add(".ci/run", outcomes, 90.4, "c2")
-    write_times(times, tmp_path / "times.json")
-    found = read_times(tmp_path / "times.json")
-    assert found == times
-    assert found.slow == {"tests/a.py::b": Passed(1.5, "c1"), "tests/a.py::c[é]": Passed(3.0, "c2")}
-    assert "| `.ci/run` | 1 | 1 min 30 s | 75 min |" in found.table()
 
 
 def test_contributing_has_the_table_of_times() -> None:

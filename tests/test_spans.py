@@ -97,6 +97,8 @@ def test_another_thread_sees_where_the_training_thread_is() -> None:
         watcher = threading.Thread(target=look)
         watcher.start()
         watcher.join()
+        spans.touch()  # progress within a long span
+        assert spans.idle_s() < 1e-6
     assert seen == [["evaluation", "forward"], pytest.approx(5.0), pytest.approx(5.0)]
     assert spans.idle_s() < 1e-6
 
@@ -152,15 +154,6 @@ def test_listeners_are_called_in_order_and_their_sums_come_first() -> None:
     assert told == ["a+forward", "b+forward", "b-forward", "a-forward", "a+data", "b+data", "b-data", "a-data"]
     seconds = spans.pop_seconds()
     assert seconds == {"forward": 5.0, "data": pytest.approx(1e-9)}
-
-
-def test_progress_within_a_long_span_can_be_reported() -> None:
-    clock = Clock()
-    spans = Spans(clock)
-    with spans("evaluation"):
-        clock.now += 5_000_000_000
-        spans.touch()
-        assert spans.idle_s() < 1e-6
 
 
 def test_an_error_ends_its_spans_and_what_a_listener_raises_then_does_not_replace_it() -> None:

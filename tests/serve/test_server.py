@@ -127,11 +127,6 @@ def test_messages_that_the_template_refuses(server: Server) -> None:
     assert status == 400 and "no such role" in text
 
 
-def test_a_cut_connection_frees_the_model(server: Server) -> None:
-    server.begin_to_ask()
-    assert server.ask(b'{"prompt": "a", "max_tokens": 1}', "/v1/completions")[0] == 200
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

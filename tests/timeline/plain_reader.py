@@ -27,7 +27,6 @@ class Plain:
 
     spans: list[Span] = field(default_factory=list)
     ticks: list[tuple[str, int, float]] = field(default_factory=list)
-    orphans: int = 0
     still_open: int = 0
 
 
@@ -88,13 +87,10 @@ def pair(events: list[dict[str, Any]], names: dict[int, str]) -> Plain:
             plain.ticks.append((tensor, int(event["name"]), event["ts"]))
         elif event["ph"] == "B":
             stack.append(event)
-        elif not stack:
-            plain.orphans += 1
-        else:
+        elif stack:
             begin = stack.pop()
-            phase = begin["name"]
             if event["ts"] >= begin["ts"]:
-                span = (tensor, phase, begin["ts"], event["ts"] - begin["ts"], size(event))
+                span = (tensor, begin["name"], begin["ts"], event["ts"] - begin["ts"], size(event))
                 plain.spans.append(span)
     plain.still_open = sum(map(len, stacks.values()))
     return plain

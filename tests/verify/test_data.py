@@ -30,42 +30,23 @@ from hvdtrain.verify.data_text import to_text
 
 @dataclass(frozen=True)
 class Stretch:
-    """A start, and what became of it.
+    """A start, and what became of it."""
 
-    Attributes:
-        back: steps before the last one that it goes on from.
-        size: number of ranks.
-        steps: that all ranks tell of.
-        ahead: ranks that tell of one step more; all but one at most.
-        torn: of the last line of rank 0, bytes that are lost.
-        global_batch: samples a step.
-        goes_past: it is a roll back: its first step leaves out the positions that it had before.
-    """
-
-    back: int = 0
+    back: int = 0  # steps before the last one from which it resumes
     size: int = 1
-    steps: int = 3
-    ahead: int = 0
-    torn: int = 0
+    steps: int = 3  # that all ranks recorded
+    ahead: int = 0  # ranks that recorded one step more; all but one at most
+    torn: int = 0  # bytes lost of the last line of rank 0
     global_batch: int = 4
-    goes_past: bool = False
+    goes_past: bool = False  # a roll-back: its first step leaves out the positions that it had before
 
 
 @dataclass
 class Written:
-    """What was written.
-
-    Attributes:
-        run: its folder.
-        counted: by step, the start whose lines count.
-        taken: positions that count, in order.
-        positions: by step, the position behind it.
-    """
-
     run: Path
-    counted: dict[int, int] = field(default_factory=dict)
-    taken: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=lambda: [0])
+    counted: dict[int, int] = field(default_factory=dict)  # by step, the start whose lines count
+    taken: list[int] = field(default_factory=list)  # positions that count, in order
+    positions: list[int] = field(default_factory=lambda: [0])  # by step, the position behind it
 
 
 def write_ledger(

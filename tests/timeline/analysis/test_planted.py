@@ -128,12 +128,18 @@ def _three_days(step: Ints, work: Floats) -> StepTable:
     return StepTable(**{**vars(table), **moments, "step": step})
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0.0, 0.009), (0.25, 0.5), (0.03, 1.0), (0.9, 1.0)])
-def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "begin", "end"),
+    [
+        *((16, 0.0, 0.009), (16, 0.25, 0.5), (16, 0.03, 1.0), (16, 0.9, 1.0)),
+        pytest.param(512, 0.5, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_steps_count_by_what_they_represent(ranks: int, begin: float, end: float) -> None:
     """Most recorded steps are early ones; a rank is slow for a part of the run."""
-    step = _sampled(16)
+    step = _sampled(ranks)
     slow = (step > begin * STEPS) & (step <= end * STEPS)
-    work = _work(16, len(step), seed=1)
+    work = _work(ranks, len(step), seed=1)
     work[5, slow] += 44.0
     found = analyse(run_of(_three_days(step, work)))
     assert found.blame.late == [5]
@@ -142,25 +148,6 @@ def test_sampled_steps_count_by_what_they_represent(begin: float, end: float) ->
     (spell,) = found.blame.spells
     assert abs(spell.first_step - begin * STEPS) <= 0.05 * STEPS and abs(spell.last_step - end * STEPS) <= 0.05 * STEPS
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["late", "moving", "host", "none"])
-def test_512_ranks_and_three_days(fault: str) -> None:
-    step = _sampled(512)
-    work, half = _work(512, len(step), seed=3), step > STEPS / 2
-    late = {"late": [7], "moving": [7, 300], "host": list(range(16, 24))}.get(fault, [])
-    if fault == "host":
-        work[16:24] += 22.0
-    elif late:
-        work[late[-1], half] += 44.0
-        work[late[:-1]] += 44.0 * ~half
-    found = analyse(run_of(_three_days(step, work)))
-    assert sorted(found.blame.late) == late
-    assert bool(found.blame.spells) == (fault in ("late", "moving"))
-    for spell in found.blame.spells:
-        turned = spell.first_step if spell.lasts else spell.last_step
-        assert abs(turned - STEPS / 2) <= 0.05 * STEPS and spell.cost_ms.value == pytest.approx(41.0, rel=0.2)
 
 
 def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:

@@ -25,11 +25,6 @@ LINK = Link(1e-5, 1e-9)
 KINDS = st.sampled_from(["allreduce", "allgather", "alltoall"])
 
 
-@given(KINDS, st.integers(0, 1 << 30))
-def test_one_rank_exchanges_nothing(kind: str, size: int) -> None:
-    assert collective_s(LINK, Ranks(1, 1), kind, size) == (0, 0)
-
-
 def test_by_hand() -> None:
     """4 hosts: 2 x 2 messages to negotiate; a ring of 6 messages and 1.5 of the bytes, a tree of 2 and twice them."""
 

@@ -169,12 +169,6 @@ def test_of_a_normal_distribution_it_is_what_the_tables_say(ranks: int, expected
     assert found == pytest.approx(0.01 * expected, rel=0.08)
 
 
-def test_of_two_ranks_it_is_what_they_really_waited() -> None:
-    compute_s = 1 + 0.01 * np.random.default_rng(1).standard_normal((2, 4000))
-    waited = float((compute_s.max(axis=0) - compute_s.mean(axis=0)).mean())
-    assert Jitter.from_times(compute_s).expected_maximum_s(2) == pytest.approx(waited, rel=0.05)
-
-
 def test_delays_common_to_all_ranks_cause_no_waiting() -> None:
     common = np.linspace(0, 5, 200)
     own = 0.01 * np.random.default_rng(2).standard_normal((4, 200))

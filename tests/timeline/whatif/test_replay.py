@@ -172,31 +172,10 @@ class _Sums:
                 self.thread.wait(self.number_of[min(self.started)])
 
 
-def test_what_backward_hides_costs_nothing_until_there_is_more_of_it() -> None:
-    """Two buckets, full 2 and 6 after backward began, which lasts 10."""
-
-    def step(wire_s: float) -> Step:
-        arrivals = [Arrival(2, 0, 0), Arrival(4, 0, 1)]
-        return Step(0, arrivals, 4, [_plain(wire_s), _plain(wire_s)])
-
-    assert [replay(step(wire_s)).step_s for wire_s in (0, 1, 4)] == [10, 10, 10]
-    assert replay(step(5)).step_s == 12, "the second begins at 7"
-    assert replay(step(5)).wait_s == 2
-    assert replay(step(9)).step_s == 20, "2 + 9 + 9"
-
-
 def test_what_backward_leaves_out_is_packed_and_sent_after_it() -> None:
     step = Step(0, [Arrival(5, 0, 0)], 0, [_plain(1), _plain(3)], late_s=[0, 2])
     assert replay(step).step_s == 10
     assert replay(step).wait_s == 5
-
-
-def test_a_gather_hides_behind_the_work_before_its_need_if_it_starts_in_advance() -> None:
-    """It takes 3 and is needed 1 after the step began."""
-    step = Step(0, [], 0, [], forward=[Part(0, 1), Part(1, 2)], gathers=[Exchange([Collective(0, 3)])])
-    assert (replay(step).step_s, replay(step).gather_s) == (6, 3)
-    ahead = replay(replace(step, ahead_bytes=0))
-    assert (ahead.step_s, ahead.gather_s) == (5, 2)
 
 
 WHOLE = st.integers(0, 6).map(float)
