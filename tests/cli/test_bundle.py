@@ -1,5 +1,3 @@
-"""``hvdtrain bundle``: its defaults, and its exit codes."""
-
 from __future__ import annotations
 
 from importlib import metadata

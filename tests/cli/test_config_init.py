@@ -1,5 +1,3 @@
-"""``hvdtrain config init`` writes the defaults, each with a description."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -151,26 +151,21 @@ def test_a_crash_in_native_code_shows_where_python_was(gallery: Gallery) -> None
     _told_once(output, (job.run / "failure.txt").read_text())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=stop", STALL, code=124)
-    assert "rank 1 on " in output and " is stopped" in output
-    assert "started by rank(s) 0, not by 1" in output
+def test_a_stopped_rank_is_named_and_ended(rank: int, tmp_path: Path) -> None:
+    text = (ROOT / "tests/support/failing.py").read_text().replace("rank() == 1", f"rank() == {rank}")
+    (tmp_path / "failing.py").write_text(text)
+    output = _fails(tmp_path, "--task=failing.py:failing", "--how=stop", STALL, code=124)
+    assert f"rank {rank} on " in output and " is stopped" in output
+    assert f"started by rank(s) {1 - rank}, not by {rank}" in output
     assert "horovod_torch_wait_and_clear" in output, "the stack of the rank that waits"
     card = _card(tmp_path)
-    assert (card["kind"], card["ranks"]) == ("stall", [1])
+    assert (card["kind"], card["ranks"]) == ("stall", [rank])
     with suppress(ProcessLookupError):
         stopped = os.pidfd_open(card["silent"][0]["who"]["pid"])
         assert select.select([stopped], [], [], 20)[0], "the stopped process is left behind"
         os.close(stopped)
-
-
-@pytest.mark.slow
-def test_rank_0_may_be_the_stopped_one(tmp_path: Path) -> None:
-    text = (ROOT / "tests/support/failing.py").read_text().replace("rank() == 1", "rank() == 0")
-    (tmp_path / "failing.py").write_text(text)
-    output = _fails(tmp_path, "--task=failing.py:failing", "--how=stop", STALL, code=124)
-    assert "rank 0 on " in output and " is stopped" in output
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-"""``hvdtrain generate``: the text is the model's, and can be repeated; clear errors."""
-
 from __future__ import annotations
 
 import io

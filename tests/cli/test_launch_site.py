@@ -36,7 +36,6 @@ Launch = Callable[..., tuple[str, str]]
 
 
 def options(text: str) -> str:
-    """A profile with these options only."""
     return f"options: {{{text}}}\nhosts: ['*']"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,12 +52,6 @@ LONG = [TOY[0], "--train.steps=1000000", "--train.global_batch=8", "--train.micr
 LONG += ["--run_dir=run", "--observe.line_every_s=0.3"]
 
 
-def _steps(process: subprocess.Popen[str]) -> Iterator[int]:
-    """Steps that a job reports, until it ends."""
-    assert process.stdout is not None
-    return (int(line.split("/")[0].split()[1]) for line in process.stdout if line.startswith("step"))
-
-
 def _checkpoints(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "run/checkpoints").glob("step-*"))
 
@@ -72,13 +64,14 @@ def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(size: int, workers:
     patient = {"OMPI_MCA_odls_base_sigkill_timeout": "15"}
     options = (*LONG, f"--loader.workers={workers}")
     with training(*options, size=size, cwd=tmp_path, after=4, environment=patient, forks=False) as process:
-        steps = _steps(process)
+        assert process.stdout is not None
+        steps = (int(line.split("/")[0].split()[1]) for line in process.stdout if line.startswith("step"))
         process.send_signal(signal.SIGUSR1)
         next(step for step in steps if _checkpoints(tmp_path))
         saved = int(_checkpoints(tmp_path)[0][5:])
         next(step for step in steps if step > saved + 3)
         process.send_signal(signal.SIGTERM)
-        output = process.stdout.read()  # type: ignore[union-attr]
+        output = process.stdout.read()
     assert process.returncode == 143 or (size > 1 and process.returncode != 0), output
     assert ending(tmp_path / "run/journal.jsonl").get("reason") == "SIGTERM", output
     step = max(read_steps(tmp_path / "run/journal.jsonl"))

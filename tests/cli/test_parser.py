@@ -1,5 +1,3 @@
-"""Wrong options of the subcommands: the error says in two lines what is wrong and what to do."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The last lines of real jobs: where the time went, of all ranks, after whatever ended them well."""
-
 from __future__ import annotations
 
 import signal
@@ -48,6 +46,8 @@ def test_a_run_that_failed_is_not_explained(gallery: Gallery) -> None:
 
 def test_without_traces_the_journal_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=3", f"--run_dir={tmp_path}")
-    assert main([f"--task={ROOT}/tests/support/toy.py:toy", "--observe.timeline=off", *options]) == 0
+    off = ("--observe.timeline=off", "--observe.tensorboard=false")
+    assert main([f"--task={ROOT}/tests/support/toy.py:toy", *off, *options]) == 0
+    assert not (tmp_path / "tensorboard").exists()
     out = capsys.readouterr().out
     assert "where the time went (rank 0):" in out and "report.html" not in out

@@ -1,5 +1,3 @@
-"""What the end of a run says of it."""
-
 from __future__ import annotations
 
 from pathlib import Path

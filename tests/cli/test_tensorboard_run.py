@@ -51,11 +51,6 @@ def test_histograms_on_request_and_not_in_the_journal(tmp_path: Path) -> None:
     assert "flops" in events
 
 
-def test_turned_off(tmp_path: Path) -> None:
-    _train(tmp_path, "--observe.tensorboard=false", "--train.steps=2")
-    assert not (tmp_path / "run" / "tensorboard").exists()
-
-
 def test_without_the_library_the_run_continues_and_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

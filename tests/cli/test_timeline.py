@@ -18,7 +18,6 @@ from tests.support.launch import ROOT, program, run, train
 
 TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=8", "--train.global_batch=8", "--train.micro_batch=2"]
 TOY += ["--checkpoint.every=0", "--run_dir=run"]
-LAUNCHERS = ["mpirun", "horovodrun --gloo"]
 GRADIENTS = "allreduce.gradients/0"
 OURS = "broadcast.timeline/"
 quiet = pytest.mark.skipif(
@@ -80,18 +79,6 @@ def test_the_steps_of_the_window_and_no_others_are_recorded(gallery: Gallery) ->
 def test_a_rank_that_fails_in_a_window_leaves_a_readable_file(gallery: Gallery) -> None:
     (file,) = (gallery["raised"].run / "timeline").glob("horovod-*")
     assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 2
-
-
-@pytest.mark.slow
-def test_a_resumed_run_leaves_the_first_file_alone(tmp_path: Path) -> None:
-    train(*TOY, "--observe.timeline=all", "--train.stop_at=3", size=2, cwd=tmp_path)
-    (first,) = of_horovod(tmp_path)
-    content = first.read_bytes()
-    train(*TOY, "--observe.timeline=all", "--train.stop_at=5", size=2, cwd=tmp_path)
-    train(*TOY, "--observe.timeline=2:6", size=2, cwd=tmp_path)
-    assert first.read_bytes() == content
-    steps = {file.name: Counter(read(file))[GRADIENTS, "ALLREDUCE"] for file in of_horovod(tmp_path)}
-    assert steps == {"horovod-steps-1-on.json": 3, "horovod-steps-4-on.json": 2, "horovod-steps-6-6.json": 1}
 
 
 ENDING = """
@@ -185,7 +172,7 @@ def build():
 
 
 @quiet
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 @pytest.mark.slow
 def test_outside_of_the_window_no_thread_spins(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "watching.py").write_text(WATCHING)
@@ -194,15 +181,3 @@ def test_outside_of_the_window_no_thread_spins(launcher: str, tmp_path: Path) ->
     (file,) = of_horovod(tmp_path)
     assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 4
     assert warnings(tmp_path) == []
-
-
-@quiet
-@pytest.mark.slow
-def test_by_itself_a_run_on_full_cores_records_its_early_steps_where_the_writer_sleeps(tmp_path: Path) -> None:
-    full = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    done = train(*TOY, "--train.steps=12", size=2, cwd=tmp_path, environment=full)
-    (file,) = of_horovod(tmp_path)
-    assert file.name == "horovod-steps-10-20.json"
-    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 3
-    assert warnings(tmp_path) == []
-    assert "Horovod's Timeline:" not in done.stdout

@@ -1,5 +1,3 @@
-"""hvdtrain timeline report and diff, as commands."""
-
 from __future__ import annotations
 
 import os
@@ -64,11 +62,6 @@ def test_names_that_are_no_text_are_shown_all_the_same(capfd: pytest.CaptureFixt
 def test_fail_if_gives_the_exit_code(condition: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", "report", TRACE, "--fail_if", condition]) == code
     assert said in capsys.readouterr().err
-
-
-def test_what_is_no_run_is_an_error_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["timeline", "report", str(tmp_path)]) == 1
-    assert f"{tmp_path} is not a run" in capsys.readouterr().err
 
 
 def test_two_timelines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

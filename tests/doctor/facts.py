@@ -37,6 +37,8 @@ TWO_SOCKETS = {"domains": tuple(map(cpu_list, SOCKETS)), "allowed": cpu_list("0-
 GIB = 1 << 30
 ALONE, HOSTS = RankInfo(host="node"), RankInfo("openmpi", 0, 4, 0, 2, "node")
 GLOO, SRUN, TORCHRUN = (RankInfo(name, 0, 2, 0, 2, "node") for name in ("horovod-gloo", "slurm", "torchrun"))
+CPU, BUILT_FOR = TorchBuild("2.13.0", "cpu"), MpiBuild("openmpi", "4.1.8")
+RECORD = BuildRecord("0.28.1", torch=CPU, mpi=BUILT_FOR, prompt=True, fixed=True, quiet=True)
 
 WELL = DoctorFacts(
     info=RankInfo("openmpi", 0, 2, 0, 2, "node"),
@@ -45,14 +47,7 @@ WELL = DoctorFacts(
         packages={"hvdtrain": "0.1.0", "numpy": "2.4", "transformers": "5.0"},
         torch=Answer(TORCH),
         horovod=Answer(HOROVOD),
-        record=BuildRecord(
-            "0.28.1",
-            torch=TorchBuild("2.13.0", "cpu"),
-            mpi=MpiBuild("openmpi", "4.1.8"),
-            prompt=True,
-            fixed=True,
-            quiet=True,
-        ),
+        record=RECORD,
     ),
     mpi=MpiFacts(
         library=OPEN_MPI,
@@ -89,42 +84,33 @@ def changed(facts: DoctorFacts = WELL, **changes: Any) -> DoctorFacts:
 
 
 def torch(values: dict[str, Any] = TORCH, **changes: Any) -> dict[str, Answer]:
-    """Change an installation's torch."""
     return {"torch": Answer(values | changes)}
 
 
 def on_gpus(**changes: Any) -> dict[str, Answer]:
-    """Change an installation's torch to one that sees two GPUs."""
     return torch(ON_GPU, **changes)
 
 
 def horovod(**changes: Any) -> dict[str, Answer]:
-    """Change an installation's Horovod."""
     return {"horovod": Answer(HOROVOD | changes)}
 
 
 def horovod_says(error: str) -> dict[str, Answer]:
-    """Change an installation's Horovod to one that cannot be imported."""
     return {"horovod": Answer(error=error)}
 
 
 def record(**changes: Any) -> dict[str, BuildRecord]:
-    """Change an installation's record of Horovod's build."""
-    assert WELL.installation.record is not None
-    return {"record": dataclasses.replace(WELL.installation.record, **changes)}
+    return {"record": dataclasses.replace(RECORD, **changes)}
 
 
 def limits(**changes: int) -> dict[str, Limits]:
-    """Change a machine's limits."""
     return {"limits": Limits(**changes)}
 
 
 def disk(**changes: Any) -> dict[str, Answer]:
-    """Change the disk of the run folder."""
     return {"answer": Answer(DISK | changes)}
 
 
 def finding(name: str, facts: DoctorFacts) -> Finding:
-    """The one finding of a name."""
     (found,) = [one for one in examine(facts) if one.name == name]
     return found

@@ -12,7 +12,7 @@ from hvdtrain.doctor.checks import CHECKS, examine
 from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.facts.installation import LinkedLibrary
 from hvdtrain.doctor.facts.mpi import Mpi4py
-from hvdtrain.doctor.finding import LEVELS, Finding, worst
+from hvdtrain.doctor.finding import worst
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
@@ -333,11 +333,6 @@ SILENT = {
 def test_what_does_not_apply_is_not_reported(name: str) -> None:
     for changes in SILENT[name]:
         assert name not in {one.name for one in examine(changed(**changes))}, changes
-
-
-def test_the_exit_status_is_the_worst_level() -> None:
-    for status, level in enumerate(LEVELS):
-        assert worst([Finding("a", "ok", ""), Finding("b", level, ""), Finding("c", "ok", "")]) == status
 
 
 def test_the_choice_of_observe_timeline_auto_is_reported() -> None:

@@ -12,11 +12,13 @@ from hvdtrain.doctor.facts.mpi import MpiFacts, mpi_facts
 from hvdtrain.runtime.environment import RankInfo
 from tests.runtime.libraries import horovod, open_mpi, write_library
 
+ALONE = RankInfo()
 
-def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, environ: dict[str, str] | None = None) -> MpiFacts:
+
+def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, info: RankInfo = ALONE, **environ: str) -> MpiFacts:
     monkeypatch.setattr("hvdtrain.runtime.mpi.horovod_library", lambda: library)
     with ThreadPoolExecutor(8) as pool:
-        return mpi_facts(RankInfo(), {"PATH": "/no/programs", **(environ or {})}, pool, None)
+        return mpi_facts(info, {"PATH": "/no/programs", **environ}, pool, None)
 
 
 def test_missing_folders_of_the_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -33,7 +35,7 @@ def test_all_facts_of_an_mpi_are_gathered(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "link/bin").mkdir()
     (tmp_path / "link/bin/mpirun").touch()
     library = horovod(tmp_path, runpath=str(tmp_path / "link/lib"))
-    found = facts_of(monkeypatch, library, {"OPAL_PREFIX": str(tmp_path / "link")})
+    found = facts_of(monkeypatch, library, OPAL_PREFIX=str(tmp_path / "link"))
     assert found.file == libmpi and found.prefix == tmp_path / "real"
     assert found.programs == tmp_path / "real/bin"
     assert found.ucx is False and found.missing_folders == ()
@@ -63,16 +65,11 @@ def test_a_missing_nccl(tmp_path: Path) -> None:
 
 def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     libmpi = write_library(tmp_path / "lib/libmpi.so.12", ["libc.so.6"])
-    monkeypatch.setattr(
-        "hvdtrain.runtime.mpi.horovod_library", lambda: horovod(tmp_path, "libmpi.so.12", runpath=str(libmpi.parent))
-    )
-    with ThreadPoolExecutor(8) as pool:
-        found = mpi_facts(RankInfo("openmpi", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool, None)
+    library = horovod(tmp_path, "libmpi.so.12", runpath=str(libmpi.parent))
+    found = facts_of(monkeypatch, library, RankInfo("openmpi", 0, 2, 0, 2))
     assert found.refusal is not None and "build-horovod" in str(found.refusal.next_step)
 
 
 def test_ranks_of_torchrun_are_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The doctor does not know the engine; some need no Horovod."""
-    monkeypatch.setattr("hvdtrain.runtime.mpi.horovod_library", lambda: horovod(tmp_path))
-    with ThreadPoolExecutor(8) as pool:
-        assert mpi_facts(RankInfo("torchrun", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool, None).refusal is None
+    assert facts_of(monkeypatch, horovod(tmp_path), RankInfo("torchrun", 0, 2, 0, 2)).refusal is None

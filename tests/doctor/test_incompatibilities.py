@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.launched import srun
-from tests.support.doctor import (
-    Findings,
-    as_in_a_container,
-    horovod_of_version,
-    horovod_that_does,
-    look,
-)
+from tests.support.doctor import Findings, as_in_a_container, horovod_of_version, horovod_that_does, look
 
 BUILD = "hvdtrain build-horovod"
 NOWHERE = {"OPAL_PREFIX": "/nowhere", "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}

@@ -71,12 +71,8 @@ def accepted(site: Site) -> dict[str, Any]:
 def test_sinfo_is_read() -> None:
     found = slurm(SINFO)
     assert (found.target, found.queue) == ("slurm", "gpu")
-    assert [(one.queue, one.cpus, one.memory_mib, one.gpus) for one in found.nodes] == [
-        ("cpu", 128, 515000, 0),
-        ("gpu", 56, 1031000, 4),
-        ("gpu", 64, 515000, 6),
-        ("big", 96, 3000000, 8),
-    ]
+    nodes = [(one.queue, one.cpus, one.memory_mib, one.gpus) for one in found.nodes]
+    assert nodes == [("cpu", 128, 515000, 0), ("gpu", 56, 1031000, 4), ("gpu", 64, 515000, 6), ("big", 96, 3000000, 8)]
     assert found.nodes[1].names == ("gn01", "gn02", "login1")
     assert slurm("sinfo: error: resolve_ctls_from_dns_srv: Unknown host") == Scheduler("slurm", "sinfo")
 

@@ -46,7 +46,6 @@ def source(tmp_path: Path) -> Source:
 
 
 def bundled(source: Source, out: Path, target: Target = TARGET) -> list[str]:
-    """Make a bundle; return what is said."""
     said: list[str] = []
     make(source, out, target, said.append)
     return said

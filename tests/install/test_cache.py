@@ -1,5 +1,3 @@
-"""`hvdtrain cache`: what is listed and what is removed."""
-
 from __future__ import annotations
 
 import os

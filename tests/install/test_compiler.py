@@ -35,11 +35,6 @@ def gxx(*words: str | Path, standard: str = "c++17") -> None:
     subprocess.run(["g++", *argv], check=True, timeout=TIMEOUT_S)
 
 
-def run_paths(arguments: list[str]) -> list[str]:
-    found = [argument.removeprefix("-Wl,-rpath,") for argument in arguments if argument.startswith("-Wl,-rpath,")]
-    return found[0].split(":") if found else []
-
-
 def test_a_source_is_compiled_by_the_standard_asked_for_with_the_headers_that_newer_compilers_left_out() -> None:
     arguments = rewrite(["-std=c++14", "-g", "-c", "a.cc", "-std=gnu++11", "--std=c++11"], "c++20", [])
     assert [argument for argument in arguments if "std=" in argument] == ["-std=c++20"]
@@ -336,7 +331,7 @@ def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path) -> None:
 )
 def test_each_spelling_of_a_run_path_is_relocated(spelling: list[str]) -> None:
     arguments = rewrite(["-shared", *spelling, "a.o"], "c++20", TABLE)
-    assert run_paths(arguments) == ["$ORIGIN/../../../../../lib", "/opt/mpi/lib"]
+    assert "-Wl,-rpath,$ORIGIN/../../../../../lib:/opt/mpi/lib" in arguments
     assert "a.o" in arguments
     leftovers = [argument for argument in arguments if argument.endswith("/env/lib")]
     assert leftovers == ["-Wl,-rpath-link,/env/lib"]  # the linker itself still finds what it found

@@ -1,5 +1,3 @@
-"""The record of what Horovod was built for: written into its version, read back, and compared with the installation."""
-
 from __future__ import annotations
 
 import json

@@ -67,6 +67,7 @@ def test_the_three_commands_in_a_new_environment(dist: Path, tmp_path: Path) -> 
     where = "import hvdtrain; print(hvdtrain.__file__)"
     assert _run(binaries / "python", "-c", where, environ=environ, cwd=tmp_path).startswith(str(place))
     assert "Horovod" in _run(binaries / "hvdtrain", "build-horovod", "--dry-run", environ=environ, cwd=tmp_path)
+    assert not (tmp_path / "hvdtrain").exists(), "a dry run leaves the cache alone"
     argv = commands[2].split()
     assert argv[-2:] == ["-m", "hvdtrain"]
     small = ["--model.preset=tiny", "--train.steps=4", "--train.eval_samples=8", "--run_dir=run"]

@@ -1,5 +1,3 @@
-"""Which way to start a job is chosen, and which jobs are refused."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Processor time of a worker and of the processes that it has started."""
-
 from __future__ import annotations
 
 import os

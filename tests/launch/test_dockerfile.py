@@ -132,7 +132,6 @@ class Store:
         return done.stdout.strip()
 
     def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """The same; it may fail."""
         own = [f"--root={self.folder / 'root'}", f"--runroot={self.folder / 'run'}"]
         return subprocess.run([tool("buildah"), *own, *argv], capture_output=True, text=True)
 
@@ -159,10 +158,8 @@ class Container:
 
     def run(self, argv: Sequence[str], *, alone: bool = False) -> subprocess.CompletedProcess[str]:
         """Run a command as the image's user, in its folder, with its environment; `alone`: on a network of its own."""
-        network = "none" if alone else "host"
-        return self.store.run(
-            "run", "--isolation=oci", "--runtime=runc", f"--network={network}", self.name, "--", *argv
-        )
+        how = ("--isolation=oci", "--runtime=runc", f"--network={'none' if alone else 'host'}")
+        return self.store.run("run", *how, self.name, "--", *argv)
 
 
 @pytest.fixture(scope="module")

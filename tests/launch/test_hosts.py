@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli.launch import main
 from hvdtrain.errors import LaunchError, UnreachableError
-from hvdtrain.launch.hosts import (
-    find_unknown_host,
-    node_names,
-    parse_discovered,
-    parse_hosts,
-    run_script,
-    slots_by_node,
-    slurm_slots,
-)
+from hvdtrain.launch import hosts
+from hvdtrain.launch.hosts import find_unknown_host, node_names, parse_discovered, parse_hosts, run_script
 from tests.support.launch import TIMEOUT_S
 
 BAD = ["-oProxyCommand=x", "a b", "a'b", 'a"b', "a\nb", "a;b", "a$(b)", "a\x00b", "", "-", "a/b", "a`b", "é", "[::1]"]
@@ -134,13 +127,13 @@ def test_an_invalid_list_is_refused(text: str) -> None:
 
 
 def test_slots_go_to_their_nodes() -> None:
-    assert slots_by_node("n[1-3],m", "2(x3),1") == {"n1": 2, "n2": 2, "n3": 2, "m": 1}
+    assert hosts.slots_by_node("n[1-3],m", "2(x3),1") == {"n1": 2, "n2": 2, "n3": 2, "m": 1}
 
 
 @pytest.mark.parametrize("tasks", ["2", "2(x3)", "", "2,2,x"])
 def test_counts_of_another_allocation_are_refused(tasks: str) -> None:
     with pytest.raises(LaunchError, match="task counts"):
-        slots_by_node("n[1-4]", tasks)
+        hosts.slots_by_node("n[1-4]", tasks)
 
 
 TWO = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "16,8"}
@@ -161,14 +154,14 @@ TWO = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_J
 )
 def test_slots_of_an_allocation(more: dict[str, str], gpus: int, ranks: int, slots: list[int]) -> None:
     """GPUs before tasks; cores only limit a number of ranks that is asked for."""
-    assert list(slurm_slots({**TWO, **more}, gpus, ranks).values()) == slots
+    assert list(hosts.slurm_slots({**TWO, **more}, gpus, ranks).values()) == slots
 
 
 def test_an_allocation_that_names_no_number_of_ranks_is_refused() -> None:
     with pytest.raises(LaunchError, match="hvdtrain launch -np N"):
-        slurm_slots(TWO, 0, 0)
+        hosts.slurm_slots(TWO, 0, 0)
     with pytest.raises(LaunchError, match="heterogeneous"):
-        slurm_slots({**TWO, "SLURM_NTASKS": "2", "SLURM_HET_SIZE": "2"}, 0, 0)
+        hosts.slurm_slots({**TWO, "SLURM_NTASKS": "2", "SLURM_HET_SIZE": "2"}, 0, 0)
 
 
 needs_ssh = pytest.mark.skipif(

@@ -66,10 +66,8 @@ def test_a_pod_ends_when_its_ranks_have_saved(pod: psutil.Process, tmp_path: Pat
     assert len(find_ranks(pod)) == 2
     argv = [sys.executable, "-m", "hvdtrain.launch.drain", str(pod.pid)]
     subprocess.run(argv, check=True, timeout=TIMEOUT_S)
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
-        "OMPI_COMM_WORLD_RANK": "loader alive",
-        "HVDTRAIN_CHANNEL": "loader alive",
-    }
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found == dict.fromkeys(("OMPI_COMM_WORLD_RANK", "HVDTRAIN_CHANNEL"), "loader alive")
     assert pod.children() and not find_ranks(pod)  # what is no rank stays
     subprocess.run(argv, check=True, timeout=TIMEOUT_S)
 
@@ -198,6 +196,5 @@ def test_a_file_that_is_no_patch_is_refused(text: str | None, problem: str, tmp_
 
 
 def test_text_stays_text_for_every_reader() -> None:
-    assert manifest_text({"y": "n", "a": ["1e3", "0o7", "word", 1, True]}) == (
-        '"y": "n"\n"a":\n- "1e3"\n- "0o7"\n- word\n- 1\n- true\n'
-    )
+    text = manifest_text({"y": "n", "a": ["1e3", "0o7", "word", 1, True]})
+    assert text == '"y": "n"\n"a":\n- "1e3"\n- "0o7"\n- word\n- 1\n- true\n'

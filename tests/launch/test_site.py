@@ -1,5 +1,3 @@
-"""Profiles of sites: what a file may say, and which file is found."""
-
 from __future__ import annotations
 
 import os

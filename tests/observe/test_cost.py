@@ -1,5 +1,3 @@
-"""What a run used: over all its starts, from its journal."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Counters of energy, on trees of files and drivers as they may be."""
-
 from __future__ import annotations
 
 import sys

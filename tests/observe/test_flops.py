@@ -1,5 +1,3 @@
-"""Counted operations equal formulas, counting changes no result, and peaks are found by device name."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Histograms hold every value once, whatever the values are."""
-
 from __future__ import annotations
 
 import math

@@ -26,8 +26,6 @@ STEP_US, PART_US, LATE_US = 1000.0, 50.0, 30.0
 
 
 class Clock:
-    """Nanoseconds that pass when told to."""
-
     def __init__(self, ns: int = 0) -> None:
         self.ns = ns
 
@@ -214,7 +212,6 @@ def test_a_wait_for_other_ranks_is_taken_off_the_pass_around_it() -> None:
 
 
 def _clocks(size: int) -> Clocks:
-    """Of ranks that share a clock."""
     comm: Any = SimpleNamespace(rank=0, size=size)
     return Clocks(comm, ["one"] * size)
 

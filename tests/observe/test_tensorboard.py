@@ -168,7 +168,7 @@ LATE = {"late_ms": [1.0, 9.5, 2.5], "exposed_ms": [10.0, 2.0, 9.0], "step_ms": [
 RANKS = {"event": "ranks", "at_step": 1, **LATE}
 FIRST, SECOND, THIRD = (step_record(n, 1e9 + n - 1) for n in (1, 2, 3))
 EVALUATED = {"event": "evaluation", "loss": 0.5, "metrics": {"accuracy": 0.75}}
-FLOPS = {"event": "flops", "per_sample": 1.25e10}  # 16 samples in half a second
+FLOPS = {"event": "flops", "per_sample": 1.25e10, "peak_per_s": 1e12}  # 16 samples in half a second
 
 
 def test_what_is_recorded_is_a_series(tmp_path: Path) -> None:
@@ -178,16 +178,7 @@ def test_what_is_recorded_is_a_series(tmp_path: Path) -> None:
     outer = {"event": "outer_step", "at_step": 1, "wait_s": 0.25, "drift": 0.5, "cosines": [0.9, 0.75]}
     later = {**RANKS, "at_step": 2, "late_ms": [None, 1.0, 3.0], "exposed_ms": [None, 4.0, 2.0]}
     nothing = {**RANKS, "at_step": 3, "late_ms": [], "exposed_ms": []}
-    first = [
-        {**FLOPS, "peak_per_s": 1e12},
-        before,
-        {**machine, "host_cpu_percent": 50.0},
-        FIRST,
-        now,
-        held,
-        outer,
-        RANKS,
-    ]
+    first = [FLOPS, before, {**machine, "host_cpu_percent": 50.0}, FIRST, now, held, outer, RANKS]
     _write(tmp_path, STARTED, *first, {**machine, "host_cpu_percent": 60.0}, SECOND, later, THIRD, nothing)
     expected = {
         "loss/heldout": {0: 0.5, 1: 0.25},
@@ -287,7 +278,7 @@ GPU_FIELDS = [field for field in MACHINE if field.startswith(("gpu_", "cuda_"))]
 def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: bool) -> None:
     machine = {"event": "machine", **dict.fromkeys(GPU_FIELDS if gpu else [], 1)}
     machine |= dict.fromkeys(("host_cpu_percent", "host_memory_used_bytes", "process_rss_bytes"), 1)
-    events = [{**FLOPS, "peak_per_s": 1e12}, machine, FIRST, {**EVALUATED, "at_step": 1}, RANKS]
+    events = [FLOPS, machine, FIRST, {**EVALUATED, "at_step": 1}, RANKS]
     found = _write(tmp_path, STARTED, *events, gpu=gpu)
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step")]
     written = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}

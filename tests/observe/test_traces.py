@@ -153,7 +153,3 @@ def test_perfetto_reads_the_spans_of_a_run(tmp_path: Path) -> None:
         until(opened, lambda: "rank 0 on" in text(opened))
         until(opened, lambda: "training thread" in text(opened))
         assert import_errors(opened) == []
-    bad, span = tmp_path / "bad.json", {"name": "a", "ph": "X", "pid": 0, "tid": 0}
-    bad.write_text(json.dumps([{**span, "ts": 0, "dur": 10}, {**span, "ts": 5, "dur": 10}, {**span, "ts": "x"}]))
-    with perfetto(bad, tmp_path) as opened:
-        assert import_errors(opened) != [], "it says what is wrong"

@@ -1,5 +1,3 @@
-"""Trackers by name get the numbers of a run; a resume continues the run there."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -16,8 +14,6 @@ from tests.support.toy import toy
 
 
 class Client:
-    """Keeps what it gets."""
-
     made: list[Client] = []  # noqa: RUF012
 
     def __init__(self, folder: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:

@@ -32,7 +32,6 @@ class Driver:
         self.messages = channel.messages()
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next message of this type."""
         return next(message for message in self.messages if message["type"] == kind)
 
     def start_round(self, **changes: Any) -> None:

@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.channel import VARIABLE
-from hvdtrain.runtime.environment import (
-    LAUNCHERS,
-    RankInfo,
-    by_gloo,
-    change_variables,
-    elastic,
-    environ,
-    rank_info,
-    rank_label,
-    refuse_early_completion,
-)
+from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, environ, rank_info, rank_label
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.runtime.other_launchers import ALONE, refuse_unused_launcher
 from tests.runtime.launched import LAUNCHED, mpich, one_task, open_mpi_4, salloc_shell, sbatch_script, srun
@@ -167,14 +158,14 @@ def test_exchanges_that_are_not_complete_are_refused(
     if value is not None:
         monkeypatch.setenv("HOROVOD_ENABLE_ASYNC_COMPLETION", value)
     with pytest.raises(LaunchError, match="ASYNC_COMPLETION") if refused else nullcontext():
-        refuse_early_completion()
+        environment.refuse_early_completion()
 
 
 def test_variables_are_written_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_TEST_OLD", "1")
     monkeypatch.setenv("HVDTRAIN_TEST_NEW", "")
     before = environ()
-    change_variables({"HVDTRAIN_TEST_OLD": None, "HVDTRAIN_TEST_NEW": "2", "HVDTRAIN_TEST_NEVER": None})
+    environment.change_variables({"HVDTRAIN_TEST_OLD": None, "HVDTRAIN_TEST_NEW": "2", "HVDTRAIN_TEST_NEVER": None})
     assert "HVDTRAIN_TEST_OLD" not in os.environ
     assert environ()["HVDTRAIN_TEST_NEW"] == "2"
     assert before["HVDTRAIN_TEST_OLD"] == "1"  # a copy
@@ -218,4 +209,4 @@ def test_no_warning_where_that_server_is_not_used(environ: dict[str, str]) -> No
     ],
 )
 def test_which_jobs_exchange_by_gloo_and_have_our_driver(environ: dict[str, str], gloo: bool, ours: bool) -> None:
-    assert (by_gloo(environ), elastic(environ)) == (gloo, ours)
+    assert (environment.by_gloo(environ), environment.elastic(environ)) == (gloo, ours)

@@ -1,5 +1,3 @@
-"""The kernel notifies a process of another's end, whatever its cause."""
-
 from __future__ import annotations
 
 import os

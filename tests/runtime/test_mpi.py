@@ -82,7 +82,6 @@ def start(library: Path, variables: dict[str, str]) -> None:
 
 
 def make(tmp_path: Path, kind: str) -> Path:
-    """Horovod's library, linked to an MPI of a kind."""
     if kind == "none":
         return horovod(tmp_path, None)
     if kind == "mpich":

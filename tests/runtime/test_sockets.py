@@ -1,5 +1,3 @@
-"""Connections that others opened, found and cut."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""Finding the thread that spins, and lowering its priority."""
-
 from __future__ import annotations
 
 import os
@@ -52,7 +50,6 @@ def test_none_is_found_where_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.fixture
 def sleeper() -> Iterator[int]:
-    """A thread of this process that sleeps."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()

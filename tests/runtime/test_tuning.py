@@ -17,15 +17,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.rules import BLOCK, KEEP_MEMORY, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
-from hvdtrain.runtime.tuning import (
-    RECORD,
-    apply_settings,
-    choose,
-    our_variables,
-    prepare,
-    read_parameters,
-    site_settings,
-)
+from hvdtrain.runtime.tuning import RECORD, apply_settings, choose, our_variables, read_parameters, site_settings
 from tests.runtime.libraries import open_mpi
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
@@ -160,7 +152,6 @@ def test_ranks_agree_on_settings_that_must_be_equal(
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment of this test's own."""
     own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
     monkeypatch.setattr(os, "environ", own)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -171,11 +162,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_preparing_again_changes_nothing(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     environment.update({"OMPI_COMM_WORLD_" + name: "2" for name in ("SIZE", "LOCAL_SIZE")})
     environment.update({"OMPI_COMM_WORLD_" + name: "1" for name in ("RANK", "LOCAL_RANK")})
-    first, once = prepare(), dict(environment)
+    first, once = tuning.prepare(), dict(environment)
     assert first[0].rank == 1
     assert THREADS in once
     monkeypatch.setitem(sys.modules, "torch", tuning)  # by now torch is imported
-    assert prepare() == first
+    assert tuning.prepare() == first
     assert environment == once
 
 

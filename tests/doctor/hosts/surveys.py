@@ -1,5 +1,3 @@
-"""What two hosts have said, all of it well."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -31,12 +29,8 @@ A = HostReport(
     folder=True,
     interfaces=(Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1500, 10000),),
 )
-B = replace(
-    A,
-    name="node-b",
-    address="10.0.0.2",
-    interfaces=(Interface("eth0", "10.0.0.2", "10.0.0.0/24", 1500, 10000),),
-)
+ETH0_OF_B = Interface("eth0", "10.0.0.2", "10.0.0.0/24", 1500, 10000)
+B = replace(A, name="node-b", address="10.0.0.2", interfaces=(ETH0_OF_B,))
 WELL = Survey(
     slots={"a": 2, "b": 2},
     folder="/work",

@@ -57,8 +57,7 @@ def test_all_is_well() -> None:
     ],
 )
 def test_a_difference(survey: Survey, name: str, level: str, said: str, fix: str) -> None:
-    found = [finding for finding in examine(survey) if finding.name == name]
-    (finding,) = found
+    (finding,) = _named(survey, name)
     assert finding.level == level and said in f"{finding.found} {finding.why}" and fix in finding.fix, finding
     assert bool(finding.fix) == (level != "ok")
 
@@ -70,7 +69,7 @@ def test_hosts_that_do_not_answer_have_no_other_findings() -> None:
 
 def test_one_host_under_two_names_is_noticed() -> None:
     survey = replace(WELL, facts={"a": A, "b": A}, addresses={"a": "10.0.0.1", "b": "10.0.0.1"})
-    (finding,) = [finding for finding in examine(survey) if finding.name == "same host"]
+    (finding,) = _named(survey, "same host")
     assert finding.found == "a, b"
 
 

@@ -1,5 +1,3 @@
-"""Clocks of other hosts, from questions and answers."""
-
 from __future__ import annotations
 
 from hypothesis import given

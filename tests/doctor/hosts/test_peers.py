@@ -74,9 +74,7 @@ def test_each_fault_is_distinguished_from_the_others(monkeypatch: pytest.MonkeyP
         assert try_connection(door) == "timeout"
 
 
-def test_a_slow_path_is_measured_in_about_the_given_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_path_is_measured_in_about_the_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only sending moves: a ping by 5 ms each way, a block by 10 ms."""
     now = [0.0]
 

@@ -1,5 +1,3 @@
-"""Messages of ssh, shells and Python, and the findings made from them."""
-
 from __future__ import annotations
 
 import pytest

@@ -37,7 +37,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_ssh(tmp_path: Path) -> dict[str, str]:
-    """An environment in which ssh is another program."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir(exist_ok=True)
     ssh.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FAKE)])} "$@"\n')
@@ -46,7 +45,6 @@ def with_ssh(tmp_path: Path) -> dict[str, str]:
 
 
 def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
-    """What these say."""
     environment = with_ssh(tmp_path)
     ask = HostsRequest(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
     with pytest.MonkeyPatch.context() as patch:

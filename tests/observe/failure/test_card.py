@@ -1,5 +1,3 @@
-"""The card's text and what `failure.json` holds."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Errors by their parts: what caused them, what they say, also where they say it in a strange way; the user's frame."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -87,8 +85,6 @@ def test_the_first_of_several_device_faults_is_reported() -> None:
 
 
 class Mute(ValueError):
-    """Has not even a text."""
-
     def __str__(self) -> str:
         raise RuntimeError("no text")
 

@@ -1,5 +1,3 @@
-"""What /proc says of processes: on written examples, and on real children."""
-
 from __future__ import annotations
 
 import errno

@@ -20,7 +20,6 @@ from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_ca
 from hvdtrain.observe.failure.statement import STALLED, StatementMaker, this_process
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.spans import Spans
-from tests.observe.failure.test_fault import Mute
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks
 
@@ -138,15 +137,6 @@ def test_memory_is_asked_for_only_where_it_ran_out(alone: tuple[Reporter, list[s
     again.job.memory_holders = reporter.job.memory_holders
     again.report_error(error)
     assert "use of the host's memory" in shown[1] and asked == [error]
-
-
-def test_an_error_with_any_text_is_reported(tmp_path: Path) -> None:
-    for number, error in enumerate((Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
-        shown: list[str] = []
-        reporter = _reporters(tmp_path / str(number), 1, shown)[0]
-        reporter.report_error(error)
-        assert f"failed: {type(error).__name__}" in shown[0] and "could not be written" not in shown[0]
-        assert (tmp_path / str(number) / "failure.txt").read_text() == shown[0]
 
 
 def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Which rank is to blame, as tables; what is waited for."""
-
 from __future__ import annotations
 
 import pytest
