@@ -21,8 +21,6 @@ OFFS = torch.tensor([3, 3, 12], dtype=torch.int32)
 
 
 class Linear(nn.Module):
-    """A matrix that is multiplied twice, with a bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.once, self.twice = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)

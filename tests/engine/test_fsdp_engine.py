@@ -51,8 +51,6 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 class Block(nn.Linear):
-    """Records when backward reaches it."""
-
     def __init__(self, name: str, begun: list[str]) -> None:
         super().__init__(4, 4, bias=False)
         self._name, self._begun = name, begun
@@ -66,8 +64,6 @@ class Block(nn.Linear):
 
 
 class Model(nn.Module):
-    """Runs its blocks one after the other, several times."""
-
     def __init__(self, times: int, begun: list[str], *, checkpoints: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(str(number), begun) for number in range(3))

@@ -91,14 +91,8 @@ def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: i
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = OuterPlan(workers=2, every=8, delay=delay)
-        engine = make_periodic(
-            model,
-            plan,
-            _Horovod(thread.native_id),
-            lambda comm, compression: LocalEngine(list(model.named_parameters()), optimizer),
-            "none",
-            elastic=False,
-        )
+        local = LocalEngine(list(model.named_parameters()), optimizer)
+        engine = make_periodic(model, plan, _Horovod(thread.native_id), lambda *_: local, "none", elastic=False)
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == before
         engine.begin_workers(0)
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == (before if nice is None else nice)

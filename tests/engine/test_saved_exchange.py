@@ -22,10 +22,8 @@ STEPS = 6
 class Training:
     def __init__(self, comm: ThreadComm, kind: str, options: dict[str, Any], compression: str = "int8") -> None:
         torch.manual_seed(3)
-        self.comm, self.model = (
-            comm,
-            nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)),
-        )
+        self.comm = comm
+        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
         parameters = self.model.parameters()
         adam = kind == "adam"
         optimizer: Any = torch.optim.Adam(parameters, 0.01) if adam else torch.optim.SGD(parameters, 0.05)

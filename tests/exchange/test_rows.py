@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
 from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
@@ -22,8 +20,6 @@ Fill = Callable[[int, int], Tensor | None]
 
 
 class Counting(ThreadComm):
-    """Bytes of what was handed over, by name."""
-
     def _counted(self, tensor: Tensor, name: str) -> None:
         self.bytes = {**getattr(self, "bytes", {}), name: tensor.numel() * tensor.element_size()}
 
@@ -45,8 +41,6 @@ def _some(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def _exchanged(
     size: int, fill: Fill, compression: str, steps: int = 3, dtype: torch.dtype = torch.float32
 ) -> list[tuple[list[Tensor], Counting]]:
-    """Each rank's sums after each step."""
-
     def body(comm: ThreadComm) -> tuple[list[Tensor], Counting]:
         counting = Counting(comm._hub, comm.rank)
         parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=dtype))
@@ -189,17 +183,3 @@ def test_sparse_sums_equal_dense_ones(comm: ThreadComm, size: int, idle: bool) -
     for ours, dense in zip(both[0].parameters(), both[1].parameters(), strict=True):
         assert ours.grad is not None and dense.grad is not None
         torch.testing.assert_close(ours.grad.to_dense(), dense.grad)
-
-
-def test_one_rank_alone_keeps_it_sparse_too() -> None:
-    model = _model(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = make_engine(optimizer, model, SoloComm(), "none")
-    for used in (True, False):
-        engine.begin(1)
-        engine.backward(model(_indices(0, 1)).sum() if used else model[1](torch.ones(1, 3)).sum())
-        gradients = engine.finish()
-        gradient = model[0].weight.grad
-        assert (gradient is not None and gradient.is_sparse and len(gradient._values()) == 3) if used else not gradient
-        assert len(gradients) == (3 if used else 2)
-        engine.step()

@@ -66,8 +66,6 @@ def test_the_optimizer_is_on_the_host_and_the_exchange_is_not(
 
 
 class Slow:
-    """A collective that ends only when it is waited for."""
-
     def __init__(self, handle: ThreadHandle) -> None:
         self.wait = handle.wait
 

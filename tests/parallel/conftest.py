@@ -43,6 +43,5 @@ def several(hvd: Any) -> Any:
 
 @pytest.fixture
 def several_ranks(job: Any) -> None:
-    """Skip a test that one rank does not need."""
     if job.size == 1:
         pytest.skip("there is one rank: mpirun -np 2")

@@ -36,7 +36,6 @@ def _batch(rank: int) -> Tensor:
 
 
 def _step(engine: Engine, model: nn.Module, job: Comm, scale: float = 1.0) -> dict[str, Tensor]:
-    """The exchanged gradients by name."""
     engine.begin(1)
     loss, _ = engine.forward(lambda: (model(_batch(job.rank)).square().sum() * scale, 4.0))
     engine.backward(loss)
@@ -45,7 +44,6 @@ def _step(engine: Engine, model: nn.Module, job: Comm, scale: float = 1.0) -> di
 
 
 def _sums(model: nn.Module, job: Comm) -> dict[str, Tensor]:
-    """The gradients of all ranks' samples on one rank."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     loss = sum((model(_batch(rank)).square().sum() for rank in range(job.size)), torch.zeros(()))
     found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)

@@ -38,7 +38,6 @@ def _exchange(engine: Engine, model: nn.Module, batches: list[tuple[Tensor, Tens
 
 
 def _reference(counts: list[int]) -> list[Tensor]:
-    """Gradients over the batches of all ranks in float64."""
     model = _model().double()
     for rank, count in enumerate(counts):
         for index in range(count):

@@ -53,7 +53,6 @@ def _named(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_values(model: nn.Module, expected: dict[str, Any]) -> None:
-    """All ranks together have these values."""
     found = _named(model)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -136,13 +135,7 @@ def _draws() -> Task:
     return _task(model)
 
 
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (_reads, r"RuntimeError: .*item"),
-        (_draws, "draws other random"),
-    ],
-)
+@pytest.mark.parametrize(("build", "reason"), [(_reads, r"RuntimeError: .*item"), (_draws, "draws other random")])
 def test_a_task_that_needs_values_is_made_again(build: Callable[[], Task], reason: str, job: Comm) -> None:
     """With the same data. (Of the law 9's runs, some are of jobs where one rank does so.)"""
     task, warning = _make(build, job)

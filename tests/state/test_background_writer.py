@@ -47,7 +47,6 @@ def _state(step: int, width: int = 1000) -> StateDict:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Writing tensors waits for this event."""
     gate = threading.Event()
     real = shard_files.write_shard
 

@@ -72,7 +72,6 @@ def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: 
 
 
 def test_another_step_under_the_name_is_passed_over(tmp_path: Path) -> None:
-    """A whole checkpoint in the place of another one."""
     warnings: list[str] = []
     _save(tmp_path, 1, 1).rename(tmp_path / "step-000009")
     assert CheckpointStore(tmp_path, warnings.append).load_newest() is None

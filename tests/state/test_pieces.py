@@ -40,10 +40,7 @@ def _state(rank: int) -> StateDict:
     """Rank 1 owns nothing of the moment; a count is on ranks 0 and 2."""
     begin, end = ROWS[rank]
     tensors = {"model": MODEL, "optimizer": {"w/m": MOMENT[begin:end], "w/step": torch.tensor(3.0)}}
-    places = {
-        ("optimizer", "w/m"): Place((5, 7), (begin, 0), (rank,)),
-        ("optimizer", "w/step"): Place((), (), (0, 2)),
-    }
+    places = {("optimizer", "w/m"): Place((5, 7), (begin, 0), (rank,)), ("optimizer", "w/step"): Place((), (), (0, 2))}
     if rank == 1:
         return StateDict({"model": MODEL, "optimizer": {}}, _VALUES)
     return StateDict(tensors, _VALUES, places)

@@ -35,7 +35,6 @@ def _all() -> dict[str, Tensor]:
 
 
 def _one(data_offsets: list[int | None], shape: list[int]) -> str:
-    """A header of one tensor."""
     return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": data_offsets}})
 
 

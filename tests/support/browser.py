@@ -83,7 +83,6 @@ def perfetto(trace: Path, folder: Path) -> Iterator[Chrome]:
 
 
 def text(opened: Chrome) -> str:
-    """What the page says."""
     return str(opened.execute_script("return document.body.innerText"))
 
 

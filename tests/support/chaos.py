@@ -66,17 +66,7 @@ _ENVIRONMENT = {**ENVIRONMENT, **_FOUND}
 
 @dataclass(frozen=True)
 class Cell:
-    """A fault and its place.
-
-    Attributes:
-        fault: of `chaos_rank.FAULTS`.
-        phase: of `chaos_rank.PHASES`.
-        size: ranks at the start.
-        hosts: 1 or 2.
-        rank: which it befalls.
-        step: in or after which.
-        options: of training.
-    """
+    """A fault of `chaos_rank.FAULTS` that befalls a rank in or after a step, in a phase of `chaos_rank.PHASES`."""
 
     fault: str
     phase: str
@@ -138,13 +128,9 @@ def undisturbed(folder: Path, *options: str) -> dict[int, float]:
 
 
 def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float], slurm: Slurm | None = None) -> Outcome:
-    """Train while it happens.
+    """Train while it happens, in an empty folder; with `slurm`, in an allocation of two nodes.
 
-    Args:
-        cell: the fault. Two hosts and a disk of its own need root.
-        folder: an empty one.
-        expected: losses of the undisturbed run.
-        slurm: where to train, in an allocation of two nodes.
+    Two hosts and a disk of its own need root.
 
     Errors:
         UnavailableError: the hosts cannot be made.

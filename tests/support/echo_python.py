@@ -29,11 +29,8 @@ def main() -> None:
     """Print the line."""
     info = rank_info(os.environ)
     names = json.loads(os.environ.get("TOLD_NAMES", "[]"))
-    told = {
-        "rank": info.rank,
-        "size": info.size,
-        "local_rank": info.local_rank,
-        "host": info.host,
+    told = {name: getattr(info, name) for name in ("rank", "size", "local_rank", "host")}
+    told |= {
         "argv": sys.argv[1:],
         "cwd": str(Path.cwd()),
         "cores": len(os.sched_getaffinity(0)),

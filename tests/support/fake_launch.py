@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -67,16 +67,9 @@ class FakeJob:
         """Start it."""
         own = {"FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(ROOT), SILENT: str(self._silent_s)}
         own[PYTHON] = self._python
-        environment, pipe = {**os.environ, **own, "PYTHONWARNINGS": "default"}, subprocess.PIPE
-        self._process = subprocess.Popen(
-            self._command,
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-        )
+        environment = {**os.environ, **own, "PYTHONWARNINGS": "default"}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._process = subprocess.Popen(self._command, cwd=self.folder, env=environment, text=True, **streams)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -92,7 +85,6 @@ class FakeJob:
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -121,7 +113,6 @@ class FakeJob:
         return self._process.returncode, out
 
     def signal(self, number: int) -> None:
-        """Send a signal to the driver."""
         self._process.send_signal(number)
 
     def log(self, word: str = "") -> list[str]:

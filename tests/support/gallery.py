@@ -55,15 +55,7 @@ KILLED_AT = 27
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is left of a job.
-
-    Attributes:
-        folder: in which it was started; its run is ``run`` there.
-        code: its exit code.
-        out: its standard output.
-        err: its standard error.
-        notes: what else was seen of it.
-    """
+    """What is left of a job that was started in `folder`; `notes` have what else was seen of it."""
 
     folder: Path
     code: int
@@ -73,12 +65,10 @@ class Recorded:
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
         return self.folder / "run"
 
     @cached_property
     def journal(self) -> list[dict[str, Any]]:
-        """Its lines."""
         return read_journal(self.run / "journal.jsonl")
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -102,7 +92,6 @@ class Recorded:
         return found[1]
 
     def card(self) -> dict[str, Any]:
-        """The failure card."""
         return json.loads((self.run / "failure.json").read_text())  # type: ignore[no-any-return]
 
 
@@ -123,11 +112,7 @@ def _recording(make: Callable[[Path], Recorded]) -> Callable[[Path], Recorded]:
 
 
 class Gallery:
-    """Recorded runs by name.
-
-    Args:
-        root: a folder that the processes of a test run share.
-    """
+    """Recorded runs by name, in a folder that the processes of a test run share."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

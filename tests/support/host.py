@@ -174,11 +174,9 @@ class Host:
         return done
 
     def seen(self, path: Path) -> Path:
-        """Where this process sees a file of the host."""
         return self.files / path.relative_to("/")
 
     def write(self, path: Path, text: str, mode: int = 0o600) -> None:
-        """Write a file that this host sees."""
         file = self.seen(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -189,7 +187,6 @@ class Host:
         return {pid for pid in psutil.pids() if pid_namespace(pid) == self.namespace}
 
     def end(self, ids: set[int]) -> None:
-        """End processes of the host."""
         for pid in ids & self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()

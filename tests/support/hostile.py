@@ -70,12 +70,7 @@ _TEXTS = {
 
 
 def make(folder: Path, run: Path) -> None:
-    """Write all of them into an empty folder.
-
-    Args:
-        folder: in which commands are then run.
-        run: a run that has finished; copies of it are damaged.
-    """
+    """Write all of them into an empty folder; copies of a run that has finished are damaged."""
     for name, text in _TEXTS.items():
         (folder / name).write_text(text)
     (folder / "binary").write_bytes(bytes(range(256)) * 9)

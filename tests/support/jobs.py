@@ -15,13 +15,11 @@ PASSED = ("PATH", "HF_HOME", "SECRET")
 
 
 def one(mpi: Mpi | None = None, ranks: int = 2, **more: object) -> JobSpec:
-    """A job on this host."""
     made = JobSpec(ARGUMENTS, ranks, python="/venv/bin/python", folder="/home/me/my work", mpi=mpi)
     return replace(made, **more)  # type: ignore[arg-type]
 
 
 def two(mpi: Mpi | None = None, **more: object) -> JobSpec:
-    """A job on two hosts."""
     reach = {"interface": "eth0", "ssh_port": 2022, "ssh_options": ("-i", "/key"), "pass_on": PASSED}
     return one(mpi, 8, nodes=2, hosts={"a": 4, "b": 4}, **{**reach, **more})
 

@@ -19,11 +19,7 @@ FACTS = {
 
 
 class FakeRun:
-    """A run in `folder` that writes its journal start by start.
-
-    Args:
-        options: of the config, by section.
-    """
+    """A run in `folder` that writes its journal start by start; `options` are those of its config, by section."""
 
     def __init__(self, folder: Path, *, batch: int = 8, **options: Any) -> None:
         folder.mkdir(parents=True)
@@ -31,7 +27,6 @@ class FakeRun:
         self.config = {"task": "image", "seed": 0, "run_dir": str(folder), "train": {"steps": 100}, **options}
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Append lines."""
         with (self.folder / "journal.jsonl").open("a") as file:
             file.writelines(f"{json.dumps(record, separators=(',', ':'))}\n" for record in records)
 
@@ -65,7 +60,6 @@ class FakeRun:
 
 
 def read_events(run: Path | str, name: str) -> list[dict[str, Any]]:
-    """Return the events of a run that have this name."""
     return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == name]
 
 

@@ -24,7 +24,6 @@ WHEELS = {
 
 @required()
 def beside() -> Mpi:
-    """The Open MPI 4 of this environment."""
     found = Path(beside_python("mpirun"))
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
     if "(Open MPI) 4." not in said:

@@ -70,44 +70,24 @@ def distribute(
 ) -> Any:
     """What `DistributedOptimizer` does, on threads."""
     weight = 1 / comm.size if weight is None else weight
+    how: dict[str, Any] = {"weight": weight, "factor": factor, "passes": passes}
     named = [
         (n, p) for n, p in model.named_parameters() if any(p is q for g in optimizer.param_groups for q in g["params"])
     ]
     if shard == "none":
-        reducer = Reducer(
-            lambda: [(n, p) for n, p in named if p.requires_grad],
-            comm,
-            parse(compression),
-            weight=weight,
-            factor=factor,
-            passes=passes,
-            as_views=False,
-        )
+        trained = lambda: [(n, p) for n, p in named if p.requires_grad]  # noqa: E731
+        reducer = Reducer(trained, comm, parse(compression), as_views=False, **how)
         return exchanging(optimizer, Exchange(reducer, lambda: (comm, weight, factor), lambda: 0))
-    exchange = divide_optimizer(
-        optimizer,
-        named,
-        comm,
-        compression,
-        lambda: 0,
-        shard=shard,
-        variables={},
-        weight=weight,
-        factor=factor,
-        passes=passes,
-        name="gradients",
-    )
-    return exchanging(optimizer, exchange)
+    how |= {"shard": shard, "variables": {}, "name": "gradients"}
+    return exchanging(optimizer, divide_optimizer(optimizer, named, comm, compression, lambda: 0, **how))
 
 
 def make(comm: ThreadComm, shard: str, kind: str = "adamw", compression: str = "none", **options: Any) -> Any:
-    """Return a model and its distributed optimizer."""
     model = Model()
     return model, distribute(comm, model, OPTIMIZERS[kind](model.parameters()), shard, compression, **options)
 
 
 def train(comm: ThreadComm, model: nn.Module, optimizer: Any, steps: Iterable[int] = range(STEPS)) -> list[float]:
-    """Run the usual loop; return the losses."""
     losses = []
     for step in steps:
         optimizer.zero_grad()

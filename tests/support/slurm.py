@@ -89,7 +89,6 @@ class Slurm:
 
     @property
     def first(self) -> Host:
-        """Where commands are run."""
         return self.hosts[0]
 
     def run(
@@ -119,7 +118,6 @@ class Slurm:
         return self.facts(job).get("JobState", "")
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for what Slurm or a job does."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, f"waited {TIMEOUT_S} s for {what}\n{self.told()}"

@@ -34,11 +34,7 @@ class _Meeting:
 
 
 class Hub:
-    """What the ranks share, and whose turn it is to run.
-
-    Args:
-        size: number of ranks.
-    """
+    """What the ranks share, and whose turn it is to run."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -57,7 +57,6 @@ def main():
 
 
 def wheel(folder: Path, name: str, version: str, needs: Sequence[str] = (), tag: str = "py3-none-any") -> Path:
-    """Write a wheel that holds nothing."""
     path = folder / f"{name}-{version}-{tag}.whl"
     info = f"{name}-{version}.dist-info"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]

@@ -18,12 +18,10 @@ from hvdtrain.task.text_sources import standard_library
 
 
 def ids(windows):
-    """All ids of the file's part that the windows cut."""
     return windows.file.map()[windows.start : windows.start + windows.count].tolist()
 
 
 def documents(windows):
-    """The documents that were joined, as bytes."""
     found, current = [], []
     for token in ids(windows):
         if token == SEPARATOR:
@@ -130,7 +128,6 @@ def test_tokens_are_used_where_they_stand(tmp_path, cache, dtype):
 
 @pytest.fixture
 def three(tmp_path):
-    """Files of ids from 0, 1000 and 2000 on."""
     for number, count in enumerate((400, 200, 100)):
         np.save(tmp_path / f"{number}.npy", 1000 * number + np.arange(count))
     return [str(tmp_path / f"{number}.npy") for number in range(3)]

@@ -85,8 +85,7 @@ def _cut(row: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("mamba", {"state_size": 4, "num_hidden_layers": 2}), ("bloom", {"n_layer": 2, "n_head": 4})],
+    ("name", "shape"), [("mamba", {"state_size": 4, "num_hidden_layers": 2}), ("bloom", {"n_layer": 2, "n_head": 4})]
 )
 def test_a_model_that_ignores_positions_is_refused(tmp_path: Any, name: str, shape: dict[str, Any]) -> None:
     config = tmp_path / "config.json"

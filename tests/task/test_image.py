@@ -113,8 +113,6 @@ def test_synthetic_images_have_the_shape_that_was_asked_for():
 
 
 class Lookup(nn.Module):
-    """Logits that are the image's first pixels."""
-
     def forward(self, pixel_values):
         return SimpleNamespace(logits=pixel_values.flatten(1)[:, :10])
 

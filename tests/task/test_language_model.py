@@ -40,8 +40,6 @@ def text(tmp_path):
 
 
 class Lookup(nn.Module):
-    """Logits of the next id by a table of the last."""
-
     def __init__(self, dtype):
         super().__init__()
         generator = torch.Generator().manual_seed(2)

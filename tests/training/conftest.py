@@ -24,7 +24,6 @@ def _no_slow_sink_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -142,8 +142,6 @@ OPTIONS = ("--train.global_batch=5", "--train.micro_batch=1", "--train.steps=8",
 
 
 class Writes(nn.Module):
-    """Statistics, a sum, the largest number, a cache and a constant."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(2, momentum=0.5)

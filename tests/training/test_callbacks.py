@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import hvdtrain
 from hvdtrain.comm.base import Comm
-from hvdtrain.state.checkpoint_store import MANIFEST, load
+from hvdtrain.state.checkpoint_store import load
 from hvdtrain.state.measure import Measure
 from hvdtrain.training.callbacks.early_stopping import EarlyStopping
 from hvdtrain.training.callbacks.group import Callbacks
@@ -41,8 +40,6 @@ def _train(*callbacks: hvdtrain.Callback, task: Any = toy, checkpoint: Any = Non
 
 
 class Note(hvdtrain.Callback):
-    """Notes its calls, and keeps their number."""
-
     def __init__(self, every: int = 1) -> None:
         self.every, self.calls, self.known = every, list[tuple[str, int]](), 0
 
@@ -88,8 +85,6 @@ def test_state_comes_back_or_is_dropped_with_its_callback(capfd: pytest.CaptureF
 
 
 class Stop(hvdtrain.Callback):
-    """Asks for a stop on one rank."""
-
     def __init__(self, where: str, rank: int = 0) -> None:
         self._where, self._rank = where, rank
 
@@ -148,22 +143,7 @@ def test_progress_counts_anew(evaluations: list[tuple[int, float]], stops_at: li
     assert stopped == stops_at
 
 
-class Replace(hvdtrain.Callback):
-    def on_evaluation(self, training: Any, evaluation: Any) -> None:
-        evaluation.metrics["given"] = {4: 1.0, 8: 9.0}.get(training.step, 5.0)
-
-
-@pytest.mark.parametrize(("best", "kept"), [("given:max", 8), ("given", 4), ("given:min", 4)])
-def test_the_best_checkpoint_by_a_metric_is_kept(best: str, kept: int) -> None:
-    _train(Replace(), steps=16, checkpoint={"keep": 1, "best": best})
-    found = sorted(Path("run/checkpoints").glob("step-*"))
-    assert [path.name for path in found] == [f"step-{step:06d}" for step in (kept, 16)]
-    assert json.loads((found[0] / MANIFEST).read_text())["metrics"]["given"] == {4: 1.0, 8: 9.0}[kept]
-
-
 class Follow(hvdtrain.Callback):
-    """Computes an average in float64."""
-
     def __init__(self, decay: float) -> None:
         self._decay, self.found = decay, dict[str, Tensor]()
 

@@ -143,7 +143,6 @@ class Breaking(nn.Module):
 
 
 def _task(block: nn.Module, width: int, held_out: int = 0, **more: Any) -> Task:
-    """A task of one block and eight samples."""
     model = nn.ModuleDict({"layers": nn.ModuleList([block])})
     data, held = (torch.utils.data.TensorDataset(torch.ones(count, width)) for count in (8, held_out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -109,8 +109,6 @@ def test_ranks_share_a_device_only_where_they_may() -> None:
 
 
 class FakeStream:
-    """A CUDA stream that notes what it waits for."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 

@@ -24,8 +24,6 @@ CPU = torch.device("cpu")
 
 
 class Plain(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Notes which samples were taken."""
-
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.taken = x, list[int]()
 
@@ -47,7 +45,6 @@ def _task(samples: int = 11) -> Task:
 def _evaluate(
     task: Task, comm: Any = None, *, micro_batch: int = 3, most: int = 0, workers: int = 0, times: int = 1, **how: Any
 ) -> Evaluation:
-    """Return the result of the last time."""
     comm, device = comm or SoloComm(), how.pop("device", CPU)
     config = Config(train=TrainConfig(micro_batch=micro_batch, eval_samples=most), loader=LoaderConfig(workers=workers))
     held_out = HeldOut(task, comm, config, on_cuda=False)
@@ -58,7 +55,6 @@ def _evaluate(
 
 
 def test_equals_the_mean_over_all_samples() -> None:
-    """Each batch counts as progress."""
     task, touched = _task(), []
     found = _evaluate(task, touch=lambda: touched.append(1))
     assert len(touched) == 4 and task.model.training
@@ -131,8 +127,6 @@ def test_each_sample_is_used_once_and_any_size_gives_the_same(size: int, samples
 
 
 class Made(torch.utils.data.Dataset[tuple[torch.Tensor, float]]):
-    """Samples that hold the number of the process that made them."""
-
     def __len__(self) -> int:
         return 4
 
@@ -205,9 +199,3 @@ def test_state_kept_during_evaluation_can_be_used_in_training() -> None:
     _evaluate(task)
     assert (task.model.training, task.model.frozen.training) == (True, False)  # type: ignore[union-attr]
     task.loss(task.model, (torch.ones(2, 6), torch.ones(2)))[0].backward()  # type: ignore[union-attr]
-
-
-def test_where_nothing_is_held_out_there_is_no_evaluation() -> None:
-    bare = dataclasses.replace(_task(), heldout_data=None)
-    held_out = HeldOut(bare, SoloComm(), Config(), on_cuda=False)
-    assert evaluate(bare, bare.model, SoloComm(), Precision("fp32", CPU), CPU, held_out) is None

@@ -13,8 +13,6 @@ from hvdtrain.training.diagnostics.experts import make_routers
 
 
 class Gate(nn.Module):
-    """Chooses the experts that it is told to."""
-
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.experts = experts

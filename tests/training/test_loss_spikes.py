@@ -79,16 +79,3 @@ JUMPS = [9.0 if t in (50, 53, 120) else loss for t, loss in enumerate(NOISE["lev
 def test_spikes(losses: list[float], spikes: list[int]) -> None:
     """In any unit, again after a while, and not each change of a curve without noise."""
     assert _told(losses) == spikes
-
-
-def test_a_drop_is_reported_once() -> None:
-    losses = NOISE["level"](random.Random(0), 200)
-    losses[100:110] = [0.3] * 10
-    assert _told(losses, "down") == [100] and _told(losses) == []
-
-
-def test_a_loss_that_rises_slowly_is_reported_once_with_its_begin() -> None:
-    rng = random.Random(0)
-    losses = [3 - 0.001 * min(t, 600) + max(0, t - 600) * 0.0005 + rng.gauss(0, 0.05) for t in range(2000)]
-    ((since, was, now),) = _rises(losses)
-    assert 500 <= since <= 800 and was == pytest.approx(2.42, abs=0.05) and now > was + 0.02

@@ -57,8 +57,6 @@ def test_each_kind_of_memory_is_counted_once() -> None:
 
 
 class _Greedy(nn.Module):
-    """Runs out of memory in its second forward pass."""
-
     passes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +130,6 @@ def _of_rank(comm: Any, tmp_path: Path, run: Any) -> Any:
 
 @pytest.mark.slow
 def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To the byte."""
     monkeypatch.setattr(torch_group, "_lasting", {})
     with imagined_ranks(2):
         needed = {size: predict_memory(_parsed(str(size)), stack, 2).peak for size in (4, 8)}

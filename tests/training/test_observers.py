@@ -128,17 +128,10 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
 
     def body(comm: ThreadComm) -> None:
         recorder = Recorder(None, Progress("samples", 60.0, live=False, quiet=True))
-        progress = SimpleNamespace(step=started_at)
-        state = SimpleNamespace(model=nn.Linear(1, 1), progress=progress)
-        current = SimpleNamespace(
-            run=SimpleNamespace(config=Config()),
-            worker=SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank], compiled=0),
-            comm=comm,
-            layout=RunLayout(folder),
-            spans=Spans(),
-            recorder=recorder,
-            stop=100,
-        )
+        state = SimpleNamespace(model=nn.Linear(1, 1), progress=SimpleNamespace(step=started_at))
+        worker = SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank], compiled=0)
+        current = SimpleNamespace(comm=comm, worker=worker, recorder=recorder, layout=RunLayout(folder), stop=100)
+        current.run, current.spans = SimpleNamespace(config=Config()), Spans()
         observers.add_stamps(cast(Round, current))
         recorder.close()
 
@@ -150,7 +143,6 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks that measured."""
     found: list[int] = []
     measure = observers.probe_link
 

@@ -48,8 +48,6 @@ class Model(nn.Module):
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products by the width of their result."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.widths: Counter[int] = Counter()

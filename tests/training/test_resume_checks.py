@@ -73,7 +73,6 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps."""
     folder = tmp_path_factory.mktemp("original") / "run"
     _train(folder, "--train.steps=6")
     return folder
@@ -111,7 +110,6 @@ def test_a_model_that_is_compiled_and_wrapped_resumes_a_plain_one(first: bool, t
 
 @pytest.fixture
 def run(original: Path, tmp_path: Path) -> Path:
-    """A copy of it, which knows no other place."""
     copy = shutil.copytree(original, tmp_path / "run")
     for name in ("config.yaml", "journal.jsonl"):
         (copy / name).write_text((copy / name).read_text().replace(str(original), str(copy)))

@@ -26,8 +26,6 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 
 
 class Router(nn.Module):
-    """Chooses the expert that a token names."""
-
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(experts, 2))
@@ -108,10 +106,6 @@ def test_tokens_are_counted_on_all_ranks_and_once() -> None:
     assert on_ranks(3, body) == [pytest.approx([-0.1, 0.1, 0.1, 0.1])] * 3
 
 
-def test_a_model_without_routers_has_no_loads() -> None:
-    assert make_router_loads(nn.Sequential(nn.Linear(2, 2)), SoloComm(), 0.1, lambda event: None, counts=True) is None
-
-
 @pytest.mark.parametrize("options", [(), ("--memory.checkpointing=full",)])
 def test_biases_do_not_depend_on_the_number_of_ranks(
     options: tuple[str, ...], trained: Callable[..., Recorded]
@@ -132,8 +126,6 @@ BALANCED = (*DIVIDED, "--train.balance_loss=0.05", "--train.router_bias=0")
 
 
 class ScoringRouter(nn.Module):
-    """Returns the scores that it gets, and the two largest."""
-
     def __init__(self, *, sigmoid: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 2))

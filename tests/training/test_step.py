@@ -246,7 +246,6 @@ def test_an_optimizer_of_another_model() -> None:
 
 
 def _encoding(given: dict[str, Any]) -> Any:
-    """What transformers' collators make."""
     return pytest.importorskip("transformers").BatchEncoding(given)
 
 

@@ -205,7 +205,6 @@ def test_a_rank_that_idles_waits_for_the_others(trained: Callable[..., Recorded]
 
 
 def _weighted(weight: Any, **others: Any) -> Task:
-    """A task whose weights are all alike."""
     model = nn.Linear(1, 1)
     data = torch.utils.data.TensorDataset(torch.ones(16, 1))
     return Task(model, lambda model, batch: (model(batch[0]).sum(), weight), data, **others)

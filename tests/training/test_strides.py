@@ -63,11 +63,8 @@ def _trained(folder: Path, *options: str, size: int, turned: bool) -> list[dict[
 )
 def test_strides_change_nothing(size: int, compression: str, optimizer: str, tmp_path: Path) -> None:
     """Also after a resume, for which the state of the optimizer is read from a file."""
-    options = (
-        f"--optimizer.name={optimizer}",
-        f"--optimizer.lr={LR[optimizer]}",
-        f"--parallel.compression={compression}",
-    )
+    how = {"optimizer.name": optimizer, "optimizer.lr": LR[optimizer], "parallel.compression": compression}
+    options = [f"--{name}={value}" for name, value in how.items()]
     tolerance = 1e-4 if compression == "none" else 1e-2
     expected = _trained(tmp_path / "row-major", *options, size=size, turned=False)
     _trained(tmp_path / "turned", *options, "--train.stop_at=3", size=size, turned=True)

@@ -28,11 +28,8 @@ def _task(kind: str, *, sync: bool, momentum: float | None = 0.1) -> Task:
         x, first, norm = torch.randn(60, 2, 4, 4), nn.Conv2d(2, 5, 3, bias=False), nn.BatchNorm2d(5, momentum=momentum)
         model = nn.Sequential(first, norm, nn.ReLU(), nn.Flatten(), nn.Linear(20, 1))
     else:
-        x, first, norm = (
-            torch.randn(60, 6),
-            nn.Linear(6, 8, bias=False),
-            nn.BatchNorm1d(8, affine=kind != "plain", eps=1e-3),
-        )
+        x, first = torch.randn(60, 6), nn.Linear(6, 8, bias=False)
+        norm = nn.BatchNorm1d(8, affine=kind != "plain", eps=1e-3)
         model = nn.Sequential(first, norm, nn.Tanh(), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1))
     if sync:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -82,13 +79,8 @@ def test_a_resumed_run_and_the_model_at_its_end_are_as_without(tmp_path: Path) -
     _train(tmp_path / "parts", 2, 4, "--train.stop_at=3", kind="vectors", sync=True)
     assert _train(tmp_path / "parts", 2, 4, kind="vectors", sync=True).losses() == whole.losses()
     task = _task("vectors", sync=True)
-    options = (
-        TOY,
-        "--train.global_batch=8",
-        "--train.micro_batch=4",
-        "--train.steps=1",
-        f"--run_dir={tmp_path / 'run'}",
-    )
+    sizes = ("--train.global_batch=8", "--train.micro_batch=4", "--train.steps=1")
+    options = (TOY, *sizes, f"--run_dir={tmp_path / 'run'}")
     for result in train_on_threads(*options, size=2, build=lambda rank: copy.deepcopy(task)):
         assert type(copy.deepcopy(result.model)[1]) is nn.SyncBatchNorm
 

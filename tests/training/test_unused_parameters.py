@@ -54,7 +54,6 @@ def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain(kind: str) -> dict[str, Tensor]:
-    """Train as plain torch does."""
     model = Layers()
     optimizer = _optimizer(kind, model)
     for step in range(len(USES)):

@@ -66,7 +66,6 @@ def _step(worker: WorkerState) -> None:
 
 
 def _held(worker: WorkerState) -> torch.Tensor:
-    """Weights and residuals."""
     tensors, _ = worker.state.exchange.state_dict()  # type: ignore[union-attr]
     residuals = [tensor for name, tensor in sorted(tensors.items()) if name.endswith(RESIDUAL)]
     return torch.cat([tensor.detach().flatten() for tensor in [*worker.state.model.parameters(), *residuals]]).clone()
@@ -114,15 +113,10 @@ def test_where_ranks_hold_pieces_the_newest_commit_counts(worker: WorkerState, s
     assert worker.step == worker.offer()[0] == 1
 
 
-@pytest.mark.parametrize("worker", ["topk:0.2", DIVIDED], indirect=True)
-def test_where_there_is_no_commit_there_is_nothing_to_offer(worker: WorkerState) -> None:
-    worker.end_round(synchronized=False)
-    assert worker.offer() == (NOTHING, "")
-
-
-@pytest.mark.parametrize("worker", ["none"], indirect=True)
-def test_a_rank_that_never_had_the_state_offers_none(worker: WorkerState) -> None:
-    worker.step = NOTHING  # it has a model as the task made it, and rank 0 was lost before it gave its own
+@pytest.mark.parametrize(("worker", "had"), [("topk:0.2", True), (DIVIDED, True), ("none", False)], indirect=["worker"])
+def test_without_a_commit_or_a_state_there_is_nothing_to_offer(worker: WorkerState, had: bool) -> None:
+    if not had:  # it has a model as the task made it, and rank 0 was lost before it gave its own
+        worker.step = NOTHING
     worker.end_round(synchronized=False)
     assert worker.offer() == (NOTHING, "")
 
