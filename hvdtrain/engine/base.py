@@ -112,6 +112,10 @@ class Engine(Protocol):
         """Whether ranks have different parts of the state, so that losing one loses state."""
         return self.owned() is not None
 
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks that each have a residual of their own, where this rank has one; none if all are equal."""
+        return ()
+
     def keeps(self, key: str) -> bool:
         """Return whether this rank has use for a tensor of the exchange's state."""
         return not is_rounded(key)

@@ -6,7 +6,7 @@ the encoding of an update of the parameters loses is sent with the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ class CodedShardedEngine(ShardedEngine):
     def state_place(self, key: str) -> Place | None:
         """Return the place of exact parameters."""
         return self._owned[key.rpartition("/")[0]].place if is_master(key) else None
+
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return all ranks, if the compression uses error feedback."""
+        return range(self._comm.size if self.keeps_error else 0)
 
     def keeps(self, key: str) -> bool:
         """Return True: also rounded values of the model."""

@@ -80,6 +80,10 @@ class ExchangeEngine(Engine):
         """Return the state's tensors as if they were synchronized. Collective: yes."""
         return self.reducer.synchronized_state()
 
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return all ranks."""
+        return range(self.reducer.ranks)
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the plan of the buckets, and the compressors' state."""
         tensors, values = self.reducer.state_dict()

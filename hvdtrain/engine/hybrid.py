@@ -141,6 +141,11 @@ class HybridEngine(FsdpEngine):
         """Return the place of a residual."""
         return self._owned[key.rpartition("/")[0]].place
 
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks with the same rows, one of each group."""
+        own = self._owned.get(key.rpartition("/")[0])
+        return () if own is None or own.place is None else own.place.ranks
+
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals, of whole parameters or of this rank's rows."""
         rows = {}

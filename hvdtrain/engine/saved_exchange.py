@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
@@ -32,10 +33,11 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
     model = dict(held.tensors["model"])
     rounded = sorted(model.keys() & (engine.owned() or {}).keys()) if facts.get("inexact") else []
     residuals = [key for key in tensors if is_residual(key)]
-    if _fits(held, residuals, rounded, comm):
+    if _fits(held, engine, residuals, rounded, comm):
         for key in residuals:
-            offset = (comm.rank, *(0,) * tensors[key].dim())
-            places["exchange", key] = Place((comm.size, *tensors[key].shape), offset, (comm.rank,))
+            ranks, place = engine.residual_ranks(key), places.get(("exchange", key))
+            shape, offset = (place.shape, place.offset) if place else (tensors[key].shape, (0,) * tensors[key].dim())
+            places["exchange", key] = Place((len(ranks), *shape), (ranks.index(comm.rank), *offset), (comm.rank,))
             tensors[key] = tensors[key].unsqueeze(0)
         tensors |= {rounded_key(name): model[name] for name in rounded}
         facts = {**facts, EACH_RANK: True}
@@ -53,21 +55,21 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
     )
 
 
-def _fits(held: StateDict, residuals: list[str], rounded: list[str], comm: Comm) -> bool:
+def _fits(held: StateDict, engine: Engine, residuals: list[str], rounded: list[str], comm: Comm) -> bool:
     """Return whether residuals and rounded values are at most as large as the rest of the checkpoint. Collective: yes.
 
-    False without any, and where residuals have places or are those of other ranks.
+    False without any, and where ranks have no residuals of their own.
     """
-    exchange, model = held.tensors.get("exchange", {}), held.tensors["model"]
-    placed = [key for key in residuals if ("exchange", key) in held.places]
+    exchange = held.tensors.get("exchange", {})
     own = sum(exchange[key].nbytes for key in residuals)
-    pieces = sum(held.tensors[group][name].nbytes for group, name in held.places)
-    numbers = torch.tensor([own, len(placed), pieces])
-    extra, are_placed, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
-    extra += sum(model[name].nbytes for name in rounded)
-    if comm.size == 1 or not extra or are_placed or held.values["exchange"]["ranks"] != comm.size:
-        return False
-    return bool(extra <= rest + held.replicated().nbytes - own)
+    equal = sum(not engine.residual_ranks(key) for key in residuals)
+    others = [key for key in held.places if key[0] != "exchange"]
+    pieces = sum(piece.tensor.nbytes for piece in held.pieces(others))
+    numbers = torch.tensor([own, equal, pieces])
+    extra, are_equal, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
+    extra += sum(held.tensors["model"][name].nbytes for name in rounded)
+    whole = sum(t.nbytes for group, ts in held.replicated().tensors.items() if group != "exchange" for t in ts.values())
+    return bool(comm.size > 1 and extra and not are_equal and extra <= rest + whole)
 
 
 def has_mean_residuals(saved: StateDict) -> bool:
@@ -81,11 +83,12 @@ def of_rank(saved: StateDict, engine: Engine, comm: Comm) -> StateDict:
     facts = saved.values.get("exchange") or {}
     if not facts.get(EACH_RANK):
         return saved
-    same, tensors = facts["ranks"] == comm.size, {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in saved.tensors["exchange"].items():
         if is_residual(key):
-            tensors[key] = tensor[comm.rank] if same else tensor.mean(0)
-        elif (same and engine.keeps(key)) or not is_rounded(key):
+            ranks = engine.residual_ranks(key)
+            tensors[key] = tensor[ranks.index(comm.rank)] if len(ranks) == len(tensor) else tensor.mean(0)
+        elif not is_rounded(key) or (facts["ranks"] == comm.size and engine.keeps(key)):
             tensors[key] = tensor
     facts = {key: value for key, value in facts.items() if key != EACH_RANK}
     return replace(saved, tensors={**saved.tensors, "exchange": tensors}, values={**saved.values, "exchange": facts})

@@ -29,8 +29,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "engine/saved_exchange.py",
-        "tensors[key] = tensor[comm.rank] if same else tensor.mean(0)",
-        "tensors[key] = tensor.mean(0)",
+        "tensor[ranks.index(comm.rank)] if len(ranks) == len(tensor) else tensor.mean(0)",
+        "tensor.mean(0)",
         "a resume gives each rank the mean of the residuals",
         "tests/engine/test_saved_exchange.py",
     ),
