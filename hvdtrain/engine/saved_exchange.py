@@ -56,20 +56,19 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
 
 
 def _fits(held: StateDict, engine: Engine, residuals: list[str], rounded: list[str], comm: Comm) -> bool:
-    """Return whether residuals and rounded values are at most as large as the rest of the checkpoint. Collective: yes.
+    """Return whether the residuals of all ranks are at most as large as the rest of the checkpoint. Collective: yes.
 
-    False without any, and where ranks have no residuals of their own.
+    False if there is nothing of the kind to save, and where ranks have no residuals of their own.
     """
     exchange = held.tensors.get("exchange", {})
     own = sum(exchange[key].nbytes for key in residuals)
     equal = sum(not engine.residual_ranks(key) for key in residuals)
-    others = [key for key in held.places if key[0] != "exchange"]
+    others = [(group, name) for group, name in held.places if group != "exchange" or not is_residual(name)]
     pieces = sum(piece.tensor.nbytes for piece in held.pieces(others))
     numbers = torch.tensor([own, equal, pieces])
-    extra, are_equal, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
-    extra += sum(held.tensors["model"][name].nbytes for name in rounded)
+    every, are_equal, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
     whole = sum(t.nbytes for group, ts in held.replicated().tensors.items() if group != "exchange" for t in ts.values())
-    return bool(comm.size > 1 and extra and not are_equal and extra <= rest + whole)
+    return bool(comm.size > 1 and (every or rounded) and not are_equal and every <= rest + whole)
 
 
 def has_mean_residuals(saved: StateDict) -> bool:

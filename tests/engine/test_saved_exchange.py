@@ -101,9 +101,6 @@ def test_saving_changes_nothing_and_a_resume_neither(
     results = on_ranks(ranks, interrupted)
     assert all(_same(found, expected) for (_, found), expected in zip(results, whole, strict=True))
     checkpoint = _checkpoint([held for held, _ in results])
-    if options and compression == "int8" and ranks == 3:  # more than the rest: without the rounded parameters, too
-        assert EACH_RANK not in checkpoint.values["exchange"]
-        return
     assert checkpoint.values["exchange"][EACH_RANK]
 
     def resumed(comm: ThreadComm) -> list[Tensor]:
