@@ -58,7 +58,7 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
 def _fits(held: StateDict, engine: Engine, residuals: list[str], rounded: list[str], comm: Comm) -> bool:
     """Return whether the residuals of all ranks are at most as large as the rest of the checkpoint. Collective: yes.
 
-    False if there is nothing of the kind to save, and where ranks have no residuals of their own.
+    False without residuals and rounded values, and where ranks have no residuals of their own.
     """
     exchange = held.tensors.get("exchange", {})
     own = sum(exchange[key].nbytes for key in residuals)
