@@ -32,7 +32,7 @@ LAYERS = (
     "export fit serve tune verify",
     "cli torch",
 )
-"""A room imports rooms of lines above its own, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
+"""A room imports rooms of the lines above its own, and itself. `hvdtrain` and `hvdtrain.__main__` import all."""
 
 
 pytestmark = pytest.mark.xdist_group("structure")  # one process reads all files

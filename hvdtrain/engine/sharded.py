@@ -234,11 +234,11 @@ class ShardedEngine(DividedEngine):
 
     def unused(self) -> list[bool]:
         """Return for each trained parameter whether it has no gradient."""
-        return [name not in self._used for parameter, name in self._names.items() if _is_trained(parameter)]
+        return [name not in self._used for name in self._trained_names()]
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used, unless a residual is their sum. Collective: yes."""
-        trained = [name for parameter, name in self._names.items() if _is_trained(parameter)]
+        trained = self._trained_names()
         owned = [self._owned[trained[number]].parameter for number in numbers]
         delivered = torch.zeros(len(owned), dtype=torch.int64)
         if owned and (self.keeps_error or self._residuals):
@@ -248,6 +248,9 @@ class ShardedEngine(DividedEngine):
         for each, of_residual in zip(owned, delivered.tolist(), strict=True):
             if each is not None and not of_residual:
                 each.grad = None
+
+    def _trained_names(self) -> list[str]:
+        return [name for parameter, name in self._names.items() if _is_trained(parameter)]
 
     def _whole_shapes(self) -> Iterable[Sequence[int]]:
         return [shape for bucket in self._buckets for shape in bucket.shapes()]

@@ -320,7 +320,7 @@ class TestFailure:
         left = job.by_rank(1)
         job.join(left, why, "Connection reset")
         assert sizes(job) == [4, 4] and not job.code
-        assert left.told == ["round", "round"], "who has left already is not told to leave"
+        assert left.told == ["round", "round"], "a rank that has left is not asked to leave"
 
     def test_not_elastic_a_death_ends_the_job(self) -> None:
         job = world(Limits(4, 4, 4, elastic=False))

@@ -403,7 +403,7 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_a_closure_is_followed_with_summed_gradients(hvd: Any, job: Comm) -> None:
-    """A line search looks at the loss too, of which each rank returns its own. The reference is one rank with all."""
+    """A line search reads the loss, too, and each rank returns its own. The reference is one rank with all samples."""
     model, alone = _model(), _model()
     how: dict[str, Any] = {"max_iter": 5, "line_search_fn": "strong_wolfe"}
     optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **how))

@@ -103,7 +103,7 @@ def rank_rows(size: int, late: dict[int, float]) -> list[RankRow]:
 
 
 def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, slices: int = 0) -> Analysis:
-    """A run of ranks, of which, with `late`, one costs 12.3 ms a step; all have a lane, where no number is given."""
+    """A run of ranks. With `late`, one of them costs 12.3 ms a step. All have a lane if no number is given."""
     who = min(3, size - 1) if late and size > 1 else -1
     costs = {who: 12.3} if who >= 0 else {}
     causes = {

@@ -194,7 +194,8 @@ class Trainer:
             job = reporter.job  # mpirun kills in a second
             by = "Ctrl-C or SIGTERM, as mpirun makes one of both" if reason == "SIGTERM" else "Ctrl-C"
             self.current.recorder.say(f"stopped by {by}; run folder {job.run_dir}; to resume: {job.resume}")
-        self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
+        if reason not in ("SIGTERM", "SIGINT"):  # with little time left, no exchange delays the callbacks
+            self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
         self._callbacks.on_end(reason)
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
