@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.runner.plugin import _keep_files_together
 from tests.runner.results import FAILED, PASSED, SKIPPED, Outcome, judged, read_results
 from tests.runner.times import read_times
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
@@ -17,6 +19,7 @@ from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 FAILS_ONCE = """
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 def test_once():
     seen = Path(f"seen-{Path(__file__).stem}-{os.environ.get('OMPI_COMM_WORLD_RANK', 'alone')}")
@@ -68,6 +71,16 @@ def test_a_failure_in_teardown_or_on_one_rank_is_one_of_the_test(tmp_path: Path)
 def test_only_what_passes_each_time_is_unstable(again: list[str | None], is_unstable: bool) -> None:
     runs = [{} if kind is None else {"a": Outcome(kind)} for kind in again]
     assert judged({"a": Outcome(FAILED), "b": Outcome(PASSED)}, runs) == {"a": is_unstable}
+
+
+def test_a_group_runs_its_files_one_after_the_other() -> None:
+    """Those in no group stay in the order of worth."""
+    places = [("a", "x"), ("b", "x"), ("a", ""), ("b", "x"), ("a", "x"), ("a", "y")]
+    marks = {group: pytest.mark.xdist_group(group).mark if group else None for _, group in places}
+    items = [SimpleNamespace(path=file, get_closest_marker={"xdist_group": marks[g]}.get) for file, g in places]
+    order = {id(item): number for number, item in enumerate(items)}
+    _keep_files_together(items)
+    assert [order[id(item)] for item in items] == [0, 4, 1, 3, 2, 5]
 
 
 def test_contributing_has_the_table_of_times() -> None:

@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
-from weakref import WeakSet
 
 from hvdtrain.errors import TransientDataError
 from hvdtrain.launch.job_end import describe_exit
@@ -23,25 +23,28 @@ T = TypeVar("T")
 _MOMENT_S = 5.0
 """Seconds between the loss of a connection to a loader process and its end."""
 
-_processes: WeakSet[BaseProcess] = WeakSet()
+_processes: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
-def _kill_processes() -> None:
-    """Kill the processes before the interpreter ends: multiprocessing would wait for SIGTERM, which they block."""
-    for process in _processes:
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
         process.kill()
 
 
-atexit.register(_kill_processes)
-
-
 def batches_of_processes(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator[T]:
-    """Return the batches of loader processes, and let these end with the rank.
+    """Return the batches of loader processes, and let these end with the rank, or with `batches`.
+
+    They are killed first: torch and multiprocessing send SIGTERM, which they block, and wait seconds for each. The word
+    by which torch ends them is lost where `batches` is collected as a part of a cycle.
 
     Errors:
         TransientDataError: a loader process has died. torch's own error only names a later effect.
     """
-    _processes.update(processes)
+    if not _processes.issuperset(processes):
+        _processes.update(processes)
+        weakref.finalize(batches, _kill, tuple(processes)).atexit = False
+        atexit.unregister(_kill)
+        atexit.register(_kill, _processes)  # the last to be registered runs first: before torch's
     return _convert_errors(batches, processes)
 
 

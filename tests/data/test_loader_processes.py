@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -51,6 +52,9 @@ class Ending:
         self.looks += 1
         return -9 if self.looks > 2 else None
 
+    def kill(self) -> None:
+        self.looks = 100
+
 
 def failing(error: Exception) -> Iterator[int]:
     yield 1
@@ -70,6 +74,23 @@ def test_an_exception_of_the_data_set_is_itself() -> None:
     with pytest.raises(ValueError, match="sample 3 is bad"):
         list(batches_of_processes(failing(ValueError("Caught ValueError: sample 3 is bad")), [process]))  # type: ignore[list-item]
     assert not process.looks, "it waits for no end"
+
+
+class Cycle(list[int]):
+    """Batches that refer to themselves; of torch's, `__del__` waits until the processes have ended."""
+
+    def __init__(self, process: Ending, looks: list[int]) -> None:
+        self.own, self.process, self.looks = self, process, looks
+
+    def __del__(self) -> None:
+        self.looks.append(self.process.looks)
+
+
+def test_processes_are_killed_before_torch_waits_for_them() -> None:
+    process, looks = Ending(), list[int]()
+    batches_of_processes(Cycle(process, looks), [process])  # type: ignore[list-item, arg-type]
+    gc.collect()
+    assert looks == [100]
 
 
 @pytest.mark.parametrize("before", [set(), {signal.SIGTERM}])

@@ -26,7 +26,7 @@ def test_a_planted_straggler_is_named_with_its_cause(gallery: Gallery) -> None:
     assert "straggler" in {finding.kind for finding in analysis.findings}
 
 
-@pytest.mark.parametrize("name", ["two", "late", "resumed"])
+@pytest.mark.parametrize("name", ["two", pytest.param("late", marks=pytest.mark.slow), "resumed"])
 def test_the_budget_of_a_step_sums_to_its_wall_time(name: str, gallery: Gallery) -> None:
     """Its parts, over the steps that it is of, against the journal, whose times are taken some instructions later.
 

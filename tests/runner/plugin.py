@@ -113,6 +113,7 @@ class _Runner:
                 return kind, places.get(plain(item.nodeid), -1) if kind != 1 else 0
 
             items.sort(key=place)
+            _keep_files_together(items)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._note_tests([item.nodeid for item in session.items])
@@ -178,6 +179,22 @@ class _Runner:
             self._write(test="the number of jobs", outcome="failed", slow=False, error=f"{len(self._jobs)} jobs")
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _keep_files_together(items: list[pytest.Item]) -> None:
+    """In each group of pytest-xdist, let tests of a file follow its first one: else it makes its fixtures again."""
+    first: dict[tuple[str, Path], int] = {}
+
+    def place(number: int, item: pytest.Item) -> int:
+        group = item.get_closest_marker("xdist_group")
+        return first.setdefault((_group_name(group), item.path), number) if group else number
+
+    places = [place(number, item) for number, item in enumerate(items)]
+    items[:] = [items[number] for number in sorted(range(len(items)), key=places.__getitem__)]
+
+
+def _group_name(group: pytest.Mark) -> str:
+    return str(group.args[0] if group.args else group.kwargs["name"])
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -152,7 +152,7 @@ def train_in_rounds(*options: str, plan: Sequence[Period], build: Callable[[], T
             thread.join()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+            gc.collect(1)  # all of the run's objects are young, as nothing was collected meanwhile
     finally:
         gc.enable()
     for error in errors:
