@@ -157,7 +157,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     """Train as one rank of a job, and write its count into the folder."""
     from hvdtrain.comm.rounds import OneRound
     from hvdtrain.comm.start import start_comm
-    from hvdtrain.engine.table import dimensions_of, groups_of
+    from hvdtrain.plan.plan import plan_of
     from hvdtrain.runtime.timeline import TimelinePlan
     from hvdtrain.runtime.tuning import prepare
     from hvdtrain.training.session import run_training
@@ -165,9 +165,9 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     info, _ = prepare()
     run, build = _parsed(options)
     live = LiveBytes()
-    comm: Any = CountedComm(start_comm(info, groups_of(run.config)), live)
+    comm: Any = CountedComm(start_comm(info, plan_of(run.config).groups), live)
     every = run.config.train.global_batch // run.config.train.pass_samples
-    passes = dimensions_of(run.config).own_passes(comm.size, every)
+    passes = plan_of(run.config).dimensions.own_passes(comm.size, every)
 
     def build_counted() -> Task:
         task = build()

@@ -25,7 +25,7 @@ LAYERS = (
     "runtime",
     "comm launch",
     "compression data observe state",
-    "exchange task",
+    "exchange plan task",
     "timeline",
     "compare engine",
     "doctor training",
@@ -90,7 +90,7 @@ def test_one_module_imports_horovod() -> None:
 
 WITHOUT_TORCH = (
     *("errors.py", "spans.py", "loading.py", "__init__.py", "config/", "runtime/", "launch/", "install/", "doctor/"),
-    *("timeline/", "cli/timeline/", "compare/", "cli/compare.py"),
+    *("plan/", "timeline/", "cli/timeline/", "compare/", "cli/compare.py"),
 )
 
 

@@ -143,21 +143,20 @@ def _predict(
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import dimensions_of
     from hvdtrain.fit.memory import predict_memory
+    from hvdtrain.plan.plan import plan_of
     from hvdtrain.task.base import load_task_function
     from hvdtrain.training.start.micro_batch import sizes_to_try
 
     function: Callable[..., Any] = load_task_function(task_spec(argv))
     config = parse_argv(argv, function).config
     given, modes = config.parallel, modes or [config.memory.checkpointing]
-    has_mesh = bool(dimensions_of(config))
+    dimensions = plan_of(config).dimensions
+    has_mesh = bool(dimensions)
     if shards is None:
         shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
     if has_mesh and meshes not in (None, "none"):
-        raise ConfigError(
-            "--meshes, but the options have a mesh", next_step=f"leave out {dimensions_of(config).options}"
-        )
+        raise ConfigError("--meshes, but the options have a mesh", next_step=f"leave out {dimensions.options}")
 
     def predict(count: int, way: Way, mode: str) -> Line:
         train, line = config.train, None

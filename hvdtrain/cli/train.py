@@ -101,14 +101,15 @@ def _say_phase(frame: FrameType | None) -> None:
 
 def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import engine_of, groups_of, needs_horovod
+    from hvdtrain.plan.plan import plan_of
+    from hvdtrain.plan.refusals import resolve
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
     checked = [word for word in argv if declared_spelling(word, _PRINT).partition("=")[0] not in _PRINT]
     run = parse_argv(checked, function)
     if len(checked) < len(argv):  # the parser prints without all checks, and exits
-        engine_of(run.config)
+        resolve(run.config)
         parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
@@ -117,7 +118,8 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    rounds = start_rounds(info, groups_of(run.config), horovod=needs_horovod(run.config.parallel.engine))
+    plan = plan_of(run.config)
+    rounds = start_rounds(info, plan.groups, horovod=plan.by_horovod)
     return run_training(run, partial(function, **run.task_args), rounds, timeline, info, output=output)
 
 

@@ -133,15 +133,14 @@ def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
 def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[str]) -> int:
     """Start ranks, or compare on those of this job; print, and return the exit code."""
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.engine.table import dimensions_of, engine_of
+    from hvdtrain.plan.refusals import resolve
     from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
     from hvdtrain.runtime.tuning import prepare
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(training))
     run = parse_argv(training, function)
-    engine_of(run.config)
-    dimensions = dimensions_of(run.config)
+    dimensions = resolve(run.config).dimensions
     if rank_info(environ()).launcher == NO_LAUNCHER:
         ranks = options.ranks or 2 * max(dimensions.same_samples, dimensions.ep * dimensions.pp)
         dimensions.check(ranks)

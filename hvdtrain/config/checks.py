@@ -110,12 +110,6 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
             found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
             next_step="omit one; --train.epochs null overrides the epochs of a config file",
         )
-    if config.parallel.zero_bubble and train.compile:
-        raise ConfigError(
-            "--parallel.zero_bubble true does not support --train.compile true: compiled blocks compute all gradients",
-            expected="one of them",
-            next_step="leave out one of them",
-        )
     _check_workers(config)
     if config.observe.timeline != AUTO:
         parse_window(config.observe.timeline, "observe.timeline", AUTO)
@@ -132,16 +126,8 @@ def _check_workers(config: Config) -> None:
                 next_step="add for example --parallel.sync diloco:32, or omit it",
             )
         return
-    for option, value, instead in (
-        ("--precision fp16", config.precision == "fp16", "--precision bf16"),
-        ("--train.micro_batch auto", train.micro_batch == SIZE_AUTO, "a number"),
-        ("--parallel.balance speed", config.parallel.balance == "speed", "--parallel.balance equal"),
-        ("--train.ema", train.ema is not None, "no average: the outer step averages already"),
-        ("--parallel.buffers check", config.parallel.buffers == "check", "--parallel.buffers mean"),
-        ("--parallel.compression auto", config.parallel.compression == "auto", "a compression by name"),
-    ):
-        if value:
-            raise ConfigError(f"{sync} does not support {option}", next_step=f"use {instead}")
+    if train.micro_batch == SIZE_AUTO:  # which workers do not support
+        return
     most = -(-train.global_batch // train.pass_samples)
     if plan.shares and not all(apportion(most, plan.shares)):
         raise ConfigError(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sharded import ShardedEngine
-from hvdtrain.engine.table import EngineParts
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.state.exchange_state import is_master, is_rounded
@@ -33,8 +33,8 @@ class CodedShardedEngine(ShardedEngine):
     """
 
     def __init__(self, parts: EngineParts, bucket_bytes: int, **options: Any) -> None:
-        self.compression = parts.compression
-        self._kind = parse(parts.compression)
+        self.compression = parts.plan.compression
+        self._kind = parse(parts.plan.compression)
         self._codings: dict[torch.device, Coding | None] = {}
         self._coded: list[CodedShardBucket] = []
         self._is_inexact = False  # whether the model's parameters may differ from the exact ones

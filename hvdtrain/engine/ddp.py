@@ -21,7 +21,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import sparse_gradients
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
 
@@ -73,7 +73,7 @@ class DdpEngine(LocalEngine):
     do in the same step.
 
     Args:
-        compression: one of those that `engine.table` lists.
+        compression: one that `plan.refusals` allows.
 
     Errors of a step: LostRankError if a rank is lost.
     """
@@ -224,4 +224,4 @@ def make_ddp(parts: EngineParts) -> DdpEngine:
             next_step="--parallel.engine horovod, or sparse=False",
             everywhere=True,
         )
-    return DdpEngine(parts.parameters, parts.optimizer, parts.comm, parts.compression, parts.bucket_mib)
+    return DdpEngine(parts.parameters, parts.optimizer, parts.comm, parts.plan.compression, parts.plan.bucket_mib)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.plans import PARTIAL, plans_of
-from hvdtrain.engine.table import EngineParts
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.memory import return_freed_memory
@@ -62,14 +62,14 @@ def divide_model(
         from transformers import __version__
 
         raise ConfigError(
-            f"{parts.dimensions.options} needs a newer transformers",
+            f"{parts.plan.dimensions.options} needs a newer transformers",
             expected="transformers 5.23 or newer, which needs Python 3.11",
             found=f"transformers {__version__}",
-            next_step=f"python -m pip install 'transformers>=5.23', or leave out {parts.dimensions.options}",
+            next_step=f"python -m pip install 'transformers>=5.23', or leave out {parts.plan.dimensions.options}",
         ) from None
 
-    model, comm, dimensions = parts.model, parts.comm, parts.dimensions
-    tensor_styles, expert_styles = plans_of(model, parts.plan, dimensions)
+    model, comm, dimensions = parts.model, parts.comm, parts.plan.dimensions
+    tensor_styles, expert_styles = plans_of(model, parts.styles, dimensions)
     partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == PARTIAL and divide is None)
     # transformers sums the gradient of all passes so far after each pass; FSDP has taken those of the others away.
     tensor_styles = {n: s for n, s in tensor_styles.items() if s != PARTIAL or divide is not None}
@@ -117,7 +117,7 @@ def mesh_of_parts(parts: EngineParts, width: int) -> DeviceMesh:
 
     With `--parallel.dp_shard`, of the ranks of a group. Collective: yes.
     """
-    comm, dimensions, within = parts.comm, parts.dimensions, parts.dp_shard
+    comm, dimensions, within = parts.comm, parts.plan.dimensions, parts.plan.dp_shard
     ranks = dimensions.copies(comm.rank, comm.size, width, within), dimensions.block(comm.rank, width)
     groups = [lasting_group(comm, each) for each in ranks]
     stage = dimensions.stage(comm.rank, comm.size) if within is None else dimensions.block(comm.rank, within)

@@ -20,8 +20,8 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.divisible import DividedEngine, own_rows, use_owned
 from hvdtrain.engine.fsdp_checks import check_fsdp, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
-from hvdtrain.engine.table import EngineParts
-from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.engine.parts import EngineParts
+from hvdtrain.errors import HvdtrainError, TaskError
 from hvdtrain.runtime.memory import return_freed_memory
 from hvdtrain.state.divided import is_divided, local
 from hvdtrain.state.sync import broadcast_parameters
@@ -50,7 +50,7 @@ class FsdpEngine(DividedEngine):
 
     def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None = None) -> None:
         super().__init__(parts.optimizer, parts.model, mesh.shard)
-        self.compression, self._elsewhere = parts.compression, elsewhere(parts)
+        self.compression, self._elsewhere = parts.plan.compression, elsewhere(parts)
         self._collectives = collectives
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
@@ -204,7 +204,7 @@ def divide_part(
         stays_gathered: whether it does after forward, until a backward pass; the whole model does.
         returns_fp32: whether its output is fp32; that of the whole model is.
     """
-    offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.plan.offload else OffloadPolicy()
     is_whole = part is parts.model
     formats = replace(_formats(parts.weights, returns_fp32=returns_fp32 or is_whole), cast_forward_inputs=casts_inputs)
     reshards = not (stays_gathered or is_whole)
@@ -242,26 +242,10 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
     return found
 
 
-def refuse_buckets(parts: EngineParts) -> None:
-    """Check that a job without buckets gives them no size. Errors: ConfigError: it does."""
-    if parts.bucket_mib is not None:
-        raise ConfigError(
-            "--parallel.bucket_mib, but --parallel.engine fsdp has no buckets: it exchanges each block by itself",
-            next_step="leave it out",
-        )
-
-
 def make_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors: those of `check_fsdp`; ConfigError: an option that it does not support.
+    Errors: those of `check_fsdp`.
     """
     check_fsdp(parts)
-    if parts.offload and parts.compression != "none":
-        raise ConfigError(
-            f"--memory.offload optimizer with --parallel.compression {parts.compression}: with --parallel.engine fsdp,"
-            " torch copies sums to the host before ours have arrived",
-            next_step="leave one of them out, or --parallel.engine horovod --parallel.shard gradients",
-        )
-    refuse_buckets(parts)
     return FsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.divisible import BY_ELEMENT, refuse_one_rank, refuse_what_cannot_be_divided, updates_by_element
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError
 
 
 def elsewhere(parts: EngineParts) -> str:
     """Return options for what FSDP does not support."""
-    divided = parts.dimensions.divides_model
+    divided = parts.plan.dimensions.divides_model
     return "--parallel.engine horovod" + ("" if divided else ", with --parallel.shard gradients if memory is short")
 
 
@@ -44,7 +44,7 @@ def check_fsdp(parts: EngineParts) -> None:
             next_step="set updates_by_element = True in the class of your own optimizer that does; otherwise "
             + (
                 "take one of these"
-                if parts.dimensions.divides_model
+                if parts.plan.dimensions.divides_model
                 else "--parallel.engine horovod, where --parallel.shard optimizer does not cut tensors for it"
             ),
         )

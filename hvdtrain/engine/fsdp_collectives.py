@@ -23,7 +23,7 @@ from hvdtrain.comm.torch_group import TorchComm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.make import prepare_exchange
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.spans import GATHER, Spans
 
 _AT_ONCE = 2
@@ -240,7 +240,7 @@ class _ReduceScatter(_Memory):
 
 def make_collectives(parts: EngineParts) -> FsdpCollectives | None:
     """Return the collectives by our communicator; None where torch's are used: uncompressed on GPUs or by torchrun."""
-    device, chosen = parts.device, parse(parts.compression)
+    device, chosen = parts.device, parse(parts.plan.compression)
     coding = chosen.load_coding(device)
     if coding is None and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from hvdtrain.engine.fsdp import FsdpEngine
 from hvdtrain.engine.fsdp_checks import check_fsdp
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.spans import Spans
@@ -44,8 +43,8 @@ class HybridEngine(FsdpEngine):
     def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
         super().__init__(parts, mesh, collectives)
         assert mesh.replicas is not None
-        compression = resolve_compression(parts.compression, parts.device, parts.variables)
-        limit = prepare_exchange(compression, mesh.replicas, parts.variables, parts.bucket_mib)
+        compression = resolve_compression(parts.plan.compression, parts.device, parts.variables)
+        limit = prepare_exchange(compression, mesh.replicas, parts.variables, parts.plan.bucket_mib)
         outside, *blocks = self._names.values()  # the gradients outside of blocks are the last ones
         order = [name for names in [*reversed(blocks), outside] for name in reversed(names) if name in self._owned]
         rows = [(name, rows) for name in order if (rows := self._owned[name].parameter) is not None]
@@ -191,13 +190,13 @@ def make_between_groups(
         ConfigError: the ranks cannot form groups, or torchrun started them and they compress.
         LaunchError: a group that fits on one host is on several.
     """
-    mesh = make_mesh(parts.comm, parts.dp_shard)
-    inside = replace(parts, comm=mesh.shard, compression="none")
+    mesh = make_mesh(parts.comm, parts.plan.dp_shard)
+    inside = parts.uncompressed(mesh.shard)
     if mesh.replicas is None:
-        return one(replace(parts, compression="none"), mesh, make_collectives(inside))
-    if isinstance(parts.comm, TorchComm) and parts.device.type == "cuda" and parts.compression != "none":
+        return one(parts.uncompressed(), mesh, make_collectives(inside))
+    if isinstance(parts.comm, TorchComm) and parts.device.type == "cuda" and parts.plan.compression != "none":
         raise ConfigError(
-            f"--parallel.dp_shard with --parallel.compression {parts.compression}, but torchrun started the ranks",
+            f"--parallel.dp_shard with --parallel.compression {parts.plan.compression}, but torchrun started the ranks",
             expected="one of Horovod's launchers: on GPUs, NCCL needs one order of all collectives",
             next_step="hvdtrain launch, mpirun or srun; or leave out --parallel.compression",
         )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -14,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.table import AUTO, BF16_WEIGHTS, EngineParts, find_engine
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.plan.plan import AUTO, Plan
 from hvdtrain.runtime.environment import by_gloo
 from hvdtrain.runtime.rules import NICE
 from hvdtrain.runtime.threads import lower_own_priority
@@ -52,66 +53,45 @@ def make_engine(
     optimizer: Optimizer,
     model: nn.Module,
     comm: Comm,
-    compression: str,
+    plan: Plan,
     spans: Spans | None = None,
-    bucket_mib: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
-    shard: str = "none",
-    engine: str = "horovod",
     device: torch.device | None = None,
-    dp_shard: int | None = None,
-    precision: str = "fp32",
-    dimensions: Dimensions = ONE,
-    plan: Mapping[str, str] = MappingProxyType({}),
-    *,
-    offload: bool = False,
-    elastic: bool = False,
+    styles: Mapping[str, str] = MappingProxyType({}),
 ) -> Engine:
-    """Make the engine that fits the job. Collective: yes.
+    """Make the engine of a plan for the ranks of `comm`. Collective: yes.
 
-    `spans` records the exchange; `variables` is the environment of this process; `shard` is what is divided among the
-    ranks; `engine` is a name in `engine.table`; `device` is where training runs (default: that of the model);
-    `dp_shard` ranks divide the parameters; `precision` is that of forward and backward; the ranks have
-    `dimensions`, and divide the model by `plan`, or by its own if that is empty; with `offload` the optimizer is in the
-    memory of the host; in an `elastic` job, ranks may join and leave.
+    `spans` record the exchange; `variables` is the environment of this process; `device` is where training runs
+    (default: that of the model); `styles` are the task's, by which ranks divide the model (default: its own).
 
     Errors:
-        ConfigError: `shard` and `compression`, the model, the optimizer or the device do not fit together.
+        ConfigError: plan, model, optimizer and device do not fit together.
         LaunchError: model or optimizer differ between ranks; on every rank.
         TaskError: the optimizer has a parameter from outside the model.
     """
     check_same(model, optimizer, comm)
     parameters = named_parameters(optimizer, model)
-    kind = find_engine(engine, compression, shard, dp_shard, dimensions, offload=offload)
-    if (
-        comm.size == 1
-        and not dimensions.divides_model
-        and kind.shards == ("none",)
-        and (compression in ("none", AUTO) or engine != "horovod")
-    ):
-        return LocalEngine(parameters, optimizer)
-    make = kind.load()
     device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
-    return make(
-        EngineParts(
-            model,
-            optimizer,
-            parameters,
-            comm,
-            compression,
-            spans,
-            bucket_mib,
-            variables,
-            shard,
-            device,
-            elastic,
-            dp_shard,
-            torch.bfloat16 if precision == BF16_WEIGHTS else None,
-            offload,
-            dimensions,
-            plan,
-        )
-    )
+    parts = EngineParts(model, optimizer, parameters, comm, plan, device, spans, variables, styles)
+    is_whole = plan.shard == "none" and not plan.dimensions.divides_model
+    if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
+        return LocalEngine(parameters, optimizer)
+    module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model, plan.dp_shard is not None]
+    engine: Engine = getattr(import_module(f"hvdtrain.engine.{module}"), name)(parts)
+    return engine
+
+
+_MAKERS = {
+    ("horovod", False, False, False): ("make", "make_exchange"),
+    ("horovod", True, False, False): ("sharded", "make_sharded"),
+    ("horovod", True, True, False): ("mesh", "make_mesh_engine"),
+    ("ddp", False, False, False): ("ddp", "make_ddp"),
+    ("fsdp", True, False, False): ("fsdp", "make_fsdp"),
+    ("fsdp", True, False, True): ("hybrid", "make_hybrid"),
+    ("fsdp", True, True, False): ("mesh_fsdp", "make_mesh_fsdp"),
+    ("fsdp", True, True, True): ("mesh_fsdp", "make_mesh_hybrid"),
+}
+"""Module and function by what sums gradients, and whether ranks divide anything, the model, or it among groups."""
 
 
 def make_exchange(parts: EngineParts) -> ExchangeEngine:
@@ -121,12 +101,12 @@ def make_exchange(parts: EngineParts) -> ExchangeEngine:
     def trained() -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in parts.parameters if parameter.requires_grad]
 
-    first = "none" if parts.compression == AUTO else parts.compression
+    first = "none" if parts.plan.compression == AUTO else parts.plan.compression
     resolve = partial(resolve_compression, device=parts.device, variables=variables)
     chosen = resolve(first)
-    bucket_bytes = prepare_exchange(chosen, comm, variables, parts.bucket_mib)
+    bucket_bytes = prepare_exchange(chosen, comm, variables, parts.plan.bucket_mib)
     reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)
-    return ExchangeEngine(parts.optimizer, reducer, first, undecided=parts.compression == AUTO, resolve=resolve)
+    return ExchangeEngine(parts.optimizer, reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve)
 
 
 def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

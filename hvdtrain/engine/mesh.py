@@ -25,7 +25,7 @@ from hvdtrain.engine.divisible import (
 )
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.make import prepare_exchange, resolve_compression
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
@@ -56,7 +56,7 @@ class MeshEngine(DividedEngine):
 
     def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], set[str]] = divide_model) -> None:
         super().__init__(parts.optimizer, parts.model, parts.comm)
-        self.compression, self._options = parts.compression, parts.dimensions.options
+        self.compression, self._options = parts.plan.compression, parts.plan.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
         hosts = gather_hosts(parts.comm)
         self._partial = place(parts, hosts)
@@ -69,11 +69,11 @@ class MeshEngine(DividedEngine):
         self._copies = self._make_exchanges(parts, hosts)
         self._copies_of = {name: each for names, each in self._copies for name in names}
         self._divided = [each for _, each in self._copies if isinstance(each, DividedCopies)]
-        if parts.shard == "optimizer":
+        if parts.plan.shard == "optimizer":
             self._divide_optimizer(parts)
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
-        waits = parts.dimensions.tp > 1 or parts.dimensions.pp > 1  # else tokens go by Horovod, too
+        waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
         self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
         self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
@@ -88,9 +88,9 @@ class MeshEngine(DividedEngine):
 
         Collective: yes.
         """
-        dimensions, comm = parts.dimensions, parts.comm
-        compression = resolve_compression(parts.compression, parts.device, parts.variables)
-        limit = prepare_exchange(compression, comm, parts.variables, parts.bucket_mib)
+        dimensions, comm = parts.plan.dimensions, parts.comm
+        compression = resolve_compression(parts.plan.compression, parts.device, parts.variables)
+        limit = prepare_exchange(compression, comm, parts.variables, parts.plan.bucket_mib)
         found: list[tuple[list[str], _Copies | None]] = []
         kinds = {name: self._kind(name, parameter, dimensions.tp) for name, parameter in self._parameters.items()}
         copies = partial(dimensions.copies, comm.rank, comm.size)
@@ -111,7 +111,7 @@ class MeshEngine(DividedEngine):
             if len(ranks) > 1 and held:
                 among = comm_among(comm, ranks, hosts)
             spans = parts.spans or Spans()
-            if among is None or parts.shard == "none":
+            if among is None or parts.plan.shard == "none":
                 exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, kind)
                 found.append(([name for name, _ in held], exchange))
                 continue
@@ -137,7 +137,7 @@ class MeshEngine(DividedEngine):
         Errors:
             ConfigError: no rank has a copy of what another one holds; on every rank.
         """
-        dimensions, comm = parts.dimensions, parts.comm
+        dimensions, comm = parts.plan.dimensions, parts.comm
         shares = {name: share for exchange in self._divided for name, share in exchange.owned().items()}
         own = {name: share.parameter is not None for name, share in shares.items()}
         everyone = allgather_json(comm, own, name="owners")
@@ -301,10 +301,10 @@ def check_mesh(parts: EngineParts) -> None:
     Errors:
         ConfigError: they do not, or ranks share a GPU.
     """
-    parts.dimensions.check(parts.comm.size)
-    if getattr(parts.comm, "through_host", False) and parts.dimensions.experts > 1:
+    parts.plan.dimensions.check(parts.comm.size)
+    if getattr(parts.comm, "through_host", False) and parts.plan.dimensions.experts > 1:
         raise ConfigError(
-            f"{parts.dimensions.options}, but ranks share a GPU",
+            f"{parts.plan.dimensions.options}, but ranks share a GPU",
             expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
             next_step="start fewer ranks, or leave it out",
         )
@@ -318,26 +318,26 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
     """
     check_mesh(parts)
     check = partial(
-        refuse_what_cannot_be_divided, parts.model, parts.parameters, f"leave out {parts.dimensions.options}"
+        refuse_what_cannot_be_divided, parts.model, parts.parameters, f"leave out {parts.plan.dimensions.options}"
     )
     on_rank_0(parts.comm, check, name="divisible")  # others may have placeholders
-    by_expert = parts.dimensions.tp == 1 and not any(
+    by_expert = parts.plan.dimensions.tp == 1 and not any(
         whole
         for (_, p), whole in zip(
             parts.parameters, whole_parameters(parts.optimizer, [p for _, p in parts.parameters]), strict=True
         )
         if p.dim() > 2
     )
-    if not (updates_by_element(parts.optimizer) or by_expert or parts.dimensions.experts == 1):
+    if not (updates_by_element(parts.optimizer) or by_expert or parts.plan.dimensions.experts == 1):
         raise ConfigError(
-            f"{parts.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
+            f"{parts.plan.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
             expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"
             " --parallel.ep also muon",
             found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
             next_step=f"another --optimizer.name, updates_by_element = True in the class of your own optimizer that"
-            f" does, or leave out {parts.dimensions.options}",
+            f" does, or leave out {parts.plan.dimensions.options}",
         )
-    if parts.dimensions.pp > 1:
+    if parts.plan.dimensions.pp > 1:
         from hvdtrain.engine.pipeline import PipelineEngine  # which builds on this module
 
         return PipelineEngine(parts)

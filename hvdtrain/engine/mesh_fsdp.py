@@ -14,12 +14,12 @@ from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts, make_mesh, mesh_g
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.divisible import norm_of_parts
 from hvdtrain.engine.division import divide_model, mesh_of_parts
-from hvdtrain.engine.fsdp import FsdpEngine, divide_part, refuse_buckets
+from hvdtrain.engine.fsdp import FsdpEngine, divide_part
 from hvdtrain.engine.fsdp_checks import check_fsdp
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.hybrid import HybridEngine, make_between_groups
 from hvdtrain.engine.mesh import check_mesh
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError
 from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, on_stages
@@ -53,9 +53,9 @@ class MeshFsdpEngine(FsdpEngine):
 
     def _divide(self, parts: EngineParts, mesh: Mesh) -> None:
         """Divide each block into parts, then this rank's part among the ranks with copies of it. Collective: yes."""
-        tp, experts = parts.dimensions.tp, parts.dimensions.experts
+        tp, experts = parts.plan.dimensions.tp, parts.plan.dimensions.experts
         names = {module: name for name, module in parts.model.named_modules()}
-        copies_name, parts_name = (name(parts.dimensions.pp) for name in (name_of_copies, name_of_parts))
+        copies_name, parts_name = (name(parts.plan.dimensions.pp) for name in (name_of_copies, name_of_parts))
         copies, copies_of_experts = (mesh_of_parts(parts, width)[copies_name] for width in (tp, experts))
 
         def divide(part: nn.Module) -> None:
@@ -77,10 +77,10 @@ class MeshFsdpEngine(FsdpEngine):
 
     def _comms_of_modules(self, parts: EngineParts) -> Mapping[str, Comm]:
         """Return the ranks with copies of this rank's part of each module, by its name. Collective: yes."""
-        comm, dimensions = parts.comm, parts.dimensions
+        comm, dimensions = parts.comm, parts.plan.dimensions
 
         def among(width: int) -> Comm:
-            ranks = dimensions.copies(comm.rank, comm.size, width, parts.dp_shard)
+            ranks = dimensions.copies(comm.rank, comm.size, width, parts.plan.dp_shard)
             return comm_among(comm, ranks, self._hosts) if len(ranks) > 1 else SoloComm()
 
         others = dict.fromkeys(self._modules, among(dimensions.tp))
@@ -145,12 +145,11 @@ def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
 def make_mesh_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors: those of `check_mesh`, `check_fsdp` and `refuse_buckets`; ConfigError: no part has copies.
+    Errors: those of `check_mesh` and `check_fsdp`; ConfigError: no part has copies.
     """
-    refuse_buckets(parts)
     _check(parts)
     kind = MeshFsdpEngine
-    if parts.dimensions.pp > 1:
+    if parts.plan.dimensions.pp > 1:
         from hvdtrain.engine.pipeline_fsdp import PipelineFsdpEngine  # which builds on this module
 
         kind = PipelineFsdpEngine
@@ -162,24 +161,24 @@ def make_mesh_hybrid(parts: EngineParts) -> FsdpEngine:
 
     Errors: those of `make_mesh_fsdp` and `make_between_groups`.
     """
-    assert parts.dp_shard is not None
-    mesh_groups(parts.comm.size, parts.dp_shard)  # checks it
+    assert parts.plan.dp_shard is not None
+    mesh_groups(parts.comm.size, parts.plan.dp_shard)  # checks it
     _check(parts)
-    parts.dimensions.check(parts.dp_shard, IN_GROUP)
+    parts.plan.dimensions.check(parts.plan.dp_shard, IN_GROUP)
     return make_between_groups(parts, MeshHybridEngine, MeshFsdpEngine)
 
 
 def _check(parts: EngineParts) -> None:
     check_mesh(parts)
     check_fsdp(parts)
-    dimensions = parts.dimensions
-    together = parts.comm.size if parts.dp_shard is None else parts.dp_shard
+    dimensions = parts.plan.dimensions
+    together = parts.comm.size if parts.plan.dp_shard is None else parts.plan.dp_shard
     if together == dimensions.tp * dimensions.pp:
         raise ConfigError(
             f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
             expected=f"more ranks, a multiple of {together}",
             found=f"{together} ranks, which hold one copy of each part",
             next_step="--parallel.engine horovod"
-            + (", or start more ranks" if parts.dp_shard is None else ", or a larger --parallel.dp_shard"),
+            + (", or start more ranks" if parts.plan.dp_shard is None else ", or a larger --parallel.dp_shard"),
             everywhere=True,
         )

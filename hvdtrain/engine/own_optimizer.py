@@ -14,9 +14,11 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.make import check_same
 from hvdtrain.engine.own_exchange import DividedExchange
 from hvdtrain.engine.own_loop import DividedReducer
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sharded import make_sharded
-from hvdtrain.engine.table import TABLE, EngineParts
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.refusals import compressions
 
 SHARDS = ("none", "optimizer", "gradients")
 """What `DistributedOptimizer` can divide among ranks."""
@@ -63,7 +65,8 @@ def divide_optimizer(
         )
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     device = named[0][1].device
-    parts = EngineParts(model, optimizer, named, comm, compression, None, None, variables, "optimizer", device)
+    plan = Plan(compression=compression, shard="optimizer")
+    parts = EngineParts(model, optimizer, named, comm, plan, device, variables=variables)
     reducer = DividedReducer(
         make_sharded(parts, weight=weight, name=name),
         named,
@@ -91,7 +94,7 @@ def _check(optimizer: Optimizer, comm: Comm, compression: str, shard: str) -> No
             expected="an optimizer that updates each tensor by itself, such as AdamW, from dense gradients",
             next_step='or shard="none"',
         )
-    supported = next(kind for kind in TABLE if shard in kind.shards).compressions
+    supported = compressions(Plan(shard=shard))
     kind = parse(compression).kind.name
     if kind not in supported:
         raise ConfigError(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.mesh import MeshEngine
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass
-from hvdtrain.engine.table import EngineParts
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 
@@ -36,7 +36,7 @@ class Pipelined(Engine):
 
     def _make_stage(self, parts: EngineParts) -> None:
         self._spans = parts.spans or Spans()
-        self.stage = Stage(parts.model, parts.comm, parts.dimensions, parts.device, self._spans)
+        self.stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, self._spans)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run this rank's part of a forward pass. Collective: yes."""

@@ -15,8 +15,8 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.fsdp import divide_part
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, prefetch_in_order
 from hvdtrain.engine.mesh_fsdp import MeshFsdpEngine
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.pipeline import Pipelined
-from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import on_stages
 
@@ -37,7 +37,7 @@ class PipelineFsdpEngine(Pipelined, MeshFsdpEngine):
 
     def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None) -> None:
         _check(parts)
-        self._options = parts.dimensions.options
+        self._options = parts.plan.dimensions.options
         self._outside: dict[str, FSDPModule] = {}  # modules outside of blocks, by name
         self._ran: set[str] = set()  # of these, in a pass
         self._make_stage(parts)
@@ -119,7 +119,7 @@ def _holds(parameters: Iterable[nn.Parameter]) -> bool:
 
 def _check(parts: EngineParts) -> None:
     """Check that FSDP can divide the stages. Errors: ConfigError: it cannot."""
-    dimensions, model = parts.dimensions, parts.model
+    dimensions, model = parts.plan.dimensions, parts.model
     around = {name: module for name, module in _outside_of_blocks(model).items() if blocks(module)}
     own = [f"{name}.{n}".lstrip(".") for name, m in around.items() for n, _ in m.named_parameters(recurse=False)]
     first = {name for name, _ in model.named_parameters()}

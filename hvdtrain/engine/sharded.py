@@ -28,7 +28,7 @@ from hvdtrain.engine.divisible import (
 )
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.make import prepare_exchange
-from hvdtrain.engine.table import EngineParts
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
@@ -68,7 +68,7 @@ class ShardedEngine(DividedEngine):
     def __init__(self, parts: EngineParts, bucket_bytes: int, *, weight: float = 1.0, name: str = "gradients") -> None:
         optimizer, comm, named = parts.optimizer, parts.comm, parts.parameters
         super().__init__(optimizer, parts.model, comm, name)
-        self._weight, self._offload = weight, parts.offload
+        self._weight, self._offload = weight, parts.plan.offload
         self._spans = parts.spans or Spans()
         self._bucket_bytes = bucket_bytes
         self._buckets: list[ShardBucket] = []
@@ -79,7 +79,7 @@ class ShardedEngine(DividedEngine):
         self._trained: list[bool] = []
         self._undelivered: dict[str, Tensor] = {}  # residuals, in this step
         self._used: set[str] = set()  # parameters with a gradient in this step
-        self._sums_each_pass = parts.shard == "gradients"
+        self._sums_each_pass = parts.plan.shard == "gradients"
         self._micro_batches = self._passes = 0
         self._is_exchanging = False
         self.on_gradient: Callable[[str, nn.Parameter], None] = self._on_gradient
@@ -87,7 +87,7 @@ class ShardedEngine(DividedEngine):
         refuse_what_cannot_be_divided(parts.model, named, UNDIVIDED)
         self._add(named)
         owners = {rank for owned in self.owned().values() for rank in owned.owners}
-        if len(owners) < comm.size and not parts.elastic:
+        if len(owners) < comm.size and not parts.plan.elastic:
             raise ConfigError(
                 "the model has too few parameters to divide its optimizer among the ranks",
                 expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
@@ -319,11 +319,11 @@ def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:
     Errors:
         ConfigError: there is one rank, in a job that is not elastic; or the model or the optimizer cannot be divided.
     """
-    if not parts.elastic:
-        refuse_one_rank(parts.comm, f"--parallel.shard {parts.shard}", "optimizer", "--parallel.shard none")
-    compression = parse(parts.compression)
-    bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, parts.bucket_mib)
-    if parts.bucket_mib is None:
+    if not parts.plan.elastic:
+        refuse_one_rank(parts.comm, f"--parallel.shard {parts.plan.shard}", "optimizer", "--parallel.shard none")
+    compression = parse(parts.plan.compression)
+    bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, parts.plan.bucket_mib)
+    if parts.plan.bucket_mib is None:
         trained = [p for _, p in parts.parameters if p.requires_grad]
         sizes = [(tuple(p.shape), p.numel() * p.dtype.itemsize) for p in trained]
         whole = compress(sizes, whole_parameters(parts.optimizer, trained))

@@ -27,10 +27,10 @@ from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import require_blocks
 from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.division import distribute, divide_model, ties_of
+from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.engine.stage_links import Link, random_state, set_random_state
 from hvdtrain.engine.stages import EndOfStage, Pass, first_blocks, order_of_passes, refuse_what_has_no_stages, stages_of
-from hvdtrain.engine.table import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import OnStages
@@ -130,7 +130,7 @@ class Stage:
                 next_step="--parallel.engine horovod",
                 everywhere=True,
             )
-        if parts.dimensions.experts > 1:
+        if parts.plan.dimensions.experts > 1:
             return divide_model(parts, hosts, divide, layers=self)
         distribute(parts, whole, ties_of(parts.model), self.take, divide)
         return set()

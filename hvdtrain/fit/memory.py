@@ -18,16 +18,16 @@ from hvdtrain.compression import base
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import LoaderConfig
-from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.imagined_ddp import ImaginedDdp
 from hvdtrain.fit.imagined_tensors import ImaginedTensors
 from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.plan.plan import plan_of
+from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
 from hvdtrain.task.base import Task
@@ -76,7 +76,7 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         ConfigError: an option that cannot be predicted, or steps that depend on computed values.
         Those of a job's start.
     """
-    dimensions = dimensions_of(run.config)
+    dimensions = plan_of(run.config).dimensions
     if dimensions.pp > 1 and run.config.train.micro_batch != "auto":
         dimensions.check(ranks)
         train = run.config.train
@@ -97,11 +97,12 @@ def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0
     """Return the memory of a rank."""
     parallel, comm = run.config.parallel, ImaginedComm(ranks, rank=rank)
     if parallel.engine == "ddp":
-        engine_of(run.config)  # refuses what DDP does not support
+        resolve(run.config)  # refuses what DDP does not support
         comm = ImaginedDdp(ranks, parse(parallel.compression).kind.name)
         parallel = replace(parallel, engine="horovod", compression="none")
         run = replace(run, config=replace(run.config, parallel=parallel))
-    if outer_plan(run.config) is not None:
+    plan = resolve(run.config)
+    if plan.outer is not None:
         raise ConfigError(
             f"hvdtrain fit does not predict --parallel.sync {run.config.parallel.sync}",
             expected="ranks that exchange in every step",
@@ -116,10 +117,10 @@ def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        dimensions = dimensions_of(run.config)
+        dimensions = plan.dimensions
         waits = dimensions.divides_model  # its gradients are exchanged by `comm`
         imagined, task = ImaginedTensors(comm.traffic, waits_for_torch=waits), _make_task(run, build)
-        worker = make_worker_state(run, task, _CPU, RankInfo("fit"))
+        worker = make_worker_state(run, plan, task, _CPU, RankInfo("fit"))
         imagined.imagine(worker.state.model, worker.state.optimizer)
         device = run.config.parallel.device
         on_gpu = device in ("cuda", "shared") or (device == "auto" and torch.version.cuda is not None)
@@ -157,7 +158,7 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: Imag
     """Run two steps of a rank in a job that does not run, and return what `live` has counted."""
     live.add([*worker.state.model.parameters(), *worker.state.model.buffers()])
     with live:
-        engine = engine_of_worker(worker, run.config, comm)
+        engine = engine_of_worker(worker, comm)
         if engine.uniform_passes:  # before it was divided, the model was in the memory of the host
             live.peak = live.now
         try:
@@ -169,12 +170,12 @@ def count_bytes(run: RunConfig, worker: WorkerState, live: LiveBytes, comm: Imag
 def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: LiveBytes, comm: ImaginedComm) -> Memory:
     train = run.config.train
     data = worker.task.train_data
-    dimensions = dimensions_of(run.config)
-    place, places, _ = dimensions.samples(comm.rank, comm.size)
+    plan = worker.plan
+    place, places, _ = plan.dimensions.samples(comm.rank, comm.size)
     stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
     # Micro-batches with which memory is largest; FSDP gathers some parameters in vain where passes take turns.
-    is_more = dimensions.virtual_stages > 1 or run.config.parallel.engine == "fsdp"
-    under_way = dimensions.pp * (2 if is_more else 1)
+    is_more = plan.dimensions.virtual_stages > 1 or plan.engine == "fsdp"
+    under_way = plan.dimensions.pp * (2 if is_more else 1)
     passes = min(max(_PASSES, under_way), len(stream.step(0)))
     loaded = train_batches(stream, 0, 1, LoaderConfig(), worker.task.collate, on_cuda=False)
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
@@ -192,7 +193,7 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     model = _bytes([*worker.state.model.parameters(), *worker.state.model.buffers(), *averages])
     slots = [slot for state in engine.optimizer.state.values() for slot in state.values()]
     optimizer = _bytes([slot for slot in slots if isinstance(slot, Tensor)])
-    if run.config.memory.offload == "none":
+    if not plan.offload:
         return Memory(model, optimizer, live.peak, 0, sent, waited)
     host = optimizer + _bytes([own.parameter for own in (engine.owned() or {}).values() if own.parameter is not None])
     on_host = model if engine.uniform_passes else 0  # the rows of FSDP are the optimizer's

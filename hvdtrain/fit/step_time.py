@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import ParallelConfig
-from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job
 from hvdtrain.timeline.whatif.predict import Prediction, predict
@@ -61,7 +61,7 @@ class StepTimes:
                 found=str(given),
                 next_step="record a run of 15 steps with these options, on any number of ranks",
             )
-        parallel, dimensions = run.config.parallel, dimensions_of(run.config)
+        parallel, dimensions = run.config.parallel, plan_of(run.config).dimensions
         measured = self.config["parallel"]
         for name, value in {**vars(dimensions), "dp_shard": parallel.dp_shard}.items():
             if value != measured.get(name, getattr(ParallelConfig, name)):

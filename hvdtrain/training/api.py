@@ -69,14 +69,15 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
-    from hvdtrain.engine.table import groups_of, needs_horovod
+    from hvdtrain.plan.plan import plan_of
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads
 
     set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        rounds = start_rounds(info, groups_of(run.config), horovod=needs_horovod(run.config.parallel.engine))
+        plan = plan_of(run.config)
+        rounds = start_rounds(info, plan.groups, horovod=plan.by_horovod)
         return run_training(run, build, rounds, timeline, info, sinks, callbacks=callbacks)
     except NoPlace:
         sys.exit(0)

@@ -14,8 +14,8 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.config.schema import Config
-from hvdtrain.engine.table import BF16_WEIGHTS
 from hvdtrain.errors import DataError
+from hvdtrain.plan.plan import BF16_WEIGHTS
 from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.sync import broadcast_state

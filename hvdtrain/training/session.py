@@ -10,8 +10,8 @@ from typing import Any
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.observe.output import FailureOutput
+from hvdtrain.plan.refusals import resolve
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
@@ -55,7 +55,7 @@ def run_training(
     """
     parallel = run.config.parallel
     # before anything costs time
-    engine = engine_of(run.config, elastic=rounds.elastic)
+    plan = resolve(run.config, elastic=rounds.elastic)
     if run.config.train.deterministic:
         use_deterministic_kernels(info.variables)
     # In an elastic job a rank that joins chooses alone.
@@ -67,13 +67,13 @@ def run_training(
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
-    if engine.places_model:
-        reads_later = dimensions_of(run.config).cp == 1  # it checks the model on rank 0, which needs values
+    if plan.places_model:
+        reads_later = plan.dimensions.cp == 1  # it checks the model on rank 0, which needs values
         task, warning = make_task_by_rank(make, rounds.enter(STARTED), may_read_later=reads_later)
     else:
         task, warning = make(), ""
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
-    worker = make_worker_state(run, task, device, info)
+    worker = make_worker_state(run, plan, task, device, info)
     worker.note, worker.binding = note, binding
     heldout = 0 if task.heldout_data is None else dataset_length(task.heldout_data, least=0)
     worker.callbacks = make_callbacks(run.config, info, callbacks, evaluates=heldout > 0)

@@ -18,7 +18,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import MicroBatch
-from hvdtrain.engine.table import dimensions_of
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.train_state import TrainState
@@ -102,11 +102,11 @@ def _after_backward(
     task = make_task(build, config)
     if task.prepare is not None:
         task.prepare(device, torch.float32)
-    worker = make_worker_state(run, task, device, info)
-    engine = engine_of_worker(worker, config, comm)
+    worker = make_worker_state(run, plan_of(config), task, device, info)
+    engine = engine_of_worker(worker, comm)
     task = worker.task
     worker.use_exchange(engine)
-    place, places, _ = dimensions_of(config).samples(comm.rank, comm.size)
+    place, places, _ = worker.plan.dimensions.samples(comm.rank, comm.size)
     batch, uniform = (config.train.global_batch, config.train.pass_samples), engine.uniform_passes
     stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform)
     collate = task.collate or torch.utils.data.default_collate

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.comm.rounds import STARTED
 from hvdtrain.comm.start import start_rounds
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.engine.table import groups_of, needs_horovod
+from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.causal_lm import ModelConfig, architecture
 from hvdtrain.task.saved_model import find_model
@@ -66,8 +66,8 @@ def check_plan(run: RunConfig, function: Callable[..., Any], info: RankInfo) -> 
             file.write_text(small.to_json_string(use_diff=False))
             args["model"], args["data"] = replace(model, config=str(file), from_=None), TextConfig(seq_len=_SEQ_LEN)
             what = f"a small copy of {small.model_type}"
-        horovod = needs_horovod(run.config.parallel.engine)
-        comm = start_rounds(info, groups_of(run.config), horovod=horovod).enter(STARTED)
+        plan = resolve(run.config)
+        comm = start_rounds(info, plan.groups, horovod=plan.by_horovod).enter(STARTED)
         found = compare_gradients(run, partial(function, **args), comm, info)
     comm.barrier()
     return PlanCheck(what, comm.size, found)

@@ -179,7 +179,6 @@ def test_a_wrong_value_names_the_expected_one(flags: str, expected: str) -> None
     ("options", "wrong", "words"),
     [
         (["--train.epochs=2"], "--train.steps=400", "both set the length of training"),
-        (["--parallel.pp=2", "--parallel.zero_bubble=true"], "--train.compile=true", "zero_bubble true does not"),
         ([], "--train.steps=99999999999", "--train.steps is "),
         ([], "--train.global_batch=99999999999", "--train.global_batch is "),
         ([], "--loader.workers=99999999999", "--loader.workers is "),

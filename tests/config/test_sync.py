@@ -10,8 +10,8 @@ from hvdtrain.config.parse import parse_argv
 from hvdtrain.config.sync import OuterPlan, Sync, apportion, outer_plan, parse_sync
 from hvdtrain.data.workers import Workers
 from hvdtrain.engine.outer import divide
-from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.refusals import resolve
 
 
 def plan(*options: str) -> OuterPlan | None:
@@ -81,7 +81,7 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        engine_of(parse_argv(["--parallel.workers=2", *(f"--{option}" for option in options)], None).config)
+        resolve(parse_argv(["--parallel.workers=2", *(f"--{option}" for option in options)], None).config)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 11])

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hvdtrain.engine.make import check_same, make_engine
 from hvdtrain.errors import LaunchError
+from hvdtrain.plan.plan import Plan
 from tests.support.thread_comm import ThreadComm, per_rank
 
 Made = tuple[nn.Module, Optimizer]
@@ -67,7 +68,7 @@ def test_every_rank_reports_what_differs_and_where(comm: ThreadComm, how: str, o
     make, said = DIFFERENT[how]
     model, optimizer = make() if comm.rank == odd else _made(Net())
     with pytest.raises(LaunchError, match=f"rank {odd or 1} is not that of rank 0") as caught:
-        make_engine(optimizer, model, comm, "none")
+        make_engine(optimizer, model, comm, Plan())
     assert caught.value.everywhere
     assert said in str(caught.value) or odd == 0
 

@@ -17,6 +17,7 @@ from hvdtrain.engine import fsdp
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
+from hvdtrain.plan.plan import Plan
 
 
 class Recording(SoloComm):
@@ -77,7 +78,7 @@ class Model(nn.Module):
 
 def _make(model: Model, begun: list[str], **options: Any) -> Engine:
     optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    return make_engine(optimizer, model, Recording(4, begun), "none", engine="fsdp", **options)
+    return make_engine(optimizer, model, Recording(4, begun), Plan("fsdp", shard="parameters", **options))
 
 
 def _pass(engine: Engine, model: Model) -> Tensor:

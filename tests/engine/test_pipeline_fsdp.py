@@ -17,6 +17,7 @@ from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.pipeline import with_stages
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.plan.plan import Plan
 
 PP2 = Dimensions(pp=2)
 
@@ -55,9 +56,9 @@ def _loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
 @contextmanager
 def _engine(rank: int, model: nn.Module, size: int = 4, **dimensions: Any) -> Iterator[Any]:
     comm, optimizer = ImaginedComm(size, rank=rank), torch.optim.SGD(model.parameters())
-    asked = ("none", None, None, {}, "parameters", "fsdp", torch.device("cpu"), None, "fp32")
+    plan = Plan("fsdp", shard="parameters", dimensions=replace(PP2, **dimensions))
     with imagined_ranks(size, rank):
-        engine = make_engine(optimizer, model, comm, *asked, replace(PP2, **dimensions), {})
+        engine = make_engine(optimizer, model, comm, plan)
         try:
             yield engine
         finally:

@@ -18,6 +18,7 @@ from hvdtrain.engine.mesh import make_mesh_engine
 from hvdtrain.engine.mesh_fsdp import make_mesh_fsdp
 from hvdtrain.engine.plans import PARTIAL, plans_of
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.task.lora import add_adapters, parse_lora
 from tests.support.divided_models import divided
 
@@ -62,7 +63,7 @@ def test_experts_that_are_divided_by_expert_are_not_divided_again() -> None:
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
-    parts: Any = SimpleNamespace(dimensions=Dimensions(1, 2))
+    parts: Any = SimpleNamespace(plan=Plan(dimensions=Dimensions(1, 2)))
     with pytest.raises(ConfigError, match=r"--parallel.ep 2 needs a newer transformers(?s:.*)expected: transformers 5"):
         divide_model(parts, [])
 
@@ -72,7 +73,10 @@ def test_ranks_that_share_a_gpu_divide_no_experts() -> None:
     comm: Any = ImaginedComm(2)
     comm.through_host = True
     parts: Any = SimpleNamespace(
-        comm=comm, dimensions=Dimensions(1, 2), model=task.model, parameters=list(task.model.named_parameters())
+        comm=comm,
+        plan=Plan(dimensions=Dimensions(1, 2)),
+        model=task.model,
+        parameters=list(task.model.named_parameters()),
     )
     with pytest.raises(ConfigError, match=r"--parallel.ep 2, but ranks share a GPU"):
         make_mesh_engine(parts)
@@ -120,17 +124,17 @@ def test_dropout_of_attention_does_not_keep_experts_from_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "bucket_mib", "message"),
-    [(Dimensions(2), None, "divides parts among the ranks with copies of them"),
-     (Dimensions(1, 2), 8.0, "has no buckets"), (Dimensions(3), None, "do not have the dimensions")],
-)  # fmt: skip
-def test_what_fsdp_cannot_divide_further_is_refused(
-    dimensions: Dimensions, bucket_mib: float | None, message: str
-) -> None:
+    ("dimensions", "message"),
+    [
+        (Dimensions(2), "divides parts among the ranks with copies of them"),
+        (Dimensions(3), "do not have the dimensions"),
+    ],
+)
+def test_what_fsdp_cannot_divide_further_is_refused(dimensions: Dimensions, message: str) -> None:
     task = divided()
     parts: Any = SimpleNamespace(
-        comm=ImaginedComm(2), dimensions=dimensions, model=task.model, optimizer=task.optimizer, bucket_mib=bucket_mib,
-        parameters=list(task.model.named_parameters()), shard="none", dp_shard=None, weights=None,
+        comm=ImaginedComm(2), plan=Plan("fsdp", dimensions=dimensions), model=task.model, optimizer=task.optimizer,
+        parameters=list(task.model.named_parameters()), weights=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message):
         make_mesh_fsdp(parts)

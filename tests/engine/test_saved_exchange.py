@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.saved_exchange import EACH_RANK, of_rank, to_save
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.train_state import Progress, TrainState
@@ -27,7 +28,7 @@ class Training:
         parameters = self.model.parameters()
         adam = kind == "adam"
         optimizer: Any = torch.optim.Adam(parameters, 0.01) if adam else torch.optim.SGD(parameters, 0.05)
-        self.engine = make_engine(optimizer, self.model, comm, compression, Spans(), **options)
+        self.engine = make_engine(optimizer, self.model, comm, Plan(compression=compression, **options), Spans())
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.state = TrainState(self.model, optimizer, scaler, Progress(), self.engine)
 

@@ -20,6 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.fit.memory import Memory, count_bytes, predict_memory
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.base import load_task_function
 from hvdtrain.training.elastic.worker_state import make_worker_state
@@ -64,7 +65,7 @@ def test_a_prediction_is_what_tensors_with_values_take(
 ) -> None:
     run, build = _parsed(*task, *options)
     predicted = predict_memory(run, build, size)
-    worker = make_worker_state(run, build(), torch.device("cpu"), RankInfo("fit"))
+    worker = make_worker_state(run, plan_of(run.config), build(), torch.device("cpu"), RankInfo("fit"))
     counted = count_bytes(run, worker, LiveBytes(), ImaginedComm(size))
     assert (predicted.model, predicted.optimizer) == (counted.model, counted.optimizer)
     assert predicted.peak == pytest.approx(counted.peak, abs=4 * SPACE, rel=2e-3)
@@ -80,7 +81,7 @@ def test_of_stages_the_one_counts_that_needs_the_most() -> None:
     found = []
     for rank in range(4):
         with imagined_ranks(4, rank):
-            worker = make_worker_state(run, build(), torch.device("cpu"), RankInfo("fit"))
+            worker = make_worker_state(run, plan_of(run.config), build(), torch.device("cpu"), RankInfo("fit"))
             found.append(count_bytes(run, worker, LiveBytes(), ImaginedComm(4, rank=rank)))
     predicted, largest = predict_memory(run, build, 4), max(found, key=lambda each: each.peak)
     assert (predicted.model, predicted.optimizer) == (largest.model, largest.optimizer)

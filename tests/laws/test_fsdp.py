@@ -15,6 +15,7 @@ from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.muon import Muon
+from hvdtrain.plan.plan import Plan
 from tests.laws.test_laws import record
 from tests.laws.test_sharded import SignOfMean
 from tests.support.gallery import Gallery, Recorded, train_by_fsdp
@@ -235,7 +236,6 @@ def _muon(parameters: Any) -> Muon:
     ("size", "model", "make", "options", "message"),
     [
         (1, BLOCKS, SGD, {}, "divides the model among ranks"),
-        (1, BLOCKS, SGD, {"shard": "parameters"}, "divides the model among ranks"),
         (1, BLOCKS, SGD, {"dp_shard": 2}, "divides the model among ranks"),
         (2, nn.Linear(1, 1), SGD, {}, "has no blocks"),
         (2, _tied(), SGD, {}, r"0\.weight and 1\.weight are one parameter"),
@@ -249,10 +249,8 @@ def _muon(parameters: Any) -> Muon:
         (2, BLOCKS, SignOfMean, {}, "(?s)may need whole tensors.*updates_by_element = True"),
         (2, BLOCKS, _muon, {}, "may need whole tensors"),
         (2, BLOCKS, torch.optim.Adafactor, {}, "may need whole tensors"),
-        (2, BLOCKS, SGD, {"bucket_mib": 8.0}, "has no buckets"),
         (4, BLOCKS, SGD, {"dp_shard": 3}, "4 ranks cannot form groups of --parallel.dp_shard 3"),
-        (2, BLOCKS, SGD, {"dp_shard": 4}, "2 ranks cannot form groups of --parallel.dp_shard 4"),
-        *((2, BLOCKS, made, {"offload": True, "compression": "int8"}, "leave one") for made in (SGD, _Declared)),
+        (2, BLOCKS, _Declared, {"dp_shard": 4}, "2 ranks cannot form groups of --parallel.dp_shard 4"),
     ],
 )
 @per_rank()
@@ -264,6 +262,6 @@ def test_what_cannot_be_divided_is_refused(
     options: dict[str, Any],
     message: str,
 ) -> None:
-    """Further options: tests/engine/test_table.py."""
+    """Further options: tests/plan."""
     with pytest.raises(ConfigError, match=message):
-        make_engine(make(model.parameters()), model, comm, engine="fsdp", **{"compression": "none", **options})
+        make_engine(make(model.parameters()), model, comm, Plan("fsdp", shard="parameters", **options))

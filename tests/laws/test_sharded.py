@@ -16,6 +16,7 @@ from hvdtrain import Task
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
+from hvdtrain.plan.plan import Plan
 from hvdtrain.state.pieces import StateDict
 from tests.laws.test_laws import check_same, record
 from tests.support import own_loops
@@ -270,7 +271,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused(comm: ThreadComm, size: int, message: str) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=message):
-        make_engine(torch.optim.SGD(model.parameters()), model, comm, "none", shard="optimizer")
+        make_engine(torch.optim.SGD(model.parameters()), model, comm, Plan(shard="optimizer"))
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])

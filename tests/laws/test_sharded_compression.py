@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.engine.coded_sharded import CodedShardedEngine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.plan.plan import Plan
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.laws.test_laws import check_same, record
@@ -94,7 +95,7 @@ class Rank:
         named = list(self.model.named_parameters())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         shard = "gradients" if passes > 1 else "optimizer"
-        made = make_engine(self.optimizer, self.model, comm, compression, bucket_mib=1.0, shard=shard)
+        made = make_engine(self.optimizer, self.model, comm, Plan(compression=compression, bucket_mib=1.0, shard=shard))
         assert isinstance(made, CodedShardedEngine)
         self.engine = made
         scaler = torch.amp.GradScaler(enabled=False)

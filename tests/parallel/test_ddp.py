@@ -13,6 +13,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.ddp import DdpEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
+from hvdtrain.plan.plan import Plan
 from tests.support.toy import Net
 
 pytestmark = pytest.mark.usefixtures("several_ranks")
@@ -26,7 +27,7 @@ def model() -> Net:
 
 def _engine(model: nn.Module, job: Comm, compression: str = "none", bucket_mib: float | None = None) -> DdpEngine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = make_engine(optimizer, model, job, compression, bucket_mib=bucket_mib, engine="ddp")
+    engine = make_engine(optimizer, model, job, Plan("ddp", compression, bucket_mib=bucket_mib))
     assert isinstance(engine, DdpEngine)
     return engine
 

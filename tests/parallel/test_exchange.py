@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.plan.plan import Plan
 from tests.support.toy import Net
 
 
@@ -54,7 +55,7 @@ def test_law_5_sums_equal_float64(job: Comm, passes: Callable[[int], int], name:
     """Also where ranks have unequal numbers of micro-batches, or none; the idle layer counts as zero."""
     counts = [passes(rank) for rank in range(job.size)]
     model = _model()
-    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, "none", engine=name)
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, Plan(name))
     mine = [_batch(job.rank, index) for index in range(counts[job.rank])]
     for _ in range(2):
         for found, expected in zip(_exchange(engine, model, mine), _reference(counts), strict=True):
@@ -76,7 +77,7 @@ def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str) -> 
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     before = model.idle.weight.detach().clone()
-    engine = make_engine(optimizer, model, job, "none", engine=name, shard=shard)
+    engine = make_engine(optimizer, model, job, Plan(name, shard=shard))
     engine.begin(1)
     engine.backward(engine.forward(lambda: (_loss(model, _batch(job.rank, 0)), 1.0))[0])
     unused = engine.unused()
@@ -92,7 +93,7 @@ def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str) -> 
 def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None:
     """1e6 is past fp16's range and inside bfloat16's; Horovod itself sums no bfloat16."""
     model = nn.Linear(4, 1, bias=False).bfloat16()
-    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, compression)
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, Plan(compression=compression))
     engine.begin(1)
     engine.backward(model(torch.full((1, 4), 1e6, dtype=torch.bfloat16)).sum())
     engine.finish()
@@ -106,7 +107,7 @@ def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None
 @pytest.mark.parametrize("name", ["horovod", "ddp"])
 def test_complex_gradients_keep_both_parts(job: Comm, name: str, compression: str) -> None:
     model = nn.Linear(4, 1, bias=False, dtype=torch.complex64)
-    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, compression, engine=name)
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, Plan(name, compression))
     for _ in range(2):
         engine.begin(1)
         x = torch.full((1, 4), 1 + 2j * (job.rank + 1), dtype=torch.complex64)

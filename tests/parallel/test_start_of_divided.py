@@ -21,6 +21,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.state.divided import is_divided
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
@@ -43,9 +44,9 @@ def _make(build: Callable[[], Task], job: Comm) -> tuple[Task, str]:
 def _divide(task: Task, job: Comm, by: str = "fsdp") -> Engine:
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
     if by == "fsdp":
-        return make_engine(optimizer, task.model, job, "none", engine="fsdp")
+        return make_engine(optimizer, task.model, job, Plan("fsdp", shard="parameters"))
     dimensions = Dimensions(**{by: job.size})
-    return make_engine(optimizer, task.model, job, "none", dimensions=dimensions, plan=task.plan)
+    return make_engine(optimizer, task.model, job, Plan(dimensions=dimensions), styles=task.plan)
 
 
 def _named(model: nn.Module) -> dict[str, Any]:

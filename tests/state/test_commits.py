@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.engine.make import make_engine
+from hvdtrain.plan.plan import Plan
 from hvdtrain.state.snapshot import MAX_COST, Commits, is_commit_due
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.checkpoints import same_state
@@ -106,7 +107,7 @@ def test_commits_do_not_change_training_and_are_equal_on_all_ranks() -> None:
 
     def train(comm: ThreadComm, commits: Commits | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         state = _state(copy.deepcopy(model))
-        engine = make_engine(state.optimizer, state.model, comm, "topk:0.2")
+        engine = make_engine(state.optimizer, state.model, comm, Plan(compression="topk:0.2"))
         state.exchange = engine
         for step in range(4):
             engine.begin(1)

@@ -14,8 +14,8 @@ from pathlib import Path
 from hvdtrain.comm.rounds import OneRound
 from hvdtrain.comm.start import start_comm
 from hvdtrain.config.parse import parse_argv, task_spec
-from hvdtrain.engine.table import groups_of
 from hvdtrain.errors import ConfigError, DriftError
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.state.background_writer import CheckpointWriter
@@ -33,7 +33,7 @@ def main() -> None:
     runs = [(parse_argv(options, function), function) for options, function in listed]
 
     def groups(size: int) -> list[list[int]]:
-        found = [tuple(ranks) for run, _ in runs for ranks in groups_of(run.config)(size)]
+        found = [tuple(ranks) for run, _ in runs for ranks in plan_of(run.config).groups(size)]
         return [list(ranks) for ranks in dict.fromkeys(found)]
 
     comm = start_comm(info, groups)

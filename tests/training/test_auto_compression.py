@@ -14,6 +14,7 @@ from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.plan.plan import Plan
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.training.start import auto_compression
 from hvdtrain.training.start.auto_compression import CompressionTrial
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list[dict[str, Any]], list[str]]:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "auto")
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, Plan(compression="auto"))
     assert isinstance(engine, ExchangeEngine) and engine.undecided and engine.compression == "none"
     events: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -96,7 +97,7 @@ def test_a_resume_keeps_the_choice() -> None:
 
     def resumed(comm: ThreadComm, option: str, saved: str | None) -> tuple[str, bool]:
         model = nn.Linear(2, 1)
-        engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, option)
+        engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, Plan(compression=option))
         engine.load_state_dict({}, {"plan": None, "ranks": 2, "compression": saved})
         return engine.compression, engine.undecided
 

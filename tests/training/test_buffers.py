@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import DriftError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import Progress, TrainState
@@ -68,7 +69,7 @@ def _steps(comm: ThreadComm, bad: list[bool], idle: int = 0) -> list[tuple[bool,
     """
     model = Counts()
     inputs = torch.rand(len(bad), 2, 4, 3) + torch.arange(len(bad)).reshape(-1, 1, 1, 1)
-    engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, "none", Spans())
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, Plan(), Spans())
     shared, task = SharedBuffers(model, comm), Task(model, _loss, [])
     batch = 8 * comm.size
     stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, batch, 0.0, Spans(), shared)

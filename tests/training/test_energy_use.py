@@ -14,6 +14,7 @@ import hvdtrain
 from hvdtrain.config.schema import Config, ObserveConfig, ParallelConfig, TrainConfig
 from hvdtrain.observe.energy import CPUS, GPUS
 from hvdtrain.observe.monitor import GpuIdentity
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.task.base import Task
 from hvdtrain.training.records import job_facts
 from hvdtrain.training.records.compute import FirstPass
@@ -111,7 +112,7 @@ FORWARD = 2 * (6 * 16 + 16 * 1)
 def _told(task: Task, size: int = 1, passes: int = 2, **options: Any) -> list[dict[str, Any]]:
     config = Config(train=TrainConfig(micro_batch=4), **options)
     told: list[dict[str, Any]] = []
-    around = FirstPass(config, CPU, size, told.append)
+    around = FirstPass(config, CPU, size, told.append, plan_of(config).dimensions.same_samples)
     x = torch.ones(4, 6)
     for _ in range(passes):
         with around():

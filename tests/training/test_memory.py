@@ -19,6 +19,7 @@ from hvdtrain.config.schema import Config, MemoryConfig
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.memory import predict_memory
+from hvdtrain.plan.plan import Plan
 from hvdtrain.programs import Finished
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.failure_report import _memory_of
@@ -37,7 +38,7 @@ def _held(comm: ThreadComm) -> dict[str, float]:
     model = nn.Linear(512, 512 * 4, bias=False)  # 4 MiB
     model.register_buffer("mask", torch.zeros(_MIB, dtype=torch.uint8))
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = make_engine(optimizer, model, comm, "none", Spans())
+    engine = make_engine(optimizer, model, comm, Plan(), Spans())
     engine.begin(1)
     engine.backward(model(torch.ones(1, 512)).sum())
     engine.finish()
@@ -100,7 +101,7 @@ def test_memory_that_no_tensor_uses_is_in_the_report_unless_the_device_has_faile
     if has_failed:
         monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     model = nn.Linear(2, 2)
-    engine = make_engine(torch.optim.SGD(model.parameters()), model, SoloComm(), "none", Spans())
+    engine = make_engine(torch.optim.SGD(model.parameters()), model, SoloComm(), Plan(), Spans())
     worker = SimpleNamespace(device=gpu, state=SimpleNamespace(model=model))
     current: Any = SimpleNamespace(run=SimpleNamespace(config=Config()), worker=worker, engine=engine, comm=SoloComm())
     current.rounds = SimpleNamespace(elastic=False)

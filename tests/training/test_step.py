@@ -19,6 +19,7 @@ from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.host_copy import HostCopy
+from hvdtrain.plan.plan import Plan, plan_of
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
@@ -212,7 +213,9 @@ def test_autocast_covers_the_experts() -> None:
         torch.manual_seed(0)
         model = causal_lm(ModelConfig(preset="tiny"), vocabulary=64, seq_len=16)
         run = parse_object({"task": "toy", "precision": precision}, None)
-        worker = make_worker_state(run, Task(model, lambda model, ids: (model, 1), [0]), CPU, RankInfo())
+        worker = make_worker_state(
+            run, plan_of(run.config), Task(model, lambda model, ids: (model, 1), [0]), CPU, RankInfo()
+        )
         seen.append(set())
         with pytest.MonkeyPatch.context() as patch, worker.precision.autocast():
             patch.setattr(nn.functional, "grouped_mm", spy)
@@ -242,7 +245,7 @@ def test_a_loss_that_returns_the_wrong_thing(returned: Any, found: str) -> None:
 
 def test_an_optimizer_of_another_model() -> None:
     with pytest.raises(TaskError, match="parameters from outside the model"):
-        make_engine(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), nn.Linear(2, 2), SoloComm(), "none")
+        make_engine(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), nn.Linear(2, 2), SoloComm(), Plan())
 
 
 def _encoding(given: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.engine.make import make_engine
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.diagnostics.step_replay import Finding, replay
@@ -38,7 +39,7 @@ def _parts(
     task: Task, precision: str = "fp32", micro: int = MICRO, trained: nn.Module | None = None
 ) -> tuple[Stepper, Stream]:
     model, comm = task.model, SoloComm()
-    engine = make_engine(torch.optim.SGD((trained or model).parameters(), lr=0.1), model, comm, "none")
+    engine = make_engine(torch.optim.SGD((trained or model).parameters(), lr=0.1), model, comm, Plan())
     buffers = SharedBuffers(model, comm)
     stepper = Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, GLOBAL, 1.0, Spans(), buffers)
     return stepper, Stream(task.train_data, 0, GLOBAL, micro, 0, 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.active_buckets import residual_key
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision
@@ -67,7 +68,7 @@ def _train(comm: ThreadComm, kind: str, first: dict[str, Tensor] | None = None, 
     model = Layers()
     compression = options.pop("compression", "none")
     by_device = options.pop("by_device", False)
-    engine = make_engine(_optimizer(kind, model), model, comm, compression, Spans(), **options)
+    engine = make_engine(_optimizer(kind, model), model, comm, Plan(compression=compression, **options), Spans())
     if first:
         engine.load_state_dict(first, {"plan": None, "ranks": comm.size})
     buffers, task = SharedBuffers(model, comm), Task(model, _loss, cast(Any, []))

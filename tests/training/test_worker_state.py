@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import TimelinePlan
@@ -45,9 +47,10 @@ def worker(request: pytest.FixtureRequest) -> Iterator[WorkerState]:
     """After a step under the test's parameter, a compression or `DIVIDED`."""
     run = parse_object({"task": "toy", "optimizer": {"name": "sgd", "lr": 0.1}}, None)
     torch.manual_seed(0)
-    found = make_worker_state(run, toy(dropout=0.0), torch.device("cpu"), RankInfo())
+    found = make_worker_state(run, plan_of(run.config, elastic=True), toy(dropout=0.0), torch.device("cpu"), RankInfo())
     compression, shard = ("none", "gradients") if request.param == DIVIDED else (request.param, "none")
-    engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), compression, shard=shard, elastic=True)
+    plan = replace(found.plan, compression=compression, shard=shard)
+    engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), plan)
     found.state.exchange = engine
     found.step = 0  # as of the beginning of a round
     _step(found)
@@ -75,7 +78,7 @@ def _held(worker: WorkerState) -> torch.Tensor:
 def test_an_engine_that_divides_the_model_moves_it_block_by_block(engine: str, device: str) -> None:
     """The whole need not fit on a device. The test uses torch's "meta" device."""
     run = parse_object({"task": "toy", "parallel": {"engine": engine}}, None)
-    found = make_worker_state(run, toy(), torch.device("meta"), RankInfo())
+    found = make_worker_state(run, plan_of(run.config), toy(), torch.device("meta"), RankInfo())
     assert {parameter.device.type for parameter in found.state.model.parameters()} == {device}
 
 
@@ -214,7 +217,7 @@ def test_a_run_folder_left_on_another_host_is_reported_and_can_be_resumed(moved:
     claim = claim_run_directory(run)
     if not moved:
         claim.write_config(run)
-    worker = make_worker_state(run, toy(), torch.device("cpu"), RankInfo())
+    worker = make_worker_state(run, plan_of(run.config), toy(), torch.device("cpu"), RankInfo())
     worker.step = worker.state.progress.step = 7
     display = Display("samples", 5.0, live=False, quiet=True)
     recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)

@@ -25,8 +25,9 @@ def main(command: str, argv: list[str]) -> int:
         ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
+    from hvdtrain.config.schema import Config, ParallelConfig
     from hvdtrain.engine.held_bytes import held_bytes
-    from hvdtrain.engine.table import find_engine
+    from hvdtrain.plan.refusals import resolve
     from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import as_data, lines
@@ -55,7 +56,8 @@ def main(command: str, argv: list[str]) -> int:
         return 0
     prediction = predict(evidence, change, probed)
     job = prediction.job
-    find_engine(job.engine, job.compression, job.shard, dimensions=job.dimensions)
+    asked = {"engine": job.engine, "compression": job.compression, "shard": job.shard, **vars(job.dimensions)}
+    resolve(Config(parallel=ParallelConfig(**asked)))
     held = [held_bytes(evidence, each) for each in (evidence.job, job)]
     if options.probe or options.check:
         probed.measure(evidence, (evidence.job, job))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.engine.table import TABLE, needs_horovod
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.launch.variables import secret_variables
+from hvdtrain.plan.plan import ENGINES, Plan
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.runtime.rules import Facts
@@ -33,8 +33,7 @@ def launcher(facts: DoctorFacts) -> Finding:
 
 
 def _without_horovod() -> str:
-    names = dict.fromkeys(kind.name for kind in TABLE if not needs_horovod(kind.name))
-    return " or ".join(f"--parallel.engine {name}" for name in names)
+    return " or ".join(f"--parallel.engine {name}" for name in ENGINES if not Plan(engine=name).by_horovod)
 
 
 def stale_launcher(facts: DoctorFacts) -> Finding | None:

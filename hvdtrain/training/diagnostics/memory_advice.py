@@ -10,8 +10,8 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.table import engine_of
-from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import plan_of
+from hvdtrain.plan.refusals import refusals
 
 
 def memory_advice(
@@ -23,16 +23,12 @@ def memory_advice(
 
     def supports(section: str, **changes: Any) -> bool:
         changed = replace(config, **{section: replace(getattr(config, section), **changes)})
-        try:
-            engine_of(changed, elastic=elastic)
-        except ConfigError:
-            return False
-        return True
+        return not refusals(plan_of(changed, elastic=elastic))
 
     if memory.checkpointing != "full" and has_blocks:
         effect = "backward computes the activations of blocks again"
         found.append(f"--memory.checkpointing full (is {memory.checkpointing}): {effect}")
-    divides_model = engine_of(config).places_model
+    divides_model = plan_of(config).places_model
     divides_gradients = divides_model or parallel.shard == "gradients"
     if size > 1 and not divides_gradients and supports("parallel", shard="gradients"):
         effect = f"divides gradients and the optimizer among {size} ranks"

@@ -16,11 +16,11 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.table import BF16_WEIGHTS, casts_weights, engine_of
 from hvdtrain.exchange.active_buckets import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.binding import Binding
 from hvdtrain.runtime.environment import NO_LAUNCHER, STOP_ON_USR1, RankInfo
@@ -53,6 +53,7 @@ class WorkerState:
     """Everything of a process that does not depend on the other ranks.
 
     Attributes:
+        plan: of the job.
         task: with its model, which is on `device`.
         info: rank and environment of this process at its start.
         device: of this process; it never changes.
@@ -75,6 +76,7 @@ class WorkerState:
         binding: cores of this process; None if they are those of its launcher.
     """
 
+    plan: Plan
     task: Task
     info: RankInfo
     device: torch.device
@@ -175,15 +177,15 @@ class WorkerState:
         return exchange is not None and any(map(is_residual, exchange.state_dict()[0]))
 
 
-def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
+def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
     """Move the model to its device, unless the engine does, and make its optimizer. Needs no other rank."""
     train = run.config.train
     frozen = find_frozen(task.model) if task.remakes_frozen else None
-    model = task.model if engine_of(run.config).places_model else task.model.to(device)
+    model = task.model if plan.places_model else task.model.to(device)
     if run.config.precision != "fp32":
         autocast_experts(model)
     checkpoint_blocks(model, run.config.memory.checkpointing)
-    compiled = compile_blocks(model, without_hooks=run.config.parallel.pp > 1) if train.compile else 0
+    compiled = compile_blocks(model, without_hooks=plan.dimensions.pp > 1) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
     warnings = []
     if task.optimizer is not None:
@@ -194,11 +196,11 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
         warnings.append(f"the update of the parameters takes longer: {reason}")
     move_optimizer_state(optimizer)
     samples = training_samples(task.train_data)
-    copies = run.config.precision == BF16_WEIGHTS and not casts_weights(run.config.parallel.engine)
-    precision = Precision(run.config.precision, device, Bf16Weights(model) if copies else None)
+    precision = Precision(run.config.precision, device, Bf16Weights(model) if plan.copies_weights else None)
     progress = Progress(samples=samples, data_id=task.data_id)
     horizon = total_steps(train, sample_order(task.train_data, samples, run.config.seed).epoch_samples)
     return WorkerState(
+        plan=plan,
         task=task,
         info=info,
         device=device,

@@ -95,7 +95,7 @@ def make_balance(current: Round, feed: Feed) -> Balance | None:
         ConfigError: there are too few micro-batches. In an elastic job, with other ranks later, that is a warning.
     """
     stream, size = feed.stream, current.comm.size
-    if current.run.config.parallel.balance != "speed" or size == 1:
+    if current.worker.plan.balance != "speed" or size == 1:
         return None
     count, smaller = sum(stream.equal_shares()), stream.global_batch // (_LEAST * size)
     if count < _LEAST * size:

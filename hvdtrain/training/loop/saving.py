@@ -11,7 +11,6 @@ import torch
 
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.saved_exchange import to_save
-from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.ledger import Ledger
@@ -49,7 +48,7 @@ class Saving:
         self._config, self._comm, self._store = current.run.config, current.comm, current.store
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
         on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
-        dimensions = dimensions_of(self._config)
+        dimensions = current.worker.plan.dimensions
         self.held_out = HeldOut(stepper.task, self._comm, self._config, dimensions, on_cuda=on_cuda, uniform=uniform)
         check_frozen(self._state)  # notes the values at the start
         self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)

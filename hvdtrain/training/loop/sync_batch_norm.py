@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import Plan
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     return (wide - _by_channel(mean, wide)) * _by_channel(scale, wide)
 
 
-def synchronize_batch_norm(model: nn.Module, comm: Comm, config: Config) -> Statistics | None:
+def synchronize_batch_norm(model: nn.Module, comm: Comm, plan: Plan) -> Statistics | None:
     """Make each `nn.SyncBatchNorm` of a model one of these; return what they share, None if there are none.
 
     Errors:
@@ -125,11 +125,9 @@ def synchronize_batch_norm(model: nn.Module, comm: Comm, config: Config) -> Stat
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     if not found:
         return None
-    parallel = config.parallel
-    sizes = {name: getattr(parallel, name) for name in ("tp", "ep", "cp", "pp")}
-    wrong = [f"--parallel.{name} {size}" for name, size in sizes.items() if size > 1]
-    wrong += [f"--parallel.sync {parallel.sync}"] if parallel.sync != "every_step" else []
-    wrong += [f"--parallel.balance {parallel.balance}"] if parallel.balance != "equal" else []
+    wrong = [plan.dimensions.options] if plan.dimensions else []
+    wrong += ["--parallel.sync"] if plan.outer is not None else []
+    wrong += [f"--parallel.balance {plan.balance}"] if plan.balance != "equal" else []
     if wrong:
         raise ConfigError(
             f"nn.SyncBatchNorm ({next(iter(found))}) does not go with {wrong[0]}",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hvdtrain.config.schema import Config
-from hvdtrain.engine.table import dimensions_of
 from hvdtrain.observe.flops import FlopCount, peak_tflops
 from hvdtrain.training.start.kernels import allows_tf32
 
@@ -29,12 +28,14 @@ class FirstPass:
         event: records the event ``flops``, once: ``per_sample``, FLOPs of training on a sample; ``device``;
             ``peak_per_s`` of all ranks together and ``peak_source``, None if unknown. It is not called if nothing
             could be counted.
+        same_samples: number of ranks that have the same samples.
     """
 
     config: Config
     device: torch.device
     size: int
     event: Callable[[dict[str, Any]], None]
+    same_samples: int
     _is_counted: bool = field(default=False, init=False)
 
     def __call__(self) -> AbstractContextManager[object]:
@@ -57,7 +58,7 @@ class FirstPass:
         peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
         return {
             "event": "flops",
-            "per_sample": (1 + _BACKWARD) * flops * dimensions_of(config).same_samples / config.train.pass_samples,
+            "per_sample": (1 + _BACKWARD) * flops * self.same_samples / config.train.pass_samples,
             "device": name,
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,

@@ -17,7 +17,6 @@ from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
-from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
 from hvdtrain.observe.clocks import AT_START, Clocks
@@ -101,7 +100,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         origin_us = time.perf_counter_ns() / 1e3
         sink = StepFile(path, recorder.warn, clocks, origin_us, recorder.show)
         line = StartLine(VERSION, start, comm.size, started_at, list(hosts), list(ids), origin_us, link)
-        stages = dimensions_of(current.run.config).pp
+        stages = worker.plan.dimensions.pp
         sink.start(msgspec.structs.replace(line, devices=list(devices), consecutive_stages=stages), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu).device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.compression.table import parse
-from hvdtrain.config.schema import Config
-from hvdtrain.config.sync import outer_plan
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
@@ -17,7 +16,6 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
-from hvdtrain.engine.table import dimensions_of, uses_torch_in_passes
 from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
@@ -51,15 +49,15 @@ def build_engine(current: Round) -> Engine:
     """Make the round's engine, with the exchange state of the last round. Collective: yes."""
     run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     variables, model = worker.info.variables, worker.state.model
-    dimensions, train = dimensions_of(run.config), run.config.train
-    dimensions.check(comm.size)
-    dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
-    current.batch_norm = synchronize_batch_norm(model, comm, run.config)
+    plan, train = worker.plan, run.config.train
+    plan.dimensions.check(comm.size)
+    plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+    current.batch_norm = synchronize_batch_norm(model, comm, plan)
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
     try:
-        engine = engine_of_worker(worker, run.config, comm, spans, elastic=current.rounds.elastic)
+        engine = engine_of_worker(worker, comm, spans)
         worker.use_exchange(engine)
     except BaseException:
         if ready is not None:
@@ -68,7 +66,7 @@ def build_engine(current: Round) -> Engine:
     if ready is not None and engine.uniform_passes:  # the model has other parameters now
         ready.close()
         # FSDP sums gradients by module: hooks of parameters do not run.
-        ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if run.config.parallel.engine != "fsdp" else None
+        ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if plan.engine != "fsdp" else None
     if ready is not None and isinstance(engine, PeriodicEngine):  # ranks exchange no gradients
         ready.close()
     elif ready is not None:
@@ -77,41 +75,23 @@ def build_engine(current: Round) -> Engine:
     return engine
 
 
-def engine_of_worker(
-    worker: WorkerState, config: Config, comm: Comm, spans: Spans | None = None, *, elastic: bool = False
-) -> Engine:
-    """Make the engine of the config's options for a worker's model and optimizer. Collective: yes.
+def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None) -> Engine:
+    """Make the engine of a worker's plan for its model and optimizer. Collective: yes.
 
     Where ranks divide sequences or layers, the worker's task has the loss of this rank's part from now on.
     """
-    parallel, plan, dimensions = config.parallel, outer_plan(config), dimensions_of(config)
-    by_torch = uses_torch_in_passes(config)
-    worker.task = divide_sequences(worker.task, comm, dimensions, worker.device, spans, by_torch=by_torch)
+    plan, state = worker.plan, worker.state
+    by_torch = plan.torch_in_passes
+    worker.task = divide_sequences(worker.task, comm, plan.dimensions, worker.device, spans, by_torch=by_torch)
 
     def make(ranks: Comm, compression: str) -> Engine:
-        return make_engine(
-            worker.state.optimizer,
-            worker.state.model,
-            ranks,
-            compression,
-            spans,
-            parallel.bucket_mib,
-            worker.info.variables,
-            parallel.shard,
-            parallel.engine,
-            worker.device,
-            parallel.dp_shard,
-            config.precision,
-            dimensions,
-            worker.task.plan,
-            offload=config.memory.offload != "none",
-            elastic=elastic,
-        )
+        own, rest = replace(plan, compression=compression), (worker.info.variables, worker.device, worker.task.plan)
+        return make_engine(state.optimizer, state.model, ranks, own, spans, *rest)
 
-    if plan is not None:
-        return make_periodic(worker.state.model, plan, comm, make, parallel.compression, elastic=elastic)
-    engine = make(comm, parallel.compression)
-    if dimensions.pp > 1:
+    if plan.outer is not None:
+        return make_periodic(state.model, plan.outer, comm, make, plan.compression, elastic=plan.elastic)
+    engine = make(comm, plan.compression)
+    if plan.dimensions.pp > 1:
         from hvdtrain.engine.pipeline import Pipelined, with_stages
 
         assert isinstance(engine, Pipelined)
@@ -126,9 +106,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
-    dimensions = dimensions_of(config)
+    dimensions = worker.plan.dimensions
     counts_flops = comm.rank == 0 and current.is_new and dimensions.pp == 1  # else each stage has others
-    around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
+    around = (
+        FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else nullcontext
+    )
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     place, places, records = dimensions.samples(comm.rank, comm.size)

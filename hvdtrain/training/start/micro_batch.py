@@ -22,11 +22,10 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import AUTO, Config
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import micro_batches
-from hvdtrain.engine.table import AUTO as AUTO_COMPRESSION
-from hvdtrain.engine.table import dimensions_of, engine_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.failure.fault import out_of_memory
 from hvdtrain.observe.past_journal import read_events
+from hvdtrain.plan.plan import AUTO as AUTO_COMPRESSION
 from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.buffers import restored_buffers
 from hvdtrain.training.loop.forward import checked_loss, to_device
@@ -54,12 +53,6 @@ def check_auto(config: Config, device: torch.device) -> None:
             "--train.micro_batch auto cannot find a size: this rank trains on a CPU, which uses the memory of the whole"
             " host",
             expected="GPUs",
-            next_step="set a number, such as --train.micro_batch 4",
-        )
-    if config.train.micro_batch == AUTO and (dimensions := dimensions_of(config)):
-        raise ConfigError(
-            f"--train.micro_batch auto does not support {dimensions.options}",
-            expected="ranks that run a pass alone",
             next_step="set a number, such as --train.micro_batch 4",
         )
 
@@ -127,7 +120,7 @@ def _search(current: Round) -> tuple[int, list[int]]:
     before = on_rank_0(comm, lambda: read_events(current.layout.journal, FOUND), name="micro_batch/before")
     most = before[-1]["samples"] if before else config.train.global_batch
     sizes = [size for size in sizes_to_try(config.train.global_batch, comm.size) if size <= most]
-    if engine_of(config).places_model:
+    if worker.plan.places_model:
         found, lacking = predict_largest(current, sizes[-1])
     else:
         with _without_trace(current):

@@ -17,7 +17,6 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.data.order import even_options
-from hvdtrain.engine.table import dimensions_of
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
@@ -162,8 +161,8 @@ def _describe(current: Round, job: JobFacts) -> None:
         return
     for warning in worker.warnings:
         recorder.warn(warning)
-    if dimensions := dimensions_of(current.run.config):
-        for line in dimensions.table(size):
+    if worker.plan.dimensions:
+        for line in worker.plan.dimensions.table(size):
             recorder.say(line)
     if task.optimizer is not None:
         recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
@@ -195,9 +194,9 @@ def _describe(current: Round, job: JobFacts) -> None:
         recorder.warn(problem)
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
-    _, places, _ = dimensions_of(current.run.config).samples(0, size)
-    parallel, unequal = current.run.config.parallel, unequal_shares(train.global_batch, train.pass_samples, places)
-    if unequal and (parallel.balance, parallel.sync) == ("equal", "every_step"):
+    _, places, _ = worker.plan.dimensions.samples(0, size)
+    unequal = unequal_shares(train.global_batch, train.pass_samples, places)
+    if unequal and worker.plan.balance == "equal" and worker.plan.outer is None:
         (recorder.warn if "idle" in unequal else recorder.say)(unequal)
     if current.batch_norm is not None:
         recorder.say(

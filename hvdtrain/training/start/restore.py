@@ -15,7 +15,6 @@ from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.engine.periodic import KEY as WORKERS
 from hvdtrain.engine.periodic import PeriodicEngine, without_workers
 from hvdtrain.engine.saved_exchange import of_rank
-from hvdtrain.engine.table import engine_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import damaged_lines, last_step
 from hvdtrain.observe.recorder import Recorder
@@ -52,7 +51,7 @@ def resume_state(current: Round) -> int:
     if newest == NOTHING:
         loaded: list[StateDict] = []
         resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
-        placed = engine_of(current.run.config).places_model
+        placed = worker.plan.places_model
         source_state, fitting = loaded[0] if loaded else None, partial(_of_rank, current)
         broadcast_state(state, comm, touch, source=source_state, placed=placed, own=fitting)
     else:

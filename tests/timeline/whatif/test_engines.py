@@ -17,6 +17,7 @@ from hvdtrain.engine.held_bytes import held_bytes
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.sharded import ShardedEngine
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
 from hvdtrain.timeline.whatif.engine_passes import update_s
@@ -185,7 +186,7 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
-        engine = make_engine(optimizer, model, comm, "none", bucket_mib=bucket_mib or size, shard="gradients")
+        engine = make_engine(optimizer, model, comm, Plan(bucket_mib=bucket_mib or size, shard="gradients"))
         assert isinstance(engine, ShardedEngine)
         engine.begin(1)
         engine.backward(model(torch.tensor([1])).sum())

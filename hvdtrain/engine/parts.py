@@ -1,0 +1,49 @@
+"""What an engine is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.plan.plan import BF16_WEIGHTS, Plan
+from hvdtrain.spans import Spans
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of.
+
+    Attributes:
+        model: on the device already, unless the plan places it.
+        parameters: of the optimizer, with their names in the model, in its order.
+        comm: its ranks.
+        plan: what they do.
+        device: of training.
+        spans: record the exchange.
+        variables: of this process's environment.
+        styles: of the task, how to divide its modules; empty for those of the model.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    parameters: list[tuple[str, nn.Parameter]]
+    comm: Comm
+    plan: Plan
+    device: torch.device
+    spans: Spans | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> torch.dtype | None:
+        """The format in which forward and backward get the parameters; None for their own."""
+        return torch.bfloat16 if self.plan.precision == BF16_WEIGHTS else None
+
+    def uncompressed(self, comm: Comm | None = None) -> EngineParts:
+        """Return the same without compression, for other ranks."""
+        return replace(self, comm=comm or self.comm, plan=replace(self.plan, compression="none"))

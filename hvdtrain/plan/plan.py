@@ -1,0 +1,115 @@
+"""The plan of a job: who holds what of the model, who sums gradients, and what others must know of it. Pure.
+
+All that depends on options of the job and on its number of ranks is asked here: `resolve` makes the plan, and checks
+that its parts go together. What an elastic round or a choice in the first steps changes is a `replace` of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.comm.dimensions import ONE, Dimensions
+from hvdtrain.comm.mesh import mesh_groups
+from hvdtrain.config.schema import AUTO as SIZE_AUTO
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sync import OuterPlan, outer_plan
+
+ENGINES = ("horovod", "ddp", "fsdp")
+"""What may sum gradients."""
+
+AUTO = "auto"
+"""Option value: choose the compression that pays, in the first steps."""
+
+BF16_WEIGHTS = "bf16-weights"
+"""Option value of the precision: forward and backward get bf16 copies of the fp32 parameters that are updated."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a job's options.
+
+    Attributes:
+        engine: what sums gradients: horovod (ours), ddp or fsdp.
+        compression: of the exchange, as in options.
+        shard: what ranks divide by rows instead of holding copies: none, optimizer, gradients (of the optimizer and of
+            sums), parameters (and those).
+        dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
+        dimensions: numbers of ranks that divide matrices, experts, sequences and layers.
+        offload: whether the optimizer has its state, and what it updates, in the memory of the host.
+        precision: of forward and backward.
+        bucket_mib: largest bucket; None for the default of the compression.
+        outer: of workers that train apart; None if ranks exchange in each step.
+        balance: how micro-batches are divided among ranks.
+        buffers: what becomes of persistent buffers that differ.
+        finds_micro_batch: whether the size of a micro-batch is found at the start.
+        compiled: whether blocks are compiled.
+        averaged: whether an average of the parameters is kept.
+        elastic: whether ranks may join and leave.
+    """
+
+    engine: str = "horovod"
+    compression: str = "none"
+    shard: str = "none"
+    dp_shard: int | None = None
+    dimensions: Dimensions = ONE
+    offload: bool = False
+    precision: str = "fp32"
+    bucket_mib: float | None = None
+    outer: OuterPlan | None = None
+    balance: str = "equal"
+    buffers: str = "mean"
+    finds_micro_batch: bool = False
+    compiled: bool = False
+    averaged: bool = False
+    elastic: bool = False
+
+    @property
+    def by_horovod(self) -> bool:
+        """Whether it needs Horovod; torchrun, too, can start the ranks of others."""
+        return self.engine == "horovod"
+
+    @property
+    def places_model(self) -> bool:
+        """Whether the engine moves the model to the device, part by part: the whole need not fit there."""
+        return self.engine == "fsdp" or self.dimensions.divides_model
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether the trainer has bf16 copies of the parameters; FSDP makes its own."""
+        return self.precision == BF16_WEIGHTS and self.engine != "fsdp"
+
+    @property
+    def torch_in_passes(self) -> bool:
+        """Whether torch has exchanges in passes on GPUs: of activations, or of FSDP's parameters, uncompressed."""
+        by_fsdp = self.engine == "fsdp" and (self.compression == "none" or self.dp_shard is not None)
+        return by_fsdp or self.dimensions.tp > 1 or self.dimensions.pp > 1
+
+    def groups(self, size: int) -> list[list[int]]:
+        """Return the ranks of each group of `size` that exchanges apart. Errors: ConfigError: they cannot form them."""
+        from hvdtrain.data.workers import worker_groups  # which imports numpy
+
+        workers = worker_groups(self.outer.workers if self.outer else None)
+        within = self.dp_shard if self.dimensions.divides_model else None
+        return [*mesh_groups(size, self.dp_shard), *workers(size), *self.dimensions.groups(size, within)]
+
+
+def plan_of(config: Config, *, elastic: bool = False) -> Plan:
+    """Return the plan of a run, unchecked. Errors: ConfigError: the options of workers contradict each other."""
+    parallel, train = config.parallel, config.train
+    return Plan(
+        engine=parallel.engine,
+        compression=parallel.compression,
+        shard="parameters" if parallel.engine == "fsdp" and parallel.shard == "none" else parallel.shard,
+        dp_shard=parallel.dp_shard,
+        dimensions=Dimensions.of(vars(parallel)),
+        offload=config.memory.offload != "none",
+        precision=config.precision,
+        bucket_mib=parallel.bucket_mib,
+        outer=outer_plan(config),
+        balance=parallel.balance,
+        buffers=parallel.buffers,
+        finds_micro_batch=train.micro_batch == SIZE_AUTO,
+        compiled=train.compile,
+        averaged=train.ema is not None,
+        elastic=elastic,
+    )
