@@ -62,8 +62,9 @@ dist: setup ## wheel and source archive of hvdtrain, in dist
 launchers: setup ## write the files of launchers/ that are rendered
 	@$(BIN)/python -m tests.support.launchers launchers
 
-reference: setup ## write docs/reference.md, from the code
+reference: setup ## write docs/reference.md and docs/combinations.md, from the code
 	@$(BIN)/python -m tests.support.reference docs/reference.md
+	@$(BIN)/python -m tests.support.combinations docs/combinations.md
 
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks
