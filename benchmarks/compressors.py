@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.solo import Finished, SoloComm
 from hvdtrain.compression.base import BucketShape, Compressor, Part, commit_all
 from hvdtrain.compression.table import TABLE, parse
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from tests.support.compression import drive
 
 NAMES = (*TABLE, "powersgd:2", "topk:0.001")
@@ -45,7 +45,7 @@ def llama(hidden: int, inner: int, layers: int) -> list[tuple[int, ...]]:
 
 def buckets(shapes: Sequence[tuple[int, ...]], device: torch.device, limit: int) -> list[BucketShape]:
     named = [(f"p{index}", nn.Parameter(torch.empty(shape, device=device))) for index, shape in enumerate(shapes)]
-    agreed = plan(named, limit, finished=[name for name, _ in named])
+    agreed = assign_buckets(named, limit, finished=[name for name, _ in named])
     return [layout.shape for layout in lay_out(agreed, dict(named), "bucket")]
 
 

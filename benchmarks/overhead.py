@@ -21,7 +21,7 @@ import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.order import sample_indices
-from hvdtrain.exchange.buckets import plan
+from hvdtrain.exchange.buckets import assign_buckets
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer
@@ -91,7 +91,7 @@ def exchange(steps: int) -> tuple[list[float], list[float]]:
         reducer = None
         if exchanged:
             reducer = Reducer(lambda: named, comm, bucket_bytes=48)
-            reducer.load_state_dict({}, {"plan": asdict(plan(named, 48)), "ranks": 2})
+            reducer.load_state_dict({}, {"plan": asdict(assign_buckets(named, 48)), "ranks": 2})
             assert reducer.exchange is not None and len(reducer.exchange.plan.buckets) == 100
         for step in range(steps):
             for parameter in parameters:

@@ -29,7 +29,7 @@ from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.coding_probe import measure_coding
 from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.exchange.reducer import BUCKET_BYTES
 from hvdtrain.observe.past_journal import read_journal
 from tests.support.two_hosts import TwoHosts, two_hosts
@@ -112,7 +112,7 @@ def break_even(runs: Mapping[str, Sequence[Run]], targets: Sequence[float]) -> l
     """The bandwidths below which compression pays, in Gbit/s."""
     model = MODELS["default"]().model
     named = list(model.named_parameters())
-    layouts = lay_out(plan(named, BUCKET_BYTES), dict(named), "trial")
+    layouts = lay_out(assign_buckets(named, BUCKET_BYTES), dict(named), "trial")
     none_bytes, none_s = _bytes_and_cost("none", [layout.shape for layout in layouts])
     figures = []
     for name in [n for n in runs if n not in (STOCK, "none")]:

@@ -36,7 +36,7 @@ from hvdtrain.launch.site import NO_SITE, Site, find_site
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
 from hvdtrain.launch.variables import secret_variables, submit_environment
-from hvdtrain.launch.worker_plan import Plan, describe_plan
+from hvdtrain.launch.worker_plan import WorkerPlan, describe_plan
 from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import output, run_program
@@ -108,7 +108,7 @@ def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argpar
     return options, choice, spec
 
 
-def _say_choice(choice: Choice, spec: JobSpec, plan: Plan | None, site: Site, *, starts: bool) -> None:
+def _say_choice(choice: Choice, spec: JobSpec, plan: WorkerPlan | None, site: Site, *, starts: bool) -> None:
     agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
     box = f"; containers by {spec.container.runtime}" if spec.container else ""
     by_site = f"; {site}" if site is not NO_SITE else ""
@@ -136,7 +136,7 @@ def _show(text: str, err: bool) -> None:
         print(text, file=unfailing(stream), flush=True)
 
 
-def _drive(plan: Plan, dry_run: bool) -> int:
+def _drive(plan: WorkerPlan, dry_run: bool) -> int:
     """Run the job by our own driver."""
     if dry_run:
         script = plan.job.discover

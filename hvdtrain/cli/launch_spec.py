@@ -30,7 +30,7 @@ from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
 from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables
-from hvdtrain.launch.worker_plan import Plan
+from hvdtrain.launch.worker_plan import WorkerPlan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 from hvdtrain.runtime.interfaces import address_of, networks
 
@@ -97,7 +97,7 @@ def idle_gpus(spec: JobSpec, target: str, environ: Mapping[str, str]) -> str:
     return f"{ranks} ranks leave {total - ranks} of {total} GPUs idle{each}; for all: -np {total}"
 
 
-def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> Plan:
+def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> WorkerPlan:
     """Build the plan of our own driver. `own`: the options as typed.
 
     Errors:
@@ -123,7 +123,7 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
     interface = spec.interface or next(iter(networks().values()), "")
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
-    return Plan(
+    return WorkerPlan(
         spec,
         program=_rank_program(spec),
         limits=limits,

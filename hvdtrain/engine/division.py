@@ -13,7 +13,7 @@ from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.plans import PARTIAL, plans_of
+from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.memory import return_freed_memory
@@ -69,7 +69,7 @@ def divide_model(
         ) from None
 
     model, comm, dimensions = parts.model, parts.comm, parts.plan.dimensions
-    tensor_styles, expert_styles = plans_of(model, parts.styles, dimensions)
+    tensor_styles, expert_styles = styles_of(model, parts.styles, dimensions)
     partial_in = tuple(f"{name}." for name, style in tensor_styles.items() if style == PARTIAL and divide is None)
     # transformers sums the gradient of all passes so far after each pass; FSDP has taken those of the others away.
     tensor_styles = {n: s for n, s in tensor_styles.items() if s != PARTIAL or divide is not None}

@@ -32,7 +32,7 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
-from hvdtrain.exchange.buckets import Layout, lay_out, plan
+from hvdtrain.exchange.buckets import Layout, assign_buckets, lay_out
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 
@@ -102,7 +102,7 @@ class ShardedEngine(DividedEngine):
         for is_trained in (True, False):
             part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
             prefix = f"{self._name}/{len(self._buckets)}" if self._buckets else self._name
-            for layout in lay_out(plan(part, self._bucket_bytes), dict(part), prefix):
+            for layout in lay_out(assign_buckets(part, self._bucket_bytes), dict(part), prefix):
                 bucket = self._make_bucket(layout, whole_parameters(self.optimizer, layout.parameters))
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Layout, Plan
+from hvdtrain.exchange.buckets import BucketPlan, Layout
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class ActiveBuckets(ABC):
         self._figures: Figures | None = None
 
     @abstractmethod
-    def _make_exchange(self, plan: Plan) -> BucketExchange:
+    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
         """Return the exchange of a plan, for the current ranks and parameters."""
 
-    def adopt(self, plan: Plan) -> BucketExchange:
+    def adopt(self, plan: BucketPlan) -> BucketExchange:
         """Make the buckets of a plan and give their compressors the state of their parameters.
 
         A compressor without error feedback cannot take over a residual: the next exchange adds it to the gradient.

@@ -11,7 +11,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.compression.sizes import FEW_ROWS
 from hvdtrain.errors import LaunchError
-from hvdtrain.exchange.buckets import Named, Plan
+from hvdtrain.exchange.buckets import BucketPlan, Named
 from hvdtrain.exchange.rows import count_rows
 
 
@@ -40,13 +40,13 @@ def check_same_names(comm: Comm, names: Sequence[str], *, name: str) -> None:
 def agree_on_plan(
     comm: Comm,
     named: Named,
-    make_plan: Callable[..., Plan],
+    make_plan: Callable[..., BucketPlan],
     finished: Sequence[str],
     has_residual: Callable[[str], bool],
     name: str,
     *,
     sparse_as_dense: bool = False,
-) -> Plan:
+) -> BucketPlan:
     """Return the plan that all ranks use, in the order in which rank 0 finished its gradients. Collective: yes.
 
     Args:

@@ -11,7 +11,7 @@ from hvdtrain.compression.base import Figures
 from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Plan, plan
+from hvdtrain.exchange.buckets import BucketPlan, assign_buckets
 from hvdtrain.spans import Spans
 
 
@@ -36,7 +36,7 @@ class BetweenCopies(ActiveBuckets):
     ) -> None:
         super().__init__(comm.size)
         self._known, self._comm, self._compression, self._spans, self._name = named, comm, compression, spans, name
-        self._plan = plan(named, bucket_bytes, [name for name, _ in named])
+        self._plan = assign_buckets(named, bucket_bytes, [name for name, _ in named])
         self.adopt(self._plan)
 
     @property
@@ -44,7 +44,7 @@ class BetweenCopies(ActiveBuckets):
         assert self.exchange is not None
         return self.exchange
 
-    def _make_exchange(self, plan: Plan) -> BucketExchange:
+    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
         parameters = dict(self._known)
         return BucketExchange(
             plan, parameters, self._comm, self._compression, 1.0, 1.0, self._name, self._spans, as_views=True

@@ -12,7 +12,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.backward_passes import second_gradient
 from hvdtrain.exchange.bucket import Bucket, DenseBucket, SideStream
-from hvdtrain.exchange.buckets import Layout, Plan, lay_out
+from hvdtrain.exchange.buckets import BucketPlan, Layout, lay_out
 from hvdtrain.exchange.rows import RowBucket, SparseBucket
 from hvdtrain.spans import EXCHANGE, Spans
 
@@ -157,7 +157,7 @@ class BucketExchange(BucketQueue):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         parameters: Mapping[str, nn.Parameter],
         comm: Comm,
         compression: Compression,
@@ -191,7 +191,7 @@ class BucketExchange(BucketQueue):
             names = [part.name for part in bucket.layout.shape.parts]
             bucket.residuals = {index: residuals[name] for index, name in enumerate(names) if name in residuals}
 
-    def revised_plan(self) -> Plan | None:
+    def revised_plan(self) -> BucketPlan | None:
         """Return a plan without rows for gradients that had many in the last step; None if there are none.
 
         Equal on all ranks.

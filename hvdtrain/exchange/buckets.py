@@ -16,7 +16,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """The gradients that are exchanged together.
 
     It is equal on all ranks, and saved with a run so that a resumed run groups its sums in the same way.
@@ -33,7 +33,7 @@ class Plan:
     rows: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: int = 0
 
-    def without_rows(self, names: Collection[str]) -> Plan:
+    def without_rows(self, names: Collection[str]) -> BucketPlan:
         """Return the plan that sends all rows of these gradients."""
         return replace(self, rows={name: count for name, count in self.rows.items() if name not in names})
 
@@ -46,14 +46,14 @@ class Plan:
         )
 
 
-def plan(
+def assign_buckets(
     named: Named,
     limit_bytes: int,
     finished: Sequence[str] = (),
     sparse: Iterable[str] = (),
     groups: Sequence[Sequence[str]] = (),
     rows: Mapping[str, int] | None = None,
-) -> Plan:
+) -> BucketPlan:
     """Assign parameters to buckets of at most `limit_bytes`. A larger parameter gets a bucket of its own.
 
     Args:
@@ -84,7 +84,7 @@ def plan(
             lambda name: (by_name[name].dtype, by_name[name].device),
             few,
         )
-    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few, limit_bytes)
+    return BucketPlan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few, limit_bytes)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Layout:
     shape: BucketShape
 
 
-def lay_out(agreed: Plan, by_name: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
+def lay_out(agreed: BucketPlan, by_name: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
     """Return the layout of each bucket; dense ones are called ``name/0`` and so on, sparse ones ``name/parameter``."""
     dense = [_lay_out_one(names, by_name, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
     return [*dense, *(_lay_out_one((sparse,), by_name, f"{name}/{sparse}") for sparse in agreed.sparse)]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.exchange.bucket_exchange import BucketQueue
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
@@ -36,7 +36,7 @@ class DividedCopies:
         name: str,
     ) -> None:
         must_own = {parameter: each for (_, parameter), each in zip(named, whole, strict=True)}
-        layouts = lay_out(plan(named, bucket_bytes, [name for name, _ in named]), dict(named), name)
+        layouts = lay_out(assign_buckets(named, bucket_bytes, [name for name, _ in named]), dict(named), name)
         self._buckets = [
             ShardBucket(layout, comm, [must_own[p] for p in layout.parameters], first=number)
             for number, layout in enumerate(layouts)

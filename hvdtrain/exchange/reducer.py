@@ -18,7 +18,7 @@ from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState, resid
 from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Named, Plan, plan
+from hvdtrain.exchange.buckets import BucketPlan, Named, assign_buckets
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
@@ -77,7 +77,7 @@ class Reducer(ActiveBuckets):
         self._comm = comm
         self._compression = compression or parse("none")
         self._bucket_bytes = bucket_bytes
-        self._make_plan = partial(plan, limit_bytes=bucket_bytes, groups=groups)
+        self._make_plan = partial(assign_buckets, limit_bytes=bucket_bytes, groups=groups)
         self._weight = weight
         self._factor = factor
         self._passes = BackwardPasses(passes)
@@ -199,7 +199,7 @@ class Reducer(ActiveBuckets):
         self.exchange = self._figures = None
         self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
-            loaded = msgspec.convert(saved, Plan)
+            loaded = msgspec.convert(saved, BucketPlan)
             if loaded.fits(self._known) and loaded.limit_bytes == self._bucket_bytes:
                 with_residual = [name for name in loaded.rows if self.detached.has_residual(name)]
                 self.adopt(loaded.without_rows(with_residual))
@@ -261,7 +261,7 @@ class Reducer(ActiveBuckets):
             agreed, self._provisional = self._make_plan(self._known), True
         return self.adopt(agreed)
 
-    def _make_exchange(self, agreed: Plan) -> BucketExchange:
+    def _make_exchange(self, agreed: BucketPlan) -> BucketExchange:
         return BucketExchange(
             agreed,
             dict(self._known),

@@ -31,7 +31,7 @@ from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
-from hvdtrain.launch.worker_plan import Plan, agent_command, hello_message, rank_environment, starting_environment
+from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.interfaces import interface_to, shared_fabric
 from hvdtrain.runtime.json_lines import encode_message
@@ -43,7 +43,7 @@ _ASK_S = 1.0
 class Driver:
     """A job. `show` is called with each line, and whether it is for stderr."""
 
-    def __init__(self, plan: Plan, show: Callable[[str, bool], None]) -> None:
+    def __init__(self, plan: WorkerPlan, show: Callable[[str, bool], None]) -> None:
         self._plan = plan
         self._screen = Screen(show)
         self._say = self._screen.say

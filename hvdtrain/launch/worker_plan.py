@@ -25,7 +25,7 @@ BOOT = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkerPlan:
     """A job, as our own driver runs it."""
 
     job: JobSpec
@@ -42,7 +42,7 @@ class Plan:
     address: str = ""  # an address of this host that other hosts reach, "" if none is known
 
 
-def agent_command(plan: Plan, host: str) -> list[str]:
+def agent_command(plan: WorkerPlan, host: str) -> list[str]:
     """Return the command that starts the agent of a host."""
     if host in plan.local:
         return [plan.job.python, "-m", AGENT]
@@ -51,7 +51,7 @@ def agent_command(plan: Plan, host: str) -> list[str]:
     return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_port, plan.job.ssh_options)
 
 
-def starting_environment(plan: Plan, host: str) -> dict[str, str]:
+def starting_environment(plan: WorkerPlan, host: str) -> dict[str, str]:
     """Return the environment of the command that starts the agent of a host."""
     in_step = host not in plan.local and plan.starter.by_for(host) == "srun"
     return (step_environment if in_step else agent_environment)(plan.environment)
@@ -64,7 +64,7 @@ def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_o
     return ["ssh", *options, "--", host, f"exec {shlex.join([python, '-c', BOOT.format(module=module)])}"]
 
 
-def hello_message(plan: Plan, host: str) -> dict[str, object]:
+def hello_message(plan: WorkerPlan, host: str) -> dict[str, object]:
     """Return the first message to the agent of a host."""
     remote = host not in plan.local
     names = {*passed_variables(plan.environment), *plan.pass_on} if remote else set()
@@ -73,7 +73,7 @@ def hello_message(plan: Plan, host: str) -> dict[str, object]:
     return {**given, "path": list(python_path(plan.environment)), "driver": plan.address}
 
 
-def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[str, str]:
+def rank_environment(plan: WorkerPlan, host: str, place: Mapping[str, int]) -> dict[str, str]:
     """Return the variables of a rank on top of its host's; each round overwrites the numbers."""
     given = {"PYTHONUNBUFFERED": "1"} if "PYTHONUNBUFFERED" not in plan.environment else {}
     return {
@@ -88,7 +88,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
     }
 
 
-def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
+def describe_plan(plan: WorkerPlan, hosts: Mapping[str, int]) -> str:
     """Describe what would run, for ``--dry-run``."""
     lines = []
     for host, slots in hosts.items():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hvdtrain.exchange.buckets import Plan, lay_out, plan
+from hvdtrain.exchange.buckets import BucketPlan, assign_buckets, lay_out
 
 KINDS = ["float32", "float64", "bfloat16"]
 PARAMETERS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(KINDS)), max_size=12)
@@ -27,7 +27,7 @@ def test_each_parameter_has_one_place(shapes: list[tuple[list[int], str]], limit
     finished = random.sample(names, random.randint(0, len(names)))
     sparse = random.sample(names, random.randint(0, len(names)))
     few = {name: 1 for name in names if name not in sparse and random.random() < 0.2}
-    made = plan(named, limit_bytes, finished, sparse, rows=few)
+    made = assign_buckets(named, limit_bytes, finished, sparse, rows=few)
     assert made.fits(named)
     assert sorted(made.sparse) == sorted(sparse)
     layouts = lay_out(made, dict(named), "g")
@@ -56,28 +56,28 @@ def test_gradients_lie_in_the_order_in_which_they_come(shapes: list[tuple[list[i
     named = [(name, p) for name, p in _named(shapes) if p.dtype == torch.float32]
     names = [name for name, _ in named]
     finished = random.sample(names, len(names))
-    assert [n for bucket in plan(named, 100, finished).buckets for n in bucket] == finished
-    assert [n for bucket in plan(named, 100).buckets for n in bucket] == names[::-1]
+    assert [n for bucket in assign_buckets(named, 100, finished).buckets for n in bucket] == finished
+    assert [n for bucket in assign_buckets(named, 100).buckets for n in bucket] == names[::-1]
 
 
 def test_what_backward_skips_has_buckets_of_its_own() -> None:
     named = _named([([2], "float32")] * 3)
-    assert plan(named, 100, ["p1"]).buckets == (("p1",), ("p2", "p0"))
+    assert assign_buckets(named, 100, ["p1"]).buckets == (("p1",), ("p2", "p0"))
 
 
 def test_a_plan_fits_its_own_parameters_only() -> None:
     named = _named([([2], "float32"), ([3], "float64")])
-    made = plan(named, 100)
+    made = assign_buckets(named, 100)
     assert made.buckets == (("p1",), ("p0",))
     assert not made.fits(named[:1])
     assert not made.fits([*named, ("p2", named[0][1])])
-    assert not Plan((("p0", "p1"),)).fits(named), "of two dtypes"
-    assert Plan((("p0",),), ("p1",)).fits(named)
+    assert not BucketPlan((("p0", "p1"),)).fits(named), "of two dtypes"
+    assert BucketPlan((("p0",),), ("p1",)).fits(named)
 
 
 def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     """torch's fused optimizers ignore strides."""
     parameter = nn.Parameter(torch.zeros(8, 3, 2, 2).to(memory_format=torch.channels_last))
-    (layout,) = lay_out(plan([("w", parameter)], 1 << 20), {"w": parameter}, "g")
+    (layout,) = lay_out(assign_buckets([("w", parameter)], 1 << 20), {"w": parameter}, "g")
     found = layout.shape.parts[0].view(layout.shape.zeros())
     assert found.stride() == parameter.stride() and not found.is_contiguous()

@@ -10,7 +10,7 @@ from hvdtrain.comm.solo import Finished, SoloComm
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange import shard_bucket
 from hvdtrain.exchange.bucket_exchange import BucketQueue
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
@@ -45,7 +45,7 @@ def test_the_optimizer_is_on_the_host_and_the_exchange_is_not(
     """The device `meta` replaces a GPU: there, operations only have shapes."""
     monkeypatch.setattr(shard_bucket, "_copy_to_host", lambda tensor: torch.zeros_like(tensor, device="cpu"))
     weight = nn.Parameter(torch.empty(600, 300, device="meta"))
-    (layout,) = lay_out(plan([("w", weight)], 1 << 30), {"w": weight}, "gradients")
+    (layout,) = lay_out(assign_buckets([("w", weight)], 1 << 30), {"w": weight}, "gradients")
     if compression == "none":
         bucket = ShardBucket(layout, FirstOfTwo(), [False], on_host=on_host)
     else:
@@ -78,7 +78,7 @@ def test_a_limit_holds_in_any_order_of_gradients() -> None:
 
     def body(comm: ThreadComm) -> tuple[list[int], list[str]]:
         named = [(f"p{number}", nn.Parameter(torch.zeros(64))) for number in range(8)]
-        layouts = lay_out(plan(named, 64 * 4), dict(named), "gradients")
+        layouts = lay_out(assign_buckets(named, 64 * 4), dict(named), "gradients")
         buckets = [ShardBucket(layout, comm, [True]) for layout in layouts]
         limit = sum(bucket.segment_bytes for bucket in buckets) + 2 * comm.size * buckets[0].segment_bytes
         queue = BucketQueue(buckets, 1.0, Spans(), limit)

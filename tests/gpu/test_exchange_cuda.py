@@ -15,7 +15,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.table import TABLE, Compression, parse
 from hvdtrain.exchange.bucket import SideStream
-from hvdtrain.exchange.buckets import Plan, lay_out
+from hvdtrain.exchange.buckets import BucketPlan, lay_out
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.rows import RowBucket
 from tests.support.compression import bucket, drive, gradients
@@ -100,7 +100,7 @@ def test_backward_on_a_stream_of_its_own_is_followed() -> None:
 def test_rows_are_exchanged_after_the_kernels_that_made_them(exact: bool) -> None:
     """A slow kernel is in front of the gradient; the exchange, on its own stream, sends what comes after it."""
     parameter = nn.Parameter(torch.zeros(4096, 130, device="cuda"))
-    layout = lay_out(Plan((("rows",),)), {"rows": parameter}, "g")[0]
+    layout = lay_out(BucketPlan((("rows",),)), {"rows": parameter}, "g")[0]
     bucket, side = RowBucket(layout, 3.0, SoloComm(), exact=exact, as_views=True), SideStream(parameter.device)
     expected = torch.zeros_like(parameter)
     expected[5:4096:500] = torch.linspace(-1, 1, 130, device="cuda")

@@ -22,14 +22,14 @@ from hvdtrain.launch.agent_link import AgentLink
 from hvdtrain.launch.agent_starter import Starter, find_starter, gpus_by_node
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.spec import JobSpec
-from hvdtrain.launch.worker_plan import Plan, agent_command, starting_environment
+from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, starting_environment
 from tests.support.fake_launch import FakeJob
 from tests.support.launch import ROOT, TIMEOUT_S
 
 IN_PBS = {"PBS_JOBID": "7.server", "PBS_NODEFILE": "nodes"}
 IN_LSF = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"}
 NODES = {"a": "a.site", "b": "b.site"}
-PLAN = Plan(JobSpec((), 2, python="/venv/bin/python"), ("true",), Limits(2, 1, 2), {"a": 1, "b": 1})
+PLAN = WorkerPlan(JobSpec((), 2, python="/venv/bin/python"), ("true",), Limits(2, 1, 2), {"a": 1, "b": 1})
 
 FAKE = """\
 #!/bin/sh

@@ -14,13 +14,13 @@ from pathlib import Path
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.variables import agent_environment, passed_variables, secret_variables, submit_environment
-from hvdtrain.launch.worker_plan import Plan, agent_command, describe_plan, hello_message, rank_environment
+from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, describe_plan, hello_message, rank_environment
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 from tests.support.launch import TIMEOUT_S
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
 JOB = JobSpec((), 2, folder=f"/work/{NASTY}", python="/opt/my python/bin/python")
-PLAN = Plan(
+PLAN = WorkerPlan(
     JOB,
     program=("python", "-m", "hvdtrain", NASTY),
     limits=Limits(2, 1, 4),
@@ -75,7 +75,7 @@ def test_the_ssh_command_works_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
     root = Path(__file__).parents[2]
     job = JobSpec((), 1, folder=str(root), python=sys.executable)
-    plan = Plan(job, ("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1})
+    plan = WorkerPlan(job, ("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1})
     stream = io.BytesIO()
     writer = MessageWriter(stream)
     writer.send("hello", **{**hello_message(plan, "b"), "path": [str(root)]})

@@ -6,7 +6,7 @@ import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Plan
+from hvdtrain.exchange.buckets import BucketPlan
 from hvdtrain.exchange.reducer import Reducer
 
 
@@ -16,7 +16,7 @@ def watch_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     older: list[StorageWeakRef] = []
     make = Reducer._make_exchange
 
-    def watched(self: Reducer, plan: Plan) -> BucketExchange:
+    def watched(self: Reducer, plan: BucketPlan) -> BucketExchange:
         alive.append(sum(not storage.expired() for storage in older))
         exchange = make(self, plan)
         older.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in exchange.buffers())

@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
-from hvdtrain.exchange.buckets import lay_out, plan
+from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets
 
 SHAPES = st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=3), st.booleans()), min_size=1, max_size=12)
@@ -22,7 +22,7 @@ def test_buckets_and_bytes_are_those_of_the_exchange(
 ) -> None:
     named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, (shape, _) in enumerate(shapes)]
     finished = [name for (name, _), (_, ready) in zip(named, shapes, strict=True) if ready]
-    layouts = lay_out(plan(named, limit_bytes, finished), dict(named), "g")
+    layouts = lay_out(assign_buckets(named, limit_bytes, finished), dict(named), "g")
     times = {n: float(place) for place, n in enumerate(finished)}
     gradients = [Gradient(n, tuple(p.shape), ready_s=times.get(n)) for n, p in named if n in times]
     gradients += [Gradient(n, tuple(p.shape)) for n, p in reversed(named) if n not in times]

@@ -35,7 +35,9 @@ _AFTER = {"q_norm": "q_proj", "k_norm": "k_proj", "act_fn": "up_proj"}
 _NEXT_STEP = "use a model with a plan, give the Task one (Task.plan), or leave out the option"
 
 
-def plans_of(model: nn.Module, own: Mapping[str, str], dimensions: Dimensions) -> tuple[dict[str, str], dict[str, str]]:
+def styles_of(
+    model: nn.Module, own: Mapping[str, str], dimensions: Dimensions
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the styles by name of what tp divides, and of the experts; `own` is the plan of the task, or empty.
 
     Errors:

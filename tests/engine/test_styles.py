@@ -16,7 +16,7 @@ from hvdtrain.engine import mesh_fsdp
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.mesh import make_mesh_engine
 from hvdtrain.engine.mesh_fsdp import make_mesh_fsdp
-from hvdtrain.engine.plans import PARTIAL, plans_of
+from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.task.lora import add_adapters, parse_lora
@@ -29,7 +29,7 @@ def _model(**options: Any) -> Any:
 
 def test_heads_of_latent_attention_are_divided() -> None:
     """transformers' plan of DeepSeek-V3 leaves them out."""
-    tensors, experts = plans_of(_model(), {}, Dimensions(2, 1))
+    tensors, experts = styles_of(_model(), {}, Dimensions(2, 1))
     attention = {name: style for name, style in tensors.items() if name.startswith("model.layers.1.self_attn.")}
     styles = {name.removeprefix("model.layers.1.self_attn."): style for name, style in attention.items()}
     assert styles == {
@@ -43,14 +43,14 @@ def test_heads_of_latent_attention_are_divided() -> None:
 
 def test_parts_of_parameters_are_made_before_the_exchange_of_their_tokens() -> None:
     """An exchange of tokens reads how many experts its module has left."""
-    names = [*plans_of(_model(), {}, Dimensions(1, 2))[1]]
+    names = [*styles_of(_model(), {}, Dimensions(1, 2))[1]]
     assert names.index("model.layers.1.mlp.experts.down_proj") < names.index("model.layers.1.mlp.experts")
-    assert plans_of(_model(), {}, Dimensions(1, 2))[0] == {}
+    assert styles_of(_model(), {}, Dimensions(1, 2))[0] == {}
 
 
 def test_the_plan_of_a_task_replaces_that_of_the_model() -> None:
     own = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.experts": "ep_dispatch_experts"}
-    tensors, experts = plans_of(_model(), own, Dimensions(2, 2))
+    tensors, experts = styles_of(_model(), own, Dimensions(2, 2))
     assert tensors == {"model.layers.0.mlp.up_proj": "colwise", "model.layers.0.mlp.up_proj.weight": "colwise"}
     assert experts == {"model.layers.1.mlp.experts": "ep_dispatch_experts"}
 
@@ -58,7 +58,7 @@ def test_the_plan_of_a_task_replaces_that_of_the_model() -> None:
 def test_experts_that_are_divided_by_expert_are_not_divided_again() -> None:
     own = {"lm_head": "colwise_gather_output", "model.layers.*.mlp.experts": "ep_dispatch_experts"}
     own |= {"model.layers.*.mlp.experts.down_proj": "rowwise"}
-    assert {*plans_of(_model(), own, Dimensions(2, 2))[0]} == {"lm_head", "lm_head.weight"}
+    assert {*styles_of(_model(), own, Dimensions(2, 2))[0]} == {"lm_head", "lm_head.weight"}
 
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +109,18 @@ def _dropping() -> Any:
 )
 def test_what_cannot_be_divided_is_refused(make: Any, dimensions: Dimensions, text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        plans_of(make(), {}, dimensions)
+        styles_of(make(), {}, dimensions)
     assert expected in str(caught.value.expected)
 
 
 def test_two_matrices_in_one_are_refused() -> None:
     """A part of theirs is no box of the parameter."""
     with pytest.raises(ConfigError, match="up_proj"):
-        plans_of(_model(), {"model.layers.*.mlp.up_proj": "packed_colwise"}, Dimensions(2, 1))
+        styles_of(_model(), {"model.layers.*.mlp.up_proj": "packed_colwise"}, Dimensions(2, 1))
 
 
 def test_dropout_of_attention_does_not_keep_experts_from_ranks() -> None:
-    assert plans_of(_dropping(), {}, Dimensions(1, 2))[1]
+    assert styles_of(_dropping(), {}, Dimensions(1, 2))[1]
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_norms_of_heads_have_a_part_of_their_gradient(
     model["layers"][0].update({"q_proj": nn.Linear(4, 4), "q_norm": nn.RMSNorm(2)})
     model["layers"][0].update({"up_proj": nn.Linear(4, 4), "act_fn": nn.PReLU()})
     model.tp_plan = {f"layers.*.{name}": style for name, style in {**plan, "up_proj": "colwise"}.items()}
-    tensors, _ = plans_of(model, given, Dimensions(2))
+    tensors, _ = styles_of(model, given, Dimensions(2))
     assert (tensors.get("layers.0.q_norm") == PARTIAL) == has_part
     assert (tensors.get("layers.0.act_fn") == PARTIAL) == (not given)
     model["layers"][0]["act_fn"] = nn.SiLU()
-    assert "layers.0.act_fn" not in plans_of(model, given, Dimensions(2))[0]
+    assert "layers.0.act_fn" not in styles_of(model, given, Dimensions(2))[0]
