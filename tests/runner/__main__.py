@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 
 from tests.mutations.table import MUTATIONS, ROOMS, room_of
@@ -31,7 +32,7 @@ from tests.runner.lint import beside, check, lint
 from tests.runner.order import by_worth, rooms_of_files
 from tests.runner.plugin import NOT_RUN
 from tests.runner.results import FAILED, PASSED, Outcome, failed, judged, summary
-from tests.runner.sessions import BUILD, PARALLEL, ROOT, alone, busy, on_all_cores, on_two_ranks
+from tests.runner.sessions import BUILD, PARALLEL, ROOT, alone, busy, on_all_cores, on_two_ranks, temporary_in_memory
 from tests.runner.times import changed_since, head, read_times, write_times
 
 TRIED = BUILD / "mutations.json"
@@ -67,7 +68,8 @@ def main() -> int:
     if options.command == "unstable":
         return repeat(options.tests, options.times)
     deadline = None if options.deadline_min is None else options.began + 60 * options.deadline_min
-    return run(options.command, options.began, deadline)
+    with temporary_in_memory() if options.command == "fast" else nullcontext():  # those of slow tests are many
+        return run(options.command, options.began, deadline)
 
 
 def run(command: str, began: float, deadline: float | None) -> int:
