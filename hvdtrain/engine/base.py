@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.exchange_state import Owned, is_rounded
 from hvdtrain.state.pieces import Place
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.stage import Stage
 
 Loss = tuple[Tensor, "Tensor | float"]
 """The sum of the losses of a micro-batch, and its weight."""
@@ -23,6 +26,7 @@ class Engine(Protocol):
         optimizer: of the model.
         compression: of the exchange; a name in `compression.table`.
         undecided: whether the compression will be chosen later, by the measured cost of steps.
+        stage: of this rank in a pipeline; None without.
         uniform_passes: whether a forward pass is collective, so that all ranks must run equally many, also in an
             evaluation. Ranks with fewer micro-batches repeat one, with weight 0.
     """
@@ -30,6 +34,7 @@ class Engine(Protocol):
     optimizer: Optimizer
     compression: str = "none"
     undecided: bool = False
+    stage: Stage | None = None
     uniform_passes: bool = False
 
     def begin(self, micro_batches: int) -> None:

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.residuals import Residuals, Undelivered
 from hvdtrain.errors import ConfigError
-from hvdtrain.exchange.active_buckets import is_residual, residual_key
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
+from hvdtrain.state.pieces import Place
 from hvdtrain.state.placeholder import Placeholder
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -158,7 +159,7 @@ def _own_state(own: Owned, value: Tensor) -> Tensor:
 class DividedEngine(Engine):
     """The engine of a rank that updates a part of the parameters, and delivers residuals of earlier compressed steps.
 
-    A subclass sets `_owned`, and adds `_residuals`, sums over all ranks by parameter, to the gradients of a step.
+    A subclass sets `_owned`, and adds the sums in `_undelivered` to the gradients of a step, or has other residuals.
     """
 
     _owned: Mapping[str, Owned]
@@ -166,7 +167,8 @@ class DividedEngine(Engine):
     def __init__(self, optimizer: Optimizer, model: nn.Module, comm: Comm, name: str = "gradients") -> None:
         self.optimizer = optimizer
         self._model, self._comm, self._name = model, comm, name
-        self._residuals: dict[str, Tensor] = {}
+        self._undelivered = Undelivered(self._delivers)
+        self._residuals: Residuals = self._undelivered
 
     def owned(self) -> Mapping[str, Owned]:
         """Return what this rank's optimizer updates."""
@@ -182,22 +184,37 @@ class DividedEngine(Engine):
         squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
         return norm(self._comm.allreduce(squared, name=f"{self._name}/norm").wait())
 
+    def _delivers(self) -> set[str]:
+        return {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
+
     def commit(self, *, applied: bool) -> None:
-        """Forget the delivered residuals, if the step was applied; those of frozen parameters were not delivered."""
-        if applied and self._residuals:
-            trained = {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
-            self._residuals = {name: tensor for name, tensor in self._residuals.items() if name not in trained}
+        """Keep or forget residuals."""
+        self._residuals.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        for residual in self._residuals.values():
-            residual.mul_(factor)
+        self._residuals.rescale(factor)
+
+    def synchronize_state(self) -> None:
+        """Make the residuals equal on all ranks that share them. Collective: yes."""
+        self._residuals.synchronize_state()
+
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """Return the residuals as if they were synchronized. Collective: yes."""
+        return self._residuals.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return residuals that were loaded and not delivered yet."""
-        return {residual_key(name): t for name, t in self._residuals.items()}, {"plan": None, "ranks": 1}
+        """Return the residuals."""
+        return self._residuals.state_dict()
+
+    def state_place(self, key: str) -> Place | None:
+        """Return the place of a residual."""
+        return self._residuals.state_place(key)
+
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks that each have a residual of their own."""
+        return self._residuals.residual_ranks(key)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the residuals of an exchange with a compression; the next step adds them to its gradients."""
-        ranks = int(values["ranks"])
-        self._residuals = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
+        """Load the residuals."""
+        self._residuals.load_state_dict(tensors, values)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from hvdtrain.comm.base import Comm
-from hvdtrain.comm.mesh import Mesh, make_mesh
+from hvdtrain.comm.dimensions import IN_GROUP
+from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_group import lasting_group
+from hvdtrain.comm.torch_group import TorchComm
 from hvdtrain.engine.base import Loss
-from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.divisible import DividedEngine, own_rows, use_owned
-from hvdtrain.engine.fsdp_checks import check_fsdp, elsewhere
+from hvdtrain.engine.divisible import DividedEngine, norm_of_parts, own_rows, use_owned
+from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
+from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages, check_stages
+from hvdtrain.engine.groups import BetweenGroups
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.errors import HvdtrainError, TaskError
-from hvdtrain.runtime.memory import return_freed_memory
-from hvdtrain.state.divided import is_divided, local
-from hvdtrain.state.sync import broadcast_parameters
+from hvdtrain.engine.schedule import Passes, PipelineSchedule, Schedule
+from hvdtrain.engine.stage import Stage
+from hvdtrain.engine.token_exchange import by_nccl_of_horovod
+from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.spans import Spans
+from hvdtrain.state.divided import local
 
 _OUTSIDE = "outside of blocks"
 """Name of the root in collectives."""
@@ -42,49 +43,61 @@ class FsdpEngine(DividedEngine):
 
     Args:
         parts: the model's parameters become those of rank 0, on the device; other ranks may have placeholders.
-        mesh: its `shard` ranks divide the model.
+        mesh: its `shard` ranks divide the model, its `replicas` exchange the sums of their groups.
+        layout: what is divided among which of them.
         collectives: by `mesh.shard`; None for those of torch, Gloo or NCCL.
+        schedule: the order of passes.
+
+    Attributes:
+        stage: of this rank in a pipeline; None without.
     """
 
     uniform_passes = True
 
-    def __init__(self, parts: EngineParts, mesh: Mesh, collectives: FsdpCollectives | None = None) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        mesh: Mesh,
+        layout: Rows,
+        collectives: FsdpCollectives | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
         super().__init__(parts.optimizer, parts.model, mesh.shard)
         self.compression, self._elsewhere = parts.plan.compression, elsewhere(parts)
-        self._collectives = collectives
+        self._layout, self._collectives, self._schedule = layout, collectives, schedule or Schedule()
+        self.stage = self._schedule.stage
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
-        self._divide(parts, mesh)
+        layout.divide()
         self._modules = _divided_modules(parts.model)
         self._names = _names_by_module(parts.model, self._modules)
         if collectives is not None:
-            collectives.use_in(self._modules, self._names, self._comms_of_modules(parts))
+            collectives.use_in(self._modules, self._names, layout.comms(self._modules))
         # The first name of a tied parameter, as before.
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
         self._owned = {name: own_rows(parameter) for name, parameter in self._parameters.items()}
         self._trained = self._which_are_trained()
         use_owned(parts.optimizer, names, self._owned)
         self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
-
-    def _divide(self, parts: EngineParts, mesh: Mesh) -> None:
-        """Divide the model among the ranks of the mesh. Each block has the values of rank 0. Collective: yes.
-
-        torch moves a block to the device before it divides it. Its whole parameters are freed before the next one gets
-        memory.
-        """
-        ranks = DeviceMesh.from_group(lasting_group(parts.comm, mesh.shard_ranks), parts.device.type)
-        names = {module: name for name, module in parts.model.named_modules()}
-        for part in [*blocks(parts.model), parts.model]:
-            broadcast_parameters(part, parts.comm, prefix=names[part])
-            whole = [parameter for parameter in part.parameters() if not is_divided(parameter)]
-            divide_part(parts, part, ranks)
-            for parameter in whole:  # the optimizer has it until all are divided, and others may know its shape
-                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            return_freed_memory()
-
-    def _comms_of_modules(self, parts: EngineParts) -> Mapping[str, Comm]:
-        """Return the ranks that divide a module, by its name, where they are others than those of the mesh."""
-        return {}
+        layout.finish(self._modules, collectives)
+        self._groups: BetweenGroups | None = None
+        if mesh.replicas is not None:
+            modules = cast("dict[str, nn.Module]", self._modules)
+            self._groups = BetweenGroups(
+                parts,
+                mesh.replicas,
+                modules,
+                self._names,
+                self._parameters,
+                self._owned,
+                collectives,
+                self._schedule,
+                self._take,
+                self._sums,
+                # Passes exchange activations and tokens by torch: see `MeshEngine`.
+                overlaps=not (parts.plan.dimensions and by_nccl_of_horovod(parts.comm, parts.device)),
+            )
+            self._residuals = self._groups
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""
@@ -99,26 +112,40 @@ class FsdpEngine(DividedEngine):
         self._model.zero_grad()
         self.optimizer.zero_grad()
         self._sums.clear()
+        self._schedule.begin(micro_batches)
         if self._collectives is not None:
             self._collectives.begin()
+        if self._groups is not None:
+            self._groups.exchange.begin()
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
+        self._schedule.forward(call)
+        if self._groups is not None:
+            self._groups.forward()
         try:
             return call()
         except RuntimeError as error:
             raise self._explained(error) from error
 
+    def accumulate(self, passes: Passes) -> None:
+        """Run the passes of a step. Collective: yes."""
+        self._schedule.run(passes, self._pass_back)
+
     def backward(self, loss: Tensor) -> None:
-        """Sum the gradients of `loss` at their owners. Collective: yes."""
-        self._pass_back(partial(torch.autograd.backward, loss))
+        """Sum the gradients of `loss` at their owners; in the last pass, also between groups. Collective: yes."""
+        self._pass_back(self._schedule.backward(loss))
 
     def _pass_back(self, call: Callable[[], None]) -> None:
         self._end_pass()
+        self._schedule.count()
         if self._collectives is not None:
             self._collectives.begin_pass()
         try:
-            call()
+            if self._groups is not None:
+                self._groups.backward(call)
+            else:
+                call()
         except RuntimeError as error:
             raise self._explained(error) from error
 
@@ -131,13 +158,15 @@ class FsdpEngine(DividedEngine):
 
     def _deliver(self) -> list[Tensor]:
         """Give the sums of the passes to the optimizer, and return them."""
+        if self._groups is not None:
+            return self._groups.finish()
         gradients = []
         for name, parameter in self._parameters.items():
             rows = self._owned[name].parameter
             if rows is None or not parameter.requires_grad:
                 continue
             rows.grad = self._sums.pop(name) if name in self._sums else torch.zeros_like(rows)
-            if (residual := self._residuals.get(name)) is not None:
+            if (residual := self._undelivered.sums.get(name)) is not None:
                 rows.grad += self._owned[name].cut(residual).to(rows)
             gradients.append(rows.grad)
         return gradients
@@ -148,8 +177,24 @@ class FsdpEngine(DividedEngine):
             module.reshard()
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each collective by our communicator."""
-        return {} if self._collectives is None else self._collectives.parameter_names
+        """Return the names of the parameters in each collective by our communicators."""
+        between = {} if self._groups is None else self._groups.exchange.parameter_names()
+        return between if self._collectives is None else {**self._collectives.parameter_names, **between}
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient. Collective: yes."""
+        everyone = self._layout.everyone
+        return super().norm(gradients) if everyone is None else norm_of_parts(self._owned, everyone, self._model)
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buckets of the exchange between groups."""
+        return [] if self._groups is None else self._groups.exchange.buffers()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._schedule.close()
+        if self._groups is not None:
+            self._groups.close()
 
     def _end_pass(self) -> None:
         """Add this rank's rows of a pass's sums to those of the passes before."""
@@ -185,32 +230,6 @@ class FsdpEngine(DividedEngine):
         return error
 
 
-def divide_part(
-    parts: EngineParts,
-    part: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    casts_inputs: bool = True,
-    stays_gathered: bool = False,
-    returns_fp32: bool = False,
-) -> None:
-    """Divide what is not divided yet of a part of the model, or of all of it, among the ranks of a mesh.
-
-    Args:
-        parts: of the engine.
-        part: the whole model, or a module in it.
-        mesh: of the ranks.
-        casts_inputs: whether the part gets what it is called with in the format of its parameters.
-        stays_gathered: whether it does after forward, until a backward pass; the whole model does.
-        returns_fp32: whether its output is fp32; that of the whole model is.
-    """
-    offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.plan.offload else OffloadPolicy()
-    is_whole = part is parts.model
-    formats = replace(_formats(parts.weights, returns_fp32=returns_fp32 or is_whole), cast_forward_inputs=casts_inputs)
-    reshards = not (stays_gathered or is_whole)
-    fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=formats, offload_policy=offload)
-
-
 def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
     """Return the modules that FSDP divides by name, the model first; their gradients are summed from now on."""
     modules = {name or _OUTSIDE: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -221,13 +240,6 @@ def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:
         if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13
             module.set_reduce_scatter_unused_params(True)
     return modules
-
-
-def _formats(weights: torch.dtype | None, *, returns_fp32: bool) -> MixedPrecisionPolicy:
-    """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
-    if weights is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if returns_fp32 else None)
 
 
 def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dict[str, list[str]]:
@@ -245,7 +257,58 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
 def make_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
-    Errors: those of `check_fsdp`.
+    Errors:
+        ConfigError: there is one rank; or the ranks, the model or the optimizer cannot be divided; or torchrun started
+            ranks whose groups compress.
+        LaunchError: a group that fits on one host is on several.
     """
+    plan, dimensions, comm = parts.plan, parts.plan.dimensions, parts.comm
+    if dimensions.divides_model:
+        mesh_groups(comm.size, plan.dp_shard)  # checks it
+        check_mesh(parts)
     check_fsdp(parts)
-    return FsdpEngine(parts, make_mesh(parts.comm, None), make_collectives(parts))
+    if dimensions.divides_model:
+        _check_copies(parts)
+    mesh = make_mesh(comm, plan.dp_shard)
+    if plan.dp_shard is not None:
+        _check_groups(parts, mesh)
+    inside = parts if plan.dp_shard is None else parts.uncompressed(mesh.shard)
+    outside = parts.uncompressed() if plan.dp_shard is not None and mesh.replicas is None else parts
+    collectives = make_collectives(inside)
+    if not dimensions.divides_model:
+        return FsdpEngine(outside, mesh, Rows(outside, mesh), collectives)
+    if dimensions.pp == 1:
+        return FsdpEngine(outside, mesh, RowsOfParts(outside, mesh), collectives)
+    check_stages(parts)
+    spans = parts.spans or Spans()
+    stage = Stage(parts.model, comm, dimensions, parts.device, spans)
+    schedule = PipelineSchedule(stage, spans)
+    return FsdpEngine(outside, mesh, RowsOfStages(outside, mesh, stage), collectives, schedule)
+
+
+def _check_copies(parts: EngineParts) -> None:
+    """Check that parts of the model have copies, which divide them. Errors: ConfigError: they have none."""
+    plan, dimensions = parts.plan, parts.plan.dimensions
+    together = parts.comm.size if plan.dp_shard is None else plan.dp_shard
+    if together == dimensions.tp * dimensions.pp:
+        raise ConfigError(
+            f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
+            expected=f"more ranks, a multiple of {together}",
+            found=f"{together} ranks, which hold one copy of each part",
+            next_step="--parallel.engine horovod"
+            + (", or start more ranks" if plan.dp_shard is None else ", or a larger --parallel.dp_shard"),
+            everywhere=True,
+        )
+    if plan.dp_shard is not None:
+        dimensions.check(plan.dp_shard, IN_GROUP)
+
+
+def _check_groups(parts: EngineParts, mesh: Mesh) -> None:
+    """Check that groups can compress. Errors: ConfigError: torchrun has started them, on GPUs."""
+    by_torch = isinstance(parts.comm, TorchComm) and parts.device.type == "cuda"
+    if mesh.replicas is not None and by_torch and parts.plan.compression != "none":
+        raise ConfigError(
+            f"--parallel.dp_shard with --parallel.compression {parts.plan.compression}, but torchrun started the ranks",
+            expected="one of Horovod's launchers: on GPUs, NCCL needs one order of all collectives",
+            next_step="hvdtrain launch, mpirun or srun; or leave out --parallel.compression",
+        )

@@ -107,3 +107,18 @@ def _check_model(model: nn.Module, weights: torch.dtype | None, otherwise: str) 
                 found=str(parameter.dtype),
                 next_step=f"cast or freeze it, or {otherwise}",
             )
+
+
+def check_mesh(parts: EngineParts) -> None:
+    """Check that the ranks have the dimensions of a job.
+
+    Errors:
+        ConfigError: they do not, or ranks share a GPU.
+    """
+    parts.plan.dimensions.check(parts.comm.size)
+    if getattr(parts.comm, "through_host", False) and parts.plan.dimensions.experts > 1:
+        raise ConfigError(
+            f"{parts.plan.dimensions.options}, but ranks share a GPU",
+            expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
+            next_step="start fewer ranks, or leave it out",
+        )

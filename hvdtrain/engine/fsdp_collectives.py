@@ -22,8 +22,8 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.comm.torch_group import TorchComm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.spans import GATHER, Spans
 
 _AT_ONCE = 2

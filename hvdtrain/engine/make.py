@@ -16,37 +16,15 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
-from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import AUTO, Plan
-from hvdtrain.runtime.environment import by_gloo
-from hvdtrain.runtime.rules import NICE
-from hvdtrain.runtime.threads import lower_own_priority
 from hvdtrain.spans import Spans
-
-
-def prepare_exchange(
-    compression: Compression, comm: Comm, variables: Mapping[str, str], bucket_mib: float | None = None
-) -> int:
-    """Return the bytes of the largest bucket; lower this thread's priority if bulk data is sent between hosts.
-
-    `variables` is the environment of this process. Without `bucket_mib`, the compression's default counts.
-    """
-    one_host = comm.local_size >= comm.size
-    if compression.kind.bulk and not one_host:
-        lower_own_priority(variables.get(NICE, ""))
-    return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
-
-
-def resolve_compression(text: str, device: torch.device, variables: Mapping[str, str]) -> Compression:
-    """Return the compression that an option names, in its best variant for `device` and the job of `variables`."""
-    compression = parse(text)
-    return compression.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else compression
 
 
 def make_engine(
@@ -76,22 +54,20 @@ def make_engine(
     is_whole = plan.shard == "none" and not plan.dimensions.divides_model
     if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
         return LocalEngine(parameters, optimizer)
-    module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model, plan.dp_shard is not None]
+    module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model]
     engine: Engine = getattr(import_module(f"hvdtrain.engine.{module}"), name)(parts)
     return engine
 
 
 _MAKERS = {
-    ("horovod", False, False, False): ("make", "make_exchange"),
-    ("horovod", True, False, False): ("sharded", "make_sharded"),
-    ("horovod", True, True, False): ("mesh", "make_mesh_engine"),
-    ("ddp", False, False, False): ("ddp", "make_ddp"),
-    ("fsdp", True, False, False): ("fsdp", "make_fsdp"),
-    ("fsdp", True, False, True): ("hybrid", "make_hybrid"),
-    ("fsdp", True, True, False): ("mesh_fsdp", "make_mesh_fsdp"),
-    ("fsdp", True, True, True): ("mesh_fsdp", "make_mesh_hybrid"),
+    ("horovod", False, False): ("make", "make_exchange"),
+    ("horovod", True, False): ("sharded", "make_sharded"),
+    ("horovod", True, True): ("mesh", "make_mesh_engine"),
+    ("ddp", False, False): ("ddp", "make_ddp"),
+    ("fsdp", True, False): ("fsdp", "make_fsdp"),
+    ("fsdp", True, True): ("fsdp", "make_fsdp"),
 }
-"""Module and function by what sums gradients, and whether ranks divide anything, the model, or it among groups."""
+"""Module and function by what sums gradients, and whether ranks divide anything, and the model."""
 
 
 def make_exchange(parts: EngineParts) -> ExchangeEngine:

@@ -24,12 +24,15 @@ from hvdtrain.engine.divisible import (
     whole_parameters,
 )
 from hvdtrain.engine.division import divide_model
-from hvdtrain.engine.make import prepare_exchange, resolve_compression
+from hvdtrain.engine.fsdp_checks import check_mesh
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.engine.schedule import Passes, PipelineSchedule, Schedule
+from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.divided_copies import DividedCopies
+from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import cuts, is_divided, local, on_stages, share_count
 from hvdtrain.state.exchange_state import Owned
@@ -50,12 +53,23 @@ class MeshEngine(DividedEngine):
     Args:
         parts: the model's parameters become those of rank 0.
         place: gives each rank its part of them; returns the names of those with a part of the gradient.
+        schedule: the order of passes.
+
+    Attributes:
+        stage: of this rank in a pipeline; None without.
     """
 
     uniform_passes = True
 
-    def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], set[str]] = divide_model) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        place: Callable[[EngineParts, list[Any]], set[str]] = divide_model,
+        schedule: Schedule | None = None,
+    ) -> None:
         super().__init__(parts.optimizer, parts.model, parts.comm)
+        self._schedule = schedule or Schedule()
+        self.stage = self._schedule.stage
         self.compression, self._options = parts.plan.compression, parts.plan.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
         hosts = gather_hosts(parts.comm)
@@ -75,7 +89,6 @@ class MeshEngine(DividedEngine):
         # on another.
         waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
         self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
-        self._remaining = 0  # backward passes of this step
         self._missing: set[str] = set()  # parameters without a gradient in this step
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
@@ -186,31 +199,37 @@ class MeshEngine(DividedEngine):
             )
         self._model.zero_grad()
         self.optimizer.zero_grad()
-        self._remaining, self._missing = micro_batches, set(self._copies_of)
+        self._schedule.begin(micro_batches)
+        self._missing = set(self._copies_of)
         for _, exchange in self._copies:
             if exchange is not None:
                 exchange.begin()
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
+        self._schedule.forward(call)
         try:
             return call()
         except RuntimeError as error:
             raise _explained(error) from error
 
+    def accumulate(self, passes: Passes) -> None:
+        """Run the passes of a step. Collective: yes."""
+        self._schedule.run(passes, self._pass_back)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, begin to sum them over copies. Collective: yes."""
-        self._pass_back(partial(torch.autograd.backward, loss))
+        self._pass_back(self._schedule.backward(loss))
 
     def _pass_back(self, call: Callable[[], None]) -> None:
-        self._remaining -= 1
+        self._schedule.count()
         try:
             call()
         except RuntimeError as error:
             raise _explained(error) from error
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if not self._remaining and self._overlaps:
+        if not self._schedule.left and self._overlaps and not self._schedule.awaits(parameter):
             self._hand_over(name, parameter)
 
     def _hand_over(self, name: str, parameter: nn.Parameter) -> None:
@@ -228,7 +247,7 @@ class MeshEngine(DividedEngine):
                 placements = cast("DTensor", parameter).placements
                 gradient = cast("DTensor", gradient).redistribute(placements=placements)
             rows.grad, parameter.grad = local(gradient), None
-        if (residual := self._residuals.get(name)) is not None and self._leads[name]:
+        if (residual := self._undelivered.sums.get(name)) is not None and self._leads[name]:
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
             rows.grad += self._held[name].cut(residual).to(rows)
         if (exchange := self._copies_of[name]) is not None:
@@ -238,7 +257,7 @@ class MeshEngine(DividedEngine):
         """Wait for the sums of what this rank holds. Collective: yes."""
         for name in self._copies_of:  # those that the last pass has not used
             parameter = self._parameters[name]
-            if name in self._missing and (parameter.grad is not None or name in self._residuals):
+            if name in self._missing and (parameter.grad is not None or name in self._undelivered.sums):
                 self._hand_over(name, parameter)
         gradients = []
         for names, exchange in self._copies:
@@ -277,6 +296,7 @@ class MeshEngine(DividedEngine):
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._schedule.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -293,21 +313,6 @@ def _width(parameter: nn.Parameter) -> int:
 
 def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
     return lost_rank(error, "an exchange of activations") if is_lost_rank(error) else error
-
-
-def check_mesh(parts: EngineParts) -> None:
-    """Check that the ranks have the dimensions of a job.
-
-    Errors:
-        ConfigError: they do not, or ranks share a GPU.
-    """
-    parts.plan.dimensions.check(parts.comm.size)
-    if getattr(parts.comm, "through_host", False) and parts.plan.dimensions.experts > 1:
-        raise ConfigError(
-            f"{parts.plan.dimensions.options}, but ranks share a GPU",
-            expected="one GPU for each rank: Gloo of torch 2.11 crashes in gathers of tensors on GPUs",
-            next_step="start fewer ranks, or leave it out",
-        )
 
 
 def make_mesh_engine(parts: EngineParts) -> MeshEngine:
@@ -338,7 +343,7 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
             f" does, or leave out {parts.plan.dimensions.options}",
         )
     if parts.plan.dimensions.pp > 1:
-        from hvdtrain.engine.pipeline import PipelineEngine  # which builds on this module
-
-        return PipelineEngine(parts)
+        spans = parts.spans or Spans()
+        stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, spans)
+        return MeshEngine(parts, stage.place, PipelineSchedule(stage, spans))
     return MeshEngine(parts)

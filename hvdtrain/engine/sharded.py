@@ -27,12 +27,12 @@ from hvdtrain.engine.divisible import (
     whole_parameters,
 )
 from hvdtrain.engine.gathers import Gathers
-from hvdtrain.engine.make import prepare_exchange
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import Layout, assign_buckets, lay_out
+from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
 
@@ -77,7 +77,7 @@ class ShardedEngine(DividedEngine):
         self._names: dict[nn.Parameter, str] = {}
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained: list[bool] = []
-        self._undelivered: dict[str, Tensor] = {}  # residuals, in this step
+        self._to_deliver: dict[str, Tensor] = {}  # residuals, in this step
         self._used: set[str] = set()  # parameters with a gradient in this step
         self._sums_each_pass = parts.plan.shard == "gradients"
         self._micro_batches = self._passes = 0
@@ -133,7 +133,7 @@ class ShardedEngine(DividedEngine):
         """Free the sums of the last step, and expect the gradients of another one."""
         self.clear()
         self._queue.begin()
-        self._undelivered = dict(self._residuals) if self._comm.rank == 0 else {}
+        self._to_deliver = dict(self._undelivered.sums) if self._comm.rank == 0 else {}
 
     def clear(self) -> None:
         """Free the sums."""
@@ -193,7 +193,7 @@ class ShardedEngine(DividedEngine):
 
     def _add_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add what an earlier exchange with a compression has not delivered."""
-        if (residual := self._undelivered.pop(name, None)) is not None:
+        if (residual := self._to_deliver.pop(name, None)) is not None:
             residual = residual.to(parameter.device, parameter.dtype) / self._weight
             parameter.grad = residual if parameter.grad is None else parameter.grad.add_(residual)
 
@@ -226,7 +226,7 @@ class ShardedEngine(DividedEngine):
                 if self._passes:
                     self.end_pass()
                 self._passes += 1
-        if self._undelivered:
+        if self._to_deliver:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._queue.is_missing(name):
                     self._add_residual(name, parameter)
@@ -241,7 +241,7 @@ class ShardedEngine(DividedEngine):
         trained = self._trained_names()
         owned = [self._owned[trained[number]].parameter for number in numbers]
         delivered = torch.zeros(len(owned), dtype=torch.int64)
-        if owned and (self.keeps_error or self._residuals):
+        if owned and (self.keeps_error or self._undelivered.sums):
             for number, each in enumerate(owned):
                 delivered[number] = each is not None and each.grad is not None and bool(each.grad.any())
             self._comm.allreduce(delivered, name=f"{self._name}/unused").wait()

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.solo import Finished, SoloComm
-from hvdtrain.engine import fsdp
+from hvdtrain.engine import fsdp_layout
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
@@ -46,7 +46,7 @@ class Recording(SoloComm):
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the sums, in the order in which they begin, and of the blocks whose backward pass has begun."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    monkeypatch.setattr(fsdp, "lasting_group", lambda comm, ranks: dist.new_group(list(ranks)))
+    monkeypatch.setattr(fsdp_layout, "lasting_group", lambda comm, ranks: dist.new_group(list(ranks)))
     yield []
     dist.destroy_process_group()
 

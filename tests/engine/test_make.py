@@ -14,10 +14,10 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.config.sync import OuterPlan
-from hvdtrain.engine import make
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.make import prepare_exchange, resolve_compression
 from hvdtrain.engine.periodic import make_periodic
+from hvdtrain.exchange import preparation
+from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from tests.support.thread_comm import Hub, ThreadComm
 
 MIB = 1 << 20
@@ -39,10 +39,10 @@ def test_buckets_and_priority(
     compression: str, per_host: int, mib: int, gives_way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(make, "lower_own_priority", asked.append)
+    monkeypatch.setattr(preparation, "lower_own_priority", asked.append)
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
-    variables = {make.NICE: "7"}
+    variables = {preparation.NICE: "7"}
     assert prepare_exchange(parse(compression), comm, variables) == mib * MIB
     assert prepare_exchange(parse(compression), comm, variables, bucket_mib=0.5) == MIB / 2
     assert asked == ["7", "7"] * gives_way, "whatever their size"

@@ -23,7 +23,7 @@ from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.mesh import MeshEngine
-from hvdtrain.engine.pipeline import PipelineEngine, with_stages
+from hvdtrain.engine.schedule import PipelineSchedule, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
@@ -341,24 +341,24 @@ def test_any_number_of_micro_batches_ends(stages: int, chunks: int, micro_batche
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) -> None:
     """A micro-batch is taken when its first pass begins; gradients are complete with the last of a virtual stage."""
-    engine, done, taken = object.__new__(PipelineEngine), list[tuple[str, int, int | None, int]](), list[int]()
-    engine.stage = stage = _stage(Model(blocks=4), 0, 2, chunks)
-    engine._remaining = 4
-    engine._spans = Spans()
+    done, taken = list[tuple[str, int, int | None, int]](), list[int]()
+    stage = _stage(Model(blocks=4), 0, 2, chunks)
+    schedule = PipelineSchedule(stage, Spans())
+    schedule.begin(4)
     if deferred:
         stage.deferred = DeferredGradients(())
-        stage.deferred.compute = lambda: done.append(("W", stage._pass[0], stage.chunk, engine._remaining + 1))  # type: ignore[method-assign]
+        stage.deferred.compute = lambda: done.append(("W", stage._pass[0], stage.chunk, schedule.left + 1))  # type: ignore[method-assign]
 
     def forward(number: int) -> Callable[[], None]:
         done.append(("F", number, stage.chunk, len(taken)))
-        return lambda: done.append(("B", number, stage.chunk, engine._remaining))
+        return lambda: done.append(("B", number, stage.chunk, schedule.left))
 
     def passes() -> Iterator[Callable[[], Callable[[], None]]]:
         for number in range(4):
             taken.append(number)
             yield partial(forward, number)
 
-    engine.accumulate(passes())
+    schedule.run(passes(), lambda call: (schedule.count(), call()))  # type: ignore[func-returns-value]
     expected = [(kind.name[0], number, chunk) for kind, number, chunk in stage.order(4)]
     assert [each[:3] for each in done] == expected and stage.chunk is None
     for kind, number, chunk, count in done:
@@ -366,9 +366,10 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) 
 
 
 def test_a_gradient_is_handed_over_when_no_part_of_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, handed, model = object.__new__(PipelineEngine), list[str](), Model()
-    monkeypatch.setattr(MeshEngine, "_on_gradient", lambda self, name, parameter: handed.append(name))
-    engine.stage = stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
+    engine, handed, model = object.__new__(MeshEngine), list[str](), Model()
+    monkeypatch.setattr(MeshEngine, "_hand_over", lambda self, name, parameter: handed.append(name))
+    stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
+    engine._schedule, engine._overlaps = PipelineSchedule(stage, Spans()), True
     block, head = model.blocks[0], model.head
     stage.use(0, 3)
     assert isinstance(block, Block)

@@ -15,7 +15,7 @@ from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.make import make_engine
-from hvdtrain.engine.pipeline import with_stages
+from hvdtrain.engine.schedule import with_stages
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.plan.plan import Plan
 

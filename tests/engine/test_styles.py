@@ -12,10 +12,10 @@ from torch import nn
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
-from hvdtrain.engine import mesh_fsdp
+from hvdtrain.engine import fsdp_layout
 from hvdtrain.engine.division import divide_model
+from hvdtrain.engine.fsdp import make_fsdp
 from hvdtrain.engine.mesh import make_mesh_engine
-from hvdtrain.engine.mesh_fsdp import make_mesh_fsdp
 from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
@@ -137,20 +137,20 @@ def test_what_fsdp_cannot_divide_further_is_refused(dimensions: Dimensions, mess
         parameters=list(task.model.named_parameters()), weights=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        make_mesh_fsdp(parts)
+        make_fsdp(parts)
 
 
 def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are gathered among other ranks."""
-    monkeypatch.setattr(mesh_fsdp, "_is_of_experts", lambda parameter, *_: parameter.dim() == 3)
+    monkeypatch.setattr(fsdp_layout, "_is_of_experts", lambda parameter, *_: parameter.dim() == 3)
     model = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Module(), "norm": nn.LayerNorm(2)})})
     experts: Any = model["block"]["experts"]  # type: ignore[index]
     experts.matrices = nn.Parameter(torch.zeros(2, 2, 2))
     names = {module: name for name, module in model.named_modules()}
-    assert mesh_fsdp._modules_of_experts(model["block"], 2, "parts/1", names) == [experts]
+    assert fsdp_layout._modules_of_experts(model["block"], 2, "parts/1", names) == [experts]
     experts.bias = nn.Parameter(torch.zeros(2))
     with pytest.raises(ConfigError, match=r"block.experts has experts, and other parameters(?s:.*)found: bias"):
-        mesh_fsdp._modules_of_experts(model["block"], 2, "parts/1", names)
+        fsdp_layout._modules_of_experts(model["block"], 2, "parts/1", names)
 
 
 @pytest.mark.parametrize(

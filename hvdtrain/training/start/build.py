@@ -92,9 +92,9 @@ def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None
         return make_periodic(state.model, plan.outer, comm, make, plan.compression, elastic=plan.elastic)
     engine = make(comm, plan.compression)
     if plan.dimensions.pp > 1:
-        from hvdtrain.engine.pipeline import Pipelined, with_stages
+        from hvdtrain.engine.schedule import with_stages
 
-        assert isinstance(engine, Pipelined)
+        assert engine.stage is not None
         worker.task = with_stages(worker.task, engine.stage)
     return engine
 

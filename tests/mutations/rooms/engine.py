@@ -21,8 +21,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/engine/test_fsdp_collectives.py",
     ),
     mutation(
-        "engine/hybrid.py",
-        "if self._remaining or self._runs[module] != 1:",
+        "engine/groups.py",
+        "if self._schedule.left or self._runs[module] != 1:",
         "if self._runs[module] != 1:",
         "groups of ranks exchange the gradients of each pass instead of their sum",
         "tests/engine/test_fsdp_engine.py",

@@ -1,4 +1,4 @@
-"""The engine of ranks that divide the layers of a model: each micro-batch passes through the ranks of a pipeline."""
+"""The order of the passes of a step: one after the other, or as the stages of a pipeline run them."""
 
 from __future__ import annotations
 
@@ -6,52 +6,88 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engine.base import Engine
-from hvdtrain.engine.mesh import MeshEngine
-from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 
+if TYPE_CHECKING:
+    from hvdtrain.engine.stage import Stage
 
-class Pipelined(Engine):
-    """What engines of pipelines share: the order of passes.
+Passes = Iterable[Callable[[], Callable[[], None]]]
+"""Functions that run a forward pass, and return what runs its backward pass."""
 
-    A subclass has `_pass_back`, which runs a backward pass, and in a step `_remaining`, the number of micro-batches.
+
+class Schedule:
+    """One pass after the other; it counts them.
 
     Attributes:
-        stage: of this rank.
+        left: backward passes of the step that are still to come: 0 in the last one.
+        stage: of a pipeline; None without.
     """
 
-    stage: Stage
-    _spans: Spans
-    _remaining: int
-    _pass_back: Callable[[Callable[[], None]], None]
+    stage: Stage | None = None
 
-    def _make_stage(self, parts: EngineParts) -> None:
-        self._spans = parts.spans or Spans()
-        self.stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, self._spans)
+    def __init__(self) -> None:
+        self.left = 0
 
-    def forward(self, call: Callable[[], Any]) -> Any:
-        """Run this rank's part of a forward pass. Collective: yes."""
+    def begin(self, micro_batches: int) -> None:
+        """Expect as many backward passes."""
+        self.left = micro_batches
+
+    def count(self) -> None:
+        """Begin a backward pass."""
+        self.left -= 1
+
+    def forward(self, call: Callable[[], Any]) -> None:
+        """Note which forward pass begins."""
+
+    def backward(self, loss: Tensor) -> Callable[[], None]:
+        """Return what runs the backward pass of a loss."""
+        return partial(torch.autograd.backward, loss)
+
+    def run(self, passes: Passes, pass_back: Callable[[Callable[[], None]], None]) -> None:
+        """Run the passes of a step. `pass_back` runs a backward pass that no function of `passes` returns."""
+        for forward in passes:
+            forward()()
+
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter gets a further gradient in a pass of its own."""
+        return False
+
+    def close(self) -> None:
+        """Remove all hooks from the model."""
+
+
+class PipelineSchedule(Schedule):
+    """The passes of a stage, each once for each of its virtual stages."""
+
+    def __init__(self, stage: Stage, spans: Spans) -> None:
+        super().__init__()
+        self.stage: Stage = stage
+        self._spans = spans
+
+    def forward(self, call: Callable[[], Any]) -> None:
+        """Let the stage expect what comes from the one before."""
         self.stage.begin(call)
-        return super().forward(call)
 
-    def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
-        """Run the passes, each once for each of this rank's virtual stages."""
+    def backward(self, loss: Tensor) -> Callable[[], None]:
+        """Return what runs this rank's part of a backward pass. Collective: yes."""
+        return partial(self.stage.backward, loss)
+
+    def run(self, passes: Passes, pass_back: Callable[[Callable[[], None]], None]) -> None:
+        """Run the passes in the order of the stage. Collective: yes."""
         stage, following = self.stage, iter(passes)
         # Passes of each virtual stage: with the last ones, its gradients are complete.
-        left = {kind: [self._remaining] * stage.chunks for kind in (Pass.BACKWARD, Pass.WEIGHTS)}
+        left = {kind: [self.left] * stage.chunks for kind in (Pass.BACKWARD, Pass.WEIGHTS)}
         forwards: dict[int, Callable[[], Callable[[], None]]] = {}
         backwards: dict[tuple[int, int], Callable[[], None]] = {}
         try:
-            for kind, number, chunk in stage.order(self._remaining):
+            for kind, number, chunk in stage.order(self.left):
                 stage.use(chunk, number, backward=kind is Pass.BACKWARD)
                 if kind is Pass.FORWARD:
                     if not chunk:
@@ -59,40 +95,23 @@ class Pipelined(Engine):
                     last = chunk + 1 == stage.chunks
                     backwards[number, chunk] = (forwards.pop(number) if last else forwards[number])()
                     continue
-                self._remaining = left[kind][chunk]
+                self.left = left[kind][chunk]
                 left[kind][chunk] -= 1
                 if kind is Pass.BACKWARD:
                     backwards.pop((number, chunk))()
                 elif stage.deferred:
                     with self._spans("backward"):
-                        self._pass_back(stage.deferred.compute)
+                        pass_back(stage.deferred.compute)
         finally:
             stage.use(None)
 
-    def backward(self, loss: Tensor) -> None:
-        """Run this rank's part of a backward pass. Collective: yes."""
-        self._pass_back(partial(self.stage.backward, loss))
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Return whether a product for it was put off (`--parallel.zero_bubble`)."""
+        return bool(self.stage.deferred and self.stage.deferred.awaits(parameter))
 
     def close(self) -> None:
-        """Remove the hooks."""
-        super().close()
+        """Remove the hooks of the stage."""
         self.stage.close()
-
-
-class PipelineEngine(Pipelined, MeshEngine):
-    """Ranks of a pipeline divide the blocks of a model; other pipelines have copies, with other samples.
-
-    Args:
-        parts: the model's parameters become those of rank 0.
-    """
-
-    def __init__(self, parts: EngineParts) -> None:
-        self._make_stage(parts)
-        super().__init__(parts, place=self.stage.place)
-
-    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if not (self.stage.deferred and self.stage.deferred.awaits(parameter)):
-            super()._on_gradient(name, parameter)
 
 
 def with_stages(task: Task, stage: Stage) -> Task:

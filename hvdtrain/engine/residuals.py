@@ -1,0 +1,79 @@
+"""What exchanges with a compression remember: the part of gradients that they have not delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.state.pieces import Place
+
+
+class Residuals:
+    """The residuals of an engine, as a checkpoint has them; these methods are those of `Engine`."""
+
+    def commit(self, *, applied: bool) -> None:
+        """End the step: keep the new residuals if it was applied, else the old ones."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+
+    def synchronize_state(self) -> None:
+        """Make them equal on all ranks that share them. Collective: yes."""
+
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """Return them as they would be then. Collective: yes."""
+        return self.state_dict()[0]
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors, and plain values."""
+        raise NotImplementedError
+
+    def state_place(self, key: str) -> Place | None:
+        """Return the place of one; None if it is whole, and equal on all ranks."""
+        return None
+
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks that each have one of their own; none if all are equal."""
+        return ()
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load them."""
+        raise NotImplementedError
+
+
+class Undelivered(Residuals):
+    """Residuals of an earlier exchange with a compression; the next step without one adds them to its gradients.
+
+    Args:
+        delivers: returns the names of the parameters whose residuals a step delivers.
+
+    Attributes:
+        sums: over all ranks, by parameter.
+    """
+
+    def __init__(self, delivers: Callable[[], set[str]]) -> None:
+        self._delivers = delivers
+        self.sums: dict[str, Tensor] = {}
+
+    def commit(self, *, applied: bool) -> None:
+        """Forget the delivered ones, if the step was applied; those of frozen parameters were not delivered."""
+        if applied and self.sums:
+            delivered = self._delivers()
+            self.sums = {name: tensor for name, tensor in self.sums.items() if name not in delivered}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for residual in self.sums.values():
+            residual.mul_(factor)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return those that are not delivered yet."""
+        return {residual_key(name): t for name, t in self.sums.items()}, {"plan": None, "ranks": 1}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load those of an exchange with a compression."""
+        ranks = int(values["ranks"])
+        self.sums = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
