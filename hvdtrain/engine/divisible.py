@@ -215,6 +215,10 @@ class DividedEngine(Engine):
         """Return the ranks that each have a residual of their own."""
         return self._residuals.residual_ranks(key)
 
+    def keeps(self, key: str) -> bool:
+        """Return whether this rank has use for a tensor of a checkpoint's exchange."""
+        return self._residuals.keeps(key)
+
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the residuals."""
         self._residuals.load_state_dict(tensors, values)

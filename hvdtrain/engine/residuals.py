@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.state.exchange_state import is_rounded
 from hvdtrain.state.pieces import Place
 
 
@@ -38,6 +39,10 @@ class Residuals:
     def residual_ranks(self, key: str) -> Sequence[int]:
         """Return the ranks that each have one of their own; none if all are equal."""
         return ()
+
+    def keeps(self, key: str) -> bool:
+        """Return whether this rank has use for a tensor of a checkpoint's exchange."""
+        return not is_rounded(key)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them."""

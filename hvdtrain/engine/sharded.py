@@ -18,6 +18,7 @@ from hvdtrain.comm.base import Handle
 from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
+from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import (
     UNDIVIDED,
     DividedEngine,
@@ -35,6 +36,7 @@ from hvdtrain.exchange.buckets import Layout, assign_buckets, lay_out
 from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.spans import Spans
+from hvdtrain.state.pieces import Place
 
 _AT_ONCE = 2
 """Buckets that are exchanged at the end of backward, when a rank has its sums of all others: their memory is not
@@ -47,6 +49,8 @@ class ShardedEngine(DividedEngine):
     A bucket's gradients are summed at their owners while backward runs (reduce-scatter). After the update, an allgather
     for each bucket sends the parameters to all ranks, in the order of the forward pass, while the next one runs. A
     forward hook of each block, and of each module outside of blocks, waits for the parameters below it.
+
+    With a compression, gradients and updates are sent encoded: see `CodedShards`.
 
     While it is open, the optimizer's groups contain the owned rows instead of the model's parameters.
 
@@ -82,6 +86,12 @@ class ShardedEngine(DividedEngine):
         self._sums_each_pass = parts.plan.shard == "gradients"
         self._micro_batches = self._passes = 0
         self._is_exchanging = False
+        compression = parse(parts.plan.compression)
+        self.compression, self._coded = parts.plan.compression, None
+        if not compression.exact:
+            self._coded = self._residuals = CodedShards(
+                compression, comm, self._undelivered, self.complete, self._place_of, on_host=self._offload
+            )
         self.on_gradient: Callable[[str, nn.Parameter], None] = self._on_gradient
         self._most: Handle | None = None
         refuse_what_cannot_be_divided(parts.model, named, UNDIVIDED)
@@ -113,7 +123,12 @@ class ShardedEngine(DividedEngine):
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
     def _make_bucket(self, layout: Layout, whole: list[bool]) -> ShardBucket:
+        if self._coded is not None:
+            return self._coded.make_bucket(layout, whole)
         return ShardBucket(layout, self._comm, whole, first=len(self._buckets), on_host=self._offload)
+
+    def _place_of(self, name: str) -> Place | None:
+        return self._owned[name].place
 
     def _make_gathers(self) -> Gathers:
         return Gathers(self._model, self._bucket_of, self._spans, self._limit_bytes)
@@ -263,6 +278,8 @@ class ShardedEngine(DividedEngine):
 
     def spread(self) -> None:
         """Start to send what this rank's optimizer has updated to all ranks. Collective: yes."""
+        if self._coded is not None:
+            self._coded.begin_spread(getattr(self.optimizer, "found_inf", None))  # set if the device decides
         self.clear()
         # Now: parameters may be frozen before the last gather starts.
         self._gathers.start([bucket for bucket in reversed(self._buckets) if bucket.is_trained])
@@ -272,18 +289,20 @@ class ShardedEngine(DividedEngine):
         self._gathers.finish()
 
     def take_changes(self) -> None:
-        """Use what a program has written to the model's parameters; here the optimizer's are in the same memory."""
+        """Use what a program has written to the model's parameters since the last step."""
+        if self._coded is not None:  # else the optimizer's are in the same memory
+            self._coded.take_changes()
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals, after the model's parameters were loaded."""
-        super().load_state_dict(tensors, values)
         for bucket in self._buckets:
             bucket.read_model()
+        super().load_state_dict(tensors, values)
 
     @property
     def keeps_error(self) -> bool:
         """Whether the compression uses error feedback."""
-        return False
+        return self._coded is not None and self._coded.keeps_error
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters by bucket."""
@@ -328,8 +347,4 @@ def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:
         sizes = [(tuple(p.shape), p.numel() * p.dtype.itemsize) for p in trained]
         whole = compress(sizes, whole_parameters(parts.optimizer, trained))
         bucket_bytes = shard_bucket_bytes(bucket_bytes, sum(nbytes for _, nbytes in sizes), parts.comm.size, whole)
-    if compression.exact:
-        return ShardedEngine(parts, bucket_bytes, **options)
-    from hvdtrain.engine.coded_sharded import CodedShardedEngine  # which imports this module
-
-    return CodedShardedEngine(parts, bucket_bytes, **options)
+    return ShardedEngine(parts, bucket_bytes, **options)

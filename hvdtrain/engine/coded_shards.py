@@ -1,4 +1,4 @@
-"""The divided optimizer with compression of what the ranks send, in both directions.
+"""What a divided optimizer with a compression keeps: residuals, and exact parameters apart from the model's.
 
 Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023. Unlike there, what
 the encoding of an update of the parameters loses is sent with the next one.
@@ -6,85 +6,97 @@ the encoding of an update of the parameters loses is sent with the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.compression.coding import Coding
-from hvdtrain.compression.table import parse
-from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.compression.table import Compression
+from hvdtrain.engine.residuals import Residuals, Undelivered
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.state.exchange_state import is_master, is_rounded
 from hvdtrain.state.pieces import Place
 
 
-class CodedShardedEngine(ShardedEngine):
-    """Sums encoded gradients at their owners, and sends encoded updates of parameters to all ranks.
+class CodedShards(Residuals):
+    """Buckets that sum encoded gradients at their owners, and send encoded updates of parameters to all ranks.
 
     Owners keep exact parameters apart from the model's. Those of the model are equal on all ranks, and exact only after
     `synchronize_state`. A checkpoint contains exact ones, and those of the model as part of the exchange's state.
 
     Args:
-        parts: its compression has a coding. The rest is as of `ShardedEngine`.
+        compression: has a coding.
+        comm: the ranks.
+        undelivered: of an earlier exchange.
+        complete: waits for the parameters of the last step. Collective.
+        place: returns the place of what this rank owns of a parameter.
+        on_host: whether owners update in the memory of the host.
     """
 
-    def __init__(self, parts: EngineParts, bucket_bytes: int, **options: Any) -> None:
-        self.compression = parts.plan.compression
-        self._kind = parse(parts.plan.compression)
+    def __init__(
+        self,
+        compression: Compression,
+        comm: Comm,
+        undelivered: Undelivered,
+        complete: Callable[[], None],
+        place: Callable[[str], Place | None],
+        *,
+        on_host: bool,
+    ) -> None:
+        self._compression, self._comm, self._undelivered = compression, comm, undelivered
+        self._complete, self._place, self._on_host = complete, place, on_host
         self._codings: dict[torch.device, Coding | None] = {}
-        self._coded: list[CodedShardBucket] = []
+        self._buckets: list[CodedShardBucket] = []
         self._is_inexact = False  # whether the model's parameters may differ from the exact ones
-        super().__init__(parts, bucket_bytes, **options)
-
-    def _make_bucket(self, layout: Layout, whole: list[bool]) -> CodedShardBucket:
-        device = layout.shape.device
-        if device not in self._codings:
-            self._codings[device] = self._kind.load_coding(device)
-        coding, keep_error = self._codings[device], self._kind.kind.feedback
-        assert coding is not None
-        options: Any = {"first": len(self._coded), "on_host": self._offload}
-        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=keep_error, **options)
-        self._coded.append(bucket)
-        return bucket
-
-    def spread(self) -> None:
-        """Start to send the update to all ranks. Collective: yes."""
-        skipped = getattr(self.optimizer, "found_inf", None)  # set if the device decides
-        for bucket in self._coded:
-            bucket.applied = None if skipped is None else 1 - skipped
-        self._is_inexact = True
-        super().spread()
-
-    def take_changes(self) -> None:
-        """Make exact what a program has written to the model's parameters since the last step."""
-        for bucket in self._coded:
-            bucket.take_changes()
 
     @property
     def keeps_error(self) -> bool:
         """Whether the compression uses error feedback."""
-        return self._kind.kind.feedback
+        return self._compression.kind.feedback
+
+    def make_bucket(self, layout: Layout, whole: list[bool]) -> CodedShardBucket:
+        """Return a bucket of this layout; for `whole` see `ShardBucket`."""
+        device = layout.shape.device
+        if device not in self._codings:
+            self._codings[device] = self._compression.load_coding(device)
+        coding = self._codings[device]
+        assert coding is not None
+        options: Any = {"first": len(self._buckets), "on_host": self._on_host}
+        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=self.keeps_error, **options)
+        self._buckets.append(bucket)
+        return bucket
+
+    def begin_spread(self, skipped: Tensor | None) -> None:
+        """Note that owners have updated exact parameters; `skipped` is 1 if the device has not."""
+        for bucket in self._buckets:
+            bucket.applied = None if skipped is None else 1 - skipped
+        self._is_inexact = True
+
+    def take_changes(self) -> None:
+        """Make exact what a program has written to the model's parameters since the last step."""
+        for bucket in self._buckets:
+            bucket.take_changes()
 
     def commit(self, *, applied: bool) -> None:
         """Keep or discard the new residuals."""
-        super().commit(applied=applied)
-        for bucket in self._coded:
+        self._undelivered.commit(applied=applied)
+        for bucket in self._buckets:
             bucket.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        super().rescale(factor)
-        for bucket in self._coded:
+        self._undelivered.rescale(factor)
+        for bucket in self._buckets:
             bucket.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Make residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
-        self.complete()
-        for bucket in self._coded:
+        self._complete()
+        for bucket in self._buckets:
             bucket.synchronize_state()
             if self._is_inexact:
                 bucket.gather_exactly()
@@ -92,17 +104,17 @@ class CodedShardedEngine(ShardedEngine):
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return residuals as they are after `synchronize_state`, and exact parameters. Collective: yes."""
-        return self._state([bucket.synchronized_residuals() for bucket in self._coded])
+        return self._state([bucket.synchronized_residuals() for bucket in self._buckets])
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the residuals, and the exact parameters that this rank owns if the model's may differ from them."""
         values = {"plan": None, "ranks": self._comm.size, "inexact": self._is_inexact}
-        return self._state([bucket.residuals() for bucket in self._coded]), values
+        return self._state([bucket.residuals() for bucket in self._buckets]), values
 
     def _state(self, residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        undelivered, _ = super().state_dict()
+        undelivered, _ = self._undelivered.state_dict()
         found = {key: tensor / self._comm.size for key, tensor in undelivered.items()}
-        for bucket, of_bucket in zip(self._coded, residuals, strict=True):
+        for bucket, of_bucket in zip(self._buckets, residuals, strict=True):
             for key, tensor in of_bucket.items():
                 found[key] = found[key].to(tensor) + tensor if key in found else tensor
             found |= bucket.masters() if self._is_inexact else {}
@@ -110,7 +122,7 @@ class CodedShardedEngine(ShardedEngine):
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of exact parameters."""
-        return self._owned[key.rpartition("/")[0]].place if is_master(key) else None
+        return self._place(key.rpartition("/")[0]) if is_master(key) else None
 
     def residual_ranks(self, key: str) -> Sequence[int]:
         """Return all ranks, if the compression uses error feedback."""
@@ -124,10 +136,10 @@ class CodedShardedEngine(ShardedEngine):
         """Load residuals, and exact or rounded parameters if there are any; otherwise those of the model are exact."""
         rounded = {key: tensors[key] for key in tensors if is_rounded(key)}
         tensors = {key: tensors[key] for key in tensors if key not in rounded}
-        loaded = {p.name for bucket in self._coded if bucket.keeps_error for p in bucket.layout.shape.parts}
+        loaded = {p.name for bucket in self._buckets if bucket.keeps_error for p in bucket.layout.shape.parts}
         rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}
-        super().load_state_dict(rest, values)
-        for bucket in self._coded:
+        self._undelivered.load_state_dict(rest, values)
+        for bucket in self._buckets:
             bucket.load_state_dict(tensors, int(values["ranks"]))
             bucket.load_rounded(rounded)
         self._is_inexact = bool(rounded or values.get("inexact"))
