@@ -190,7 +190,7 @@ class CheckpointWriter:
                 write.write_on_other_rank(self._comm.rank, progress)
                 return
             try:
-                self._outcome = write.write_on_rank_0(self._store, progress, self._abandoned)
+                self._outcome = self._store.write(write, progress, self._abandoned)
             except CheckpointError as error:
                 self._outcome = error
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
 from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import request_shards
+from hvdtrain.state.shard_files import Abandoned, ShardedWrite, request_shards, write_shard
 from hvdtrain.state.shard_index import INDEX, index_of
 from hvdtrain.state.tensor_file import FileDigest, damaged, write_bytes
 
@@ -86,6 +87,30 @@ class CheckpointStore:
             folder.mkdir(parents=True)
             request_shards(folder, writers)
         return folder
+
+    def write(self, write: ShardedWrite, progress: Callable[[], None], abandoned: threading.Event) -> str:
+        """Write, wait for the other ranks, complete the checkpoint and return its name.
+
+        Errors:
+            UnwrittenCheckpointError: a rank could not write.
+            Abandoned: the checkpoint is no longer needed.
+        """
+        try:
+            with self.discard_on_error(write.step, write.folder):
+                state = write.own_state()
+                files = write_shard(write.folder, 0, write.count, state, progress)
+                if write.count > 1:
+                    files |= write.gather(progress, abandoned)
+                path = self.finish(write.folder, write.step, state, write.notes, files)
+            if write.keep is not None:
+                self.remove_old(write.keep, path, progress)
+        except (CheckpointError, Abandoned):
+            raise
+        except Exception as error:  # a thread would lose it
+            raise UnwrittenCheckpointError(
+                f"the checkpoint of step {write.step} could not be written: {error!r}"
+            ) from error
+        return path.name
 
     def finish(
         self, folder: Path, step: int, state: StateDict, notes: Mapping[str, Any], files: Mapping[str, FileDigest]

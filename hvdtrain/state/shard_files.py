@@ -23,17 +23,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.errors import CheckpointError, UnwrittenCheckpointError
 from hvdtrain.files import fsync, write_text
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.tensor_file import FileDigest, write_tensors
-
-if TYPE_CHECKING:
-    from hvdtrain.state.checkpoint_store import CheckpointStore
 
 MIN_BYTES = 32 << 20
 """Fewer bytes are not worth a file of their own."""
@@ -124,30 +120,6 @@ class ShardedWrite:
     others: int  # number of tensors that the other ranks write
     notes: Mapping[str, Any]  # values for the manifest
     keep: int | None  # number of newest checkpoints to keep; None for all
-
-    def write_on_rank_0(self, store: CheckpointStore, progress: Callable[[], None], abandoned: threading.Event) -> str:
-        """Write, wait for the other ranks, complete the checkpoint and return its name.
-
-        Errors:
-            UnwrittenCheckpointError: a rank could not write.
-            Abandoned: the checkpoint is no longer needed.
-        """
-        try:
-            with store.discard_on_error(self.step, self.folder):
-                state = self.own_state()
-                files = write_shard(self.folder, 0, self.count, state, progress)
-                if self.count > 1:
-                    files |= self.gather(progress, abandoned)
-                path = store.finish(self.folder, self.step, state, self.notes, files)
-            if self.keep is not None:
-                store.remove_old(self.keep, path, progress)
-        except (CheckpointError, Abandoned):
-            raise
-        except Exception as error:  # a thread would lose it
-            raise UnwrittenCheckpointError(
-                f"the checkpoint of step {self.step} could not be written: {error!r}"
-            ) from error
-        return path.name
 
     def write_on_other_rank(self, number: int, progress: Callable[[], None]) -> None:
         """Write as rank `number`, which is not 0, and report to rank 0, also an error.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
+from hvdtrain.errors import CheckpointError, ConfigError, DataError, HvdtrainError, TaskError
 from hvdtrain.files import read_regular
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.presets import preset_config
@@ -19,6 +20,8 @@ from hvdtrain.task.saved_model import SavedModel, find_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from hvdtrain.state.pieces import StateDict
 
 
 @dataclass(frozen=True)
@@ -280,10 +283,55 @@ def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
         return None
     state = source.load()
     if source.has_adapters:
-        from hvdtrain.task.merged import merged_weights
-
-        return merged_weights(source, state)
+        return _merged_weights(source, state)
     return dict(state.tensors["model"])
+
+
+def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
+    """Return the tensors of a whole model by name. `state`: of the checkpoint in `source`.
+
+    The weights that were frozen are made as the run made them, from the options in its folder, and compared with the
+    digest in the checkpoint.
+
+    Errors:
+        ConfigError: the folder of the run has no config.yaml.
+        CheckpointError: the frozen weights are others now.
+    """
+    from hvdtrain.state.frozen import FROZEN, find_frozen
+    from hvdtrain.task.lora import merge_adapters
+
+    config = RunLayout(source.folder.resolve().parent.parent).read_config()
+    model = _base_model(config, source)
+    stored = state.values[FROZEN]
+    found = find_frozen(model)
+    if found is not None and found.digest and found.digest != stored["digest"]:
+        raise CheckpointError(
+            f"the weights that the adapters in {source.folder} were trained with have changed",
+            expected=f"frozen tensors with digest {stored['digest'][:12]}",
+            found=f"digest {found.digest[:12]}",
+            next_step="restore what the options model.* in the run's config.yaml name; relative paths refer to the"
+            " folder where the run was started",
+        )
+    model.load_state_dict(state.tensors["model"], strict=False)
+    merge_adapters(model)
+    return dict(model.state_dict())
+
+
+def _base_model(config: dict[str, Any], source: SavedModel) -> nn.Module:
+    """Make the model of a run with new adapters, without its data."""
+    import torch
+
+    from hvdtrain.data.order import mix_seed
+    from hvdtrain.task.lora import add_adapters, parse_lora
+
+    names = {field.name.rstrip("_"): field.name for field in fields(ModelConfig)}
+    options = ModelConfig(**{names[name]: value for name, value in config["model"].items() if name in names})
+    described = read_config(source.config(), "--model.from").get_text_config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix_seed(config["seed"], 0))
+        model = causal_lm(options, vocabulary=described.vocab_size, seq_len=config["data"]["seq_len"])
+        add_adapters(model, parse_lora(options.lora or ""))
+    return model
 
 
 def _with_own_memory(model: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ def save(store: CheckpointStore, step: int, state: StateDict, notes: Mapping[str
     """Write a checkpoint with the progress of this step, remove none, and return its path."""
     state = _at(step, state)
     write = ShardedWrite(store.begin(step, 1), step, 1, lambda: state, 0, notes or {}, None)
-    return store.directory / write.write_on_rank_0(store, store.progress, threading.Event())
+    return store.directory / store.write(write, store.progress, threading.Event())
 
 
 def save_in_parts(store: CheckpointStore, step: int, state: StateDict, count: int, *, divided: bool) -> Path:

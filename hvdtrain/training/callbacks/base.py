@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from hvdtrain.comm.base import Comm
     from hvdtrain.engine.base import Engine
+    from hvdtrain.state.train_state import TrainState
     from hvdtrain.training.loop.evaluate import Evaluation
-    from hvdtrain.training.round import Round
 
 
 @dataclass
@@ -21,50 +22,51 @@ class Training:
     """A training job, as callbacks see it on this rank.
 
     Attributes:
+        device: of the model.
+        say: show a line. Only rank 0 does.
         evaluate: return the loss and the metrics of the model's present values over the held-out samples; None if there
             are none. Collective: yes. It calls no callback.
     """
 
-    _current: Round
+    _state: TrainState
     _engine: Engine
+    _comm: Comm
+    _stop: Callable[[], int]
     _asked: list[str]
+    device: torch.device
+    say: Callable[[str], None]
     evaluate: Callable[[], Evaluation | None]
 
     @property
     def model(self) -> nn.Module:
         """The model after the newest step: a divided update is completed. With engine fsdp, its rows of this rank."""
         self._engine.complete()
-        return self._current.worker.state.model
+        return self._state.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer. Learning rates are set before each step."""
-        return self._current.worker.state.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self._current.worker.device
+        return self._state.optimizer
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._current.worker.state.progress.step
+        return self._state.progress.step
 
     @property
     def steps(self) -> int:
         """Step at which training ends, unless something stops it earlier."""
-        return self._current.stop
+        return self._stop()
 
     @property
     def rank(self) -> int:
         """Number of this rank."""
-        return self._current.comm.rank
+        return self._comm.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._current.comm.size
+        return self._comm.size
 
     def stop(self, why: str) -> None:
         """End training on all ranks, with an evaluation and a checkpoint. One rank's call is enough.
@@ -73,10 +75,6 @@ class Training:
         written to the journal.
         """
         self._asked.append(why)
-
-    def say(self, text: str) -> None:
-        """Show a line. Only rank 0 does."""
-        self._current.recorder.say(text)
 
 
 class Callback:

@@ -127,8 +127,18 @@ class Trainer:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
-        seen = Training(self.current, self.stepper.engine, self._callbacks.asked, saving.measure)
-        self._callbacks.begin(seen, self.current.comm)
+        current = self.current
+        seen = Training(
+            current.worker.state,
+            self.stepper.engine,
+            current.comm,
+            lambda: current.stop,
+            self._callbacks.asked,
+            current.worker.device,
+            current.recorder.say,
+            saving.measure,
+        )
+        self._callbacks.begin(seen, current.comm)
         self._end_if_asked()
         if progress.step == 0:
             saving.evaluate()
