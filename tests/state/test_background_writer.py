@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import CheckpointError
-from hvdtrain.state import background_writer, shard_files
+from hvdtrain.state import background_writer, checkpoint_store, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.folders import is_folder_shared
@@ -54,7 +54,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert gate.wait(TIMEOUT_S)
         return real(*arguments)
 
-    monkeypatch.setattr(shard_files, "write_shard", write)
+    for module in (shard_files, checkpoint_store):
+        monkeypatch.setattr(module, "write_shard", write)
     return gate
 
 
@@ -122,7 +123,8 @@ def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[
             raise OSError(number, os.strerror(number))
         return real(folder, writer, *rest)
 
-    monkeypatch.setattr(shard_files, "write_shard", write)
+    for module in (shard_files, checkpoint_store):
+        monkeypatch.setattr(module, "write_shard", write)
     return lambda: broken.__setitem__(0, False)
 
 

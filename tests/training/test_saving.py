@@ -17,7 +17,7 @@ import hvdtrain
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
-from hvdtrain.state import background_writer, shard_files
+from hvdtrain.state import background_writer, checkpoint_store, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.loop import saving
@@ -42,7 +42,8 @@ def _fail(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*arguments)
 
-    monkeypatch.setattr(shard_files, "write_shard", write)
+    for module in (shard_files, checkpoint_store):
+        monkeypatch.setattr(module, "write_shard", write)
 
 
 def _events(run: Path) -> list[tuple[str, int]]:
