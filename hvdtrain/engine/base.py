@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.state.exchange_state import Owned, is_rounded
+from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Engine(Protocol):
         optimizer: of the model.
         compression: of the exchange; a name in `compression.table`.
         undecided: whether the compression will be chosen later, by the measured cost of steps.
+        residuals: what the exchange remembers.
         stage: of this rank in a pipeline; None without.
         uniform_passes: whether a forward pass is collective, so that all ranks must run equally many, also in an
             evaluation. Ranks with fewer micro-batches repeat one, with weight 0.
@@ -34,6 +36,7 @@ class Engine(Protocol):
     optimizer: Optimizer
     compression: str = "none"
     undecided: bool = False
+    residuals: Residuals = Residuals()
     stage: Stage | None = None
     uniform_passes: bool = False
 
@@ -117,40 +120,44 @@ class Engine(Protocol):
         """Whether ranks have different parts of the state, so that losing one loses state."""
         return self.owned() is not None
 
-    def residual_ranks(self, key: str) -> Sequence[int]:
-        """Return the ranks that each have a residual of their own, where this rank has one; none if all are equal."""
-        return ()
-
-    def keeps(self, key: str) -> bool:
-        """Return whether this rank has use for a tensor of the exchange's state."""
-        return not is_rounded(key)
-
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
+        self.residuals.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by `factor`, as the caller does with all later gradients."""
+        self.residuals.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
-        return
+        self.residuals.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
 
         They are valid until the next step.
         """
-        return self.state_dict()[0]
+        return self.residuals.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
+        return self.residuals.state_dict()
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of a tensor of the state; None if it is whole, and equal on all ranks."""
-        return None
+        return self.residuals.state_place(key)
+
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks that each have a residual of their own, where this rank has one; none if all are equal."""
+        return self.residuals.residual_ranks(key)
+
+    def keeps(self, key: str) -> bool:
+        """Return whether this rank has use for a tensor of the exchange's state."""
+        return self.residuals.keeps(key)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the exchange's state."""
+        self.residuals.load_state_dict(tensors, values)
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters in each collective, by the prefix of its name."""

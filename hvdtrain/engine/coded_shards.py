@@ -15,9 +15,9 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import Compression
-from hvdtrain.engine.residuals import Residuals, Undelivered
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
+from hvdtrain.exchange.residuals import Residuals, Undelivered
 from hvdtrain.state.exchange_state import is_master, is_rounded
 from hvdtrain.state.pieces import Place
 

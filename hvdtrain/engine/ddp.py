@@ -22,6 +22,7 @@ from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import sparse_gradients
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.engine.schedule import Schedule
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
 
@@ -97,7 +98,7 @@ class DdpEngine(LocalEngine):
         self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
         self._ddp: DistributedDataParallel | None = None
         self._wrapped: list[nn.Parameter] = []
-        self._remaining = 0
+        self._schedule = Schedule()
         self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
 
     def begin(self, micro_batches: int) -> None:
@@ -106,7 +107,7 @@ class DdpEngine(LocalEngine):
         trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
         if [id(parameter) for _, parameter in trained] != [id(parameter) for parameter in self._wrapped]:
             self._wrap(trained)
-        self._remaining = micro_batches
+        self._schedule.begin(micro_batches)
         if self._power is not None:
             self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
         if not micro_batches and trained:  # now: all ranks begin the collectives of a step in the same order
@@ -117,13 +118,13 @@ class DdpEngine(LocalEngine):
         """Run a forward pass of a step within DDP."""
         if self._ddp is None:
             return call()
-        with self._ddp.no_sync() if self._remaining > 1 else nullcontext():
+        with self._ddp.no_sync() if self._schedule.left > 1 else nullcontext():
             loss, weight = self._ddp(call)
         return loss, weight
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
-        self._remaining -= 1
+        self._schedule.count()
         try:
             super().backward(loss)
         except RuntimeError as error:

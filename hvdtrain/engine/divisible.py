@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,11 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.residuals import Residuals, Undelivered
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.residuals import Residuals, Undelivered
 from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
-from hvdtrain.state.pieces import Place
 from hvdtrain.state.placeholder import Placeholder
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -168,7 +166,7 @@ class DividedEngine(Engine):
         self.optimizer = optimizer
         self._model, self._comm, self._name = model, comm, name
         self._undelivered = Undelivered(self._delivers)
-        self._residuals: Residuals = self._undelivered
+        self.residuals: Residuals = self._undelivered
 
     def owned(self) -> Mapping[str, Owned]:
         """Return what this rank's optimizer updates."""
@@ -186,39 +184,3 @@ class DividedEngine(Engine):
 
     def _delivers(self) -> set[str]:
         return {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
-
-    def commit(self, *, applied: bool) -> None:
-        """Keep or forget residuals."""
-        self._residuals.commit(applied=applied)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        self._residuals.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """Make the residuals equal on all ranks that share them. Collective: yes."""
-        self._residuals.synchronize_state()
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the residuals as if they were synchronized. Collective: yes."""
-        return self._residuals.synchronized_state()
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the residuals."""
-        return self._residuals.state_dict()
-
-    def state_place(self, key: str) -> Place | None:
-        """Return the place of a residual."""
-        return self._residuals.state_place(key)
-
-    def residual_ranks(self, key: str) -> Sequence[int]:
-        """Return the ranks that each have a residual of their own."""
-        return self._residuals.residual_ranks(key)
-
-    def keeps(self, key: str) -> bool:
-        """Return whether this rank has use for a tensor of a checkpoint's exchange."""
-        return self._residuals.keeps(key)
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the residuals."""
-        self._residuals.load_state_dict(tensors, values)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.schedule import Schedule
 from hvdtrain.exchange.reducer import Reducer
 
 
@@ -29,7 +30,10 @@ class ExchangeEngine(Engine):
     compression: str = "none"
     undecided: bool = False
     resolve: Callable[[str], Compression] = parse
-    _remaining: int = 0
+
+    def __post_init__(self) -> None:
+        """Remember what the reducer does."""
+        self.residuals, self._schedule = self.reducer, Schedule()
 
     def set_compression(self, compression: str) -> None:
         """Use this compression from the next step on; call it alike on all ranks. Clears gradients."""
@@ -43,12 +47,12 @@ class ExchangeEngine(Engine):
         """Clear gradients; each rank has its own number of backward passes."""
         self.optimizer.zero_grad()
         self.reducer.begin()
-        self._remaining = micro_batches
+        self._schedule.begin(micro_batches)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
-        self._remaining -= 1
-        if self._remaining == 0:
+        self._schedule.count()
+        if not self._schedule.left:
             self.reducer.collect()
         torch.autograd.backward(loss)
 
@@ -64,36 +68,16 @@ class ExchangeEngine(Engine):
         """Remove the gradients of parameters that no rank has used."""
         self.reducer.leave_out(numbers)
 
-    def commit(self, *, applied: bool) -> None:
-        """Keep or discard the new residuals."""
-        self.reducer.commit(applied=applied)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        self.reducer.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """Make the state equal on all ranks. Collective: yes."""
-        self.reducer.synchronize_state()
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the state's tensors as if they were synchronized. Collective: yes."""
-        return self.reducer.synchronized_state()
-
-    def residual_ranks(self, key: str) -> Sequence[int]:
-        """Return all ranks."""
-        return range(self.reducer.ranks)
-
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the plan of the buckets, and the compressors' state."""
-        tensors, values = self.reducer.state_dict()
+        tensors, values = super().state_dict()
         return tensors, {**values, "compression": None if self.undecided else self.compression}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them, and the chosen compression."""
         if self.undecided and values.get("compression"):
             self.set_compression(values["compression"])
-        self.reducer.load_state_dict(tensors, values)
+        super().load_state_dict(tensors, values)
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters by bucket."""

@@ -97,7 +97,7 @@ class FsdpEngine(DividedEngine):
                 # Passes exchange activations and tokens by torch: see `MeshEngine`.
                 overlaps=not (parts.plan.dimensions and by_nccl_of_horovod(parts.comm, parts.device)),
             )
-            self._residuals = self._groups
+            self.residuals = self._groups
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; all ranks have the same number of passes."""

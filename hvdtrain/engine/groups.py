@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.blocks import before_forward
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.residuals import Residuals
 from hvdtrain.engine.schedule import Schedule
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
+from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
-from hvdtrain.exchange.active_buckets import DetachedState, residual_key
+from hvdtrain.exchange.active_buckets import DetachedState
 from hvdtrain.exchange.buckets import as_gradient
+from hvdtrain.exchange.residuals import residual_key
 
 
 class LocalEngine(Engine):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
-from hvdtrain.exchange.active_buckets import is_residual
+from hvdtrain.exchange.residuals import is_residual
 from hvdtrain.state.exchange_state import is_rounded, master_key, rounded_key
 from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.train_state import TrainState

@@ -89,7 +89,7 @@ class ShardedEngine(DividedEngine):
         compression = parse(parts.plan.compression)
         self.compression, self._coded = parts.plan.compression, None
         if not compression.exact:
-            self._coded = self._residuals = CodedShards(
+            self._coded = self.residuals = CodedShards(
                 compression, comm, self._undelivered, self.complete, self._place_of, on_host=self._offload
             )
         self.on_gradient: Callable[[str, nn.Parameter], None] = self._on_gradient

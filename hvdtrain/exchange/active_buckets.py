@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
-from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import BucketPlan, Layout
+from hvdtrain.exchange.residuals import Residuals, is_residual, residual_key
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DetachedState:
                 tensor.mul_(factor)
 
 
-class ActiveBuckets(ABC):
+class ActiveBuckets(Residuals, ABC):
     """The buckets in use; none until their plan is known.
 
     Attributes:
@@ -140,6 +140,10 @@ class ActiveBuckets(ABC):
         attached = {k: t for compressor in self._compressors() for k, t in compressor.synchronized_state().items()}
         return {**self.detached.tensors, **attached}
 
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return all ranks."""
+        return range(self.ranks)
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors (not copied) and plain values; equal on all ranks after `synchronize_state`."""
         state = self._state()
@@ -169,13 +173,3 @@ class ActiveBuckets(ABC):
 
     def _compressors(self) -> Sequence[Compressor]:
         return self.exchange.compressors if self.exchange else ()
-
-
-def residual_key(parameter: str) -> str:
-    """Return the key of a parameter's residual."""
-    return f"{parameter}/{RESIDUAL}"
-
-
-def is_residual(key: str) -> bool:
-    """Whether a key in the state of compressors is that of a residual."""
-    return key.endswith(f"/{RESIDUAL}")

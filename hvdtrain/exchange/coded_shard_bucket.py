@@ -10,8 +10,8 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import Phases
 from hvdtrain.compression.coding import Coding
-from hvdtrain.exchange.active_buckets import residual_key
 from hvdtrain.exchange.buckets import Layout
+from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.exchange.shard_bucket import Shard, ShardBucket
 from hvdtrain.state.exchange_state import master_key, rounded_key
 

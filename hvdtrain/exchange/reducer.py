@@ -14,11 +14,12 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Figures
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
-from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState, residual_key
+from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import BucketPlan, Named, assign_buckets
+from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20

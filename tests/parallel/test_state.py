@@ -8,7 +8,7 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.divisible import DividedEngine
 from hvdtrain.errors import LaunchError
-from hvdtrain.exchange.active_buckets import residual_key
+from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.sync import broadcast_state
@@ -81,7 +81,7 @@ def test_residuals_of_several_ranks_are_loaded_as_their_sum(job: Comm) -> None:
     if job.rank == 0:
         state.load_state_dict(source)
     broadcast_state(state, job, source=source if job.rank == 0 else None)
-    assert engine._residuals[name].tolist() == [3, 3]
+    assert engine._undelivered.sums[name].tolist() == [3, 3]
 
 
 def test_another_model_is_named_on_every_rank(job: Comm) -> None:

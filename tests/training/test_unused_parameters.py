@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvdtrain.engine.make import make_engine
-from hvdtrain.exchange.active_buckets import residual_key
+from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task

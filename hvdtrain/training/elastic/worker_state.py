@@ -16,7 +16,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
-from hvdtrain.exchange.active_buckets import is_residual
+from hvdtrain.exchange.residuals import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder

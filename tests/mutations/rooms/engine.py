@@ -5,8 +5,8 @@ from tests.mutations.mutation import Mutation, mutation
 MUTATIONS: tuple[Mutation, ...] = (
     mutation(
         "engine/exchange.py",
-        "        if self._remaining == 0:\n",
-        "        if self._remaining <= 1:\n",
+        "        if not self._schedule.left:\n",
+        "        if self._schedule.left <= 1:\n",
         "the exchange starts one micro-batch too early",
         "tests/training/test_step.py",
         "tests/laws/test_laws.py",

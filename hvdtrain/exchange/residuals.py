@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.exchange.active_buckets import is_residual, residual_key
+from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.state.exchange_state import is_rounded
 from hvdtrain.state.pieces import Place
 
@@ -30,7 +30,7 @@ class Residuals:
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors, and plain values."""
-        raise NotImplementedError
+        return {}, {"plan": None, "ranks": 1}
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of one; None if it is whole, and equal on all ranks."""
@@ -46,7 +46,6 @@ class Residuals:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them."""
-        raise NotImplementedError
 
 
 class Undelivered(Residuals):
@@ -82,3 +81,13 @@ class Undelivered(Residuals):
         """Load those of an exchange with a compression."""
         ranks = int(values["ranks"])
         self.sums = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
+
+
+def residual_key(parameter: str) -> str:
+    """Return the key of a parameter's residual."""
+    return f"{parameter}/{RESIDUAL}"
+
+
+def is_residual(key: str) -> bool:
+    """Whether a key in the state of compressors is that of a residual."""
+    return key.endswith(f"/{RESIDUAL}")
