@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import Schedule
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
+from hvdtrain.exchange.residuals import residual_key
 
 _ONE_BUCKET_MIB = 2.0**40
 _BUCKET_MIB = 25.0
@@ -99,6 +101,8 @@ class DdpEngine(LocalEngine):
         self._ddp: DistributedDataParallel | None = None
         self._wrapped: list[nn.Parameter] = []
         self._schedule = Schedule()
+        self._used: set[str] = set()  # parameters with a gradient in this step
+        self._hooks: list[Any] = []
         self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
 
     def begin(self, micro_batches: int) -> None:
@@ -108,6 +112,7 @@ class DdpEngine(LocalEngine):
         if [id(parameter) for _, parameter in trained] != [id(parameter) for parameter in self._wrapped]:
             self._wrap(trained)
         self._schedule.begin(micro_batches)
+        self._used.clear()
         if self._power is not None:
             self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
         if not micro_batches and trained:  # now: all ranks begin the collectives of a step in the same order
@@ -145,6 +150,18 @@ class DdpEngine(LocalEngine):
         self._under_way = []
         return super().finish()
 
+    def unused(self) -> list[bool]:
+        """Return for each trained parameter whether this rank has not used it: DDP gives all a gradient."""
+        return [name not in self._used for name, parameter in self._parameters if parameter.requires_grad]
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that no rank has used, unless a residual is their sum."""
+        trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
+        for name, parameter in (trained[number] for number in numbers):
+            is_residual = self._rank or residual_key(name) in self._delivered
+            if not (is_residual and parameter.grad is not None and bool(parameter.grad.any())):
+                parameter.grad = None
+
     def commit(self, *, applied: bool) -> None:
         """Keep what PowerSGD did not send, or restore what it was before the step."""
         super().commit(applied=applied)
@@ -166,12 +183,22 @@ class DdpEngine(LocalEngine):
 
     def close(self) -> None:
         """Free DDP and its group."""
+        self._remove_hooks()
         self._ddp, self._wrapped = None, []
         end_group(self._group)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _wrap(self, trained: list[tuple[str, nn.Parameter]]) -> None:
         """Make DDP for the parameters that are trained now. Collective: yes."""
         self._ddp, self._wrapped = None, [parameter for _, parameter in trained]
+        self._remove_hooks()
+        for name, parameter in trained:  # `_Anchor` gives those that no pass uses None
+            hook: Any = partial(self._note, name)
+            self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         check_same_names(self._comm, [name for name, _ in trained], name="ddp/parameters")
         if not trained:
             return
@@ -190,6 +217,10 @@ class DdpEngine(LocalEngine):
             self._power = PowerSGDState(self._group, self._rank, start_powerSGD_iter=_WARM_UP_PASSES)
         exchange = self._exchange if self._power is None else self._exchange_by_powersgd
         self._ddp.register_comm_hook(None, lambda state, bucket: exchange(bucket))  # it checks annotations as objects
+
+    def _note(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._used.add(name)
 
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to sum a bucket; `finish` waits, so that backward does not."""

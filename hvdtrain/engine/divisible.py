@@ -184,3 +184,25 @@ class DividedEngine(Engine):
 
     def _delivers(self) -> set[str]:
         return {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Remove the gradients of parameters that no rank has used, unless a residual is their sum. Collective: yes."""
+        trained = self._trained_names()
+        held = [self._owned.get(trained[number]) for number in numbers]
+        owned = [None if each is None else each.parameter for each in held]
+        delivered = torch.zeros(len(owned), dtype=torch.int64)
+        if owned and self._may_owe():
+            for number, each in enumerate(owned):
+                delivered[number] = each is not None and each.grad is not None and bool(each.grad.any())
+            self._comm.allreduce(delivered, name=f"{self._name}/unused").wait()
+        for each, of_residual in zip(owned, delivered.tolist(), strict=True):
+            if each is not None and not of_residual:
+                each.grad = None
+
+    def _may_owe(self) -> bool:
+        """Return whether a sum may be a residual; equal on all ranks."""
+        return True
+
+    def _trained_names(self) -> list[str]:
+        """Return the names of all trained parameters, equal on all ranks."""
+        raise NotImplementedError

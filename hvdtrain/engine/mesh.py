@@ -72,6 +72,7 @@ class MeshEngine(DividedEngine):
         self.stage = self._schedule.stage
         self.compression, self._options = parts.plan.compression, parts.plan.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
+        self._names = [name for name, parameter in parts.parameters if parameter.requires_grad]
         hosts = gather_hosts(parts.comm)
         self._partial = place(parts, hosts)
         self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
@@ -270,6 +271,17 @@ class MeshEngine(DividedEngine):
                 rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
                 gradients.append(rows.grad)
         return gradients
+
+    def unused(self) -> list[bool]:
+        """Return for each trained parameter whether this rank has none of it, or has not used it."""
+        return [not self._has_gradient(name) for name in self._names]
+
+    def _has_gradient(self, name: str) -> bool:
+        held = name in self._copies_of
+        return held and (name not in self._missing or self._parameters[name].grad is not None)
+
+    def _trained_names(self) -> list[str]:
+        return self._names
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""

@@ -251,18 +251,8 @@ class ShardedEngine(DividedEngine):
         """Return for each trained parameter whether it has no gradient."""
         return [name not in self._used for name in self._trained_names()]
 
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        """Remove the gradients of parameters that no rank has used, unless a residual is their sum. Collective: yes."""
-        trained = self._trained_names()
-        owned = [self._owned[trained[number]].parameter for number in numbers]
-        delivered = torch.zeros(len(owned), dtype=torch.int64)
-        if owned and (self.keeps_error or self._undelivered.sums):
-            for number, each in enumerate(owned):
-                delivered[number] = each is not None and each.grad is not None and bool(each.grad.any())
-            self._comm.allreduce(delivered, name=f"{self._name}/unused").wait()
-        for each, of_residual in zip(owned, delivered.tolist(), strict=True):
-            if each is not None and not of_residual:
-                each.grad = None
+    def _may_owe(self) -> bool:
+        return self.keeps_error or bool(self._undelivered.sums)
 
     def _trained_names(self) -> list[str]:
         return [name for parameter, name in self._names.items() if _is_trained(parameter)]

@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
+from hvdtrain.state.divided import local
+from tests.support.divided_models import divided
 from tests.support.toy import Net
 
 
@@ -67,7 +71,7 @@ def test_law_5_sums_equal_float64(job: Comm, passes: Callable[[int], int], name:
     [
         ("horovod", "none"),
         ("horovod", "gradients"),
-        pytest.param("ddp", "none", marks=pytest.mark.xfail(reason="DDP does not know", strict=True)),
+        ("ddp", "none"),
         pytest.param("fsdp", "parameters", marks=pytest.mark.xfail(reason="FSDP does not know", strict=True)),
     ],
 )
@@ -87,6 +91,34 @@ def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str) -> 
     engine.complete()
     after = model.idle.weight.detach()
     assert torch.equal(after.full_tensor() if isinstance(after, DTensor) else after, before)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("dimension", ["tp", "ep"])
+def test_what_no_rank_of_a_mesh_uses_keeps_its_value(
+    job: Comm, dimension: str, shard: str, several_ranks: None
+) -> None:
+    torch.manual_seed(0)
+    task = divided()
+    task.model.idle = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=0.1, weight_decay=0.5)
+    plan = Plan(shard=shard, dimensions=Dimensions(**{dimension: 2}))
+    if shard == "optimizer" and dimension == "tp":
+        with pytest.raises(ConfigError, match="hold one of each"):
+            make_engine(optimizer, task.model, job, plan)
+        return
+    engine = make_engine(optimizer, task.model, job, plan)
+    before = {name: p.detach().clone() for name, p in task.model.named_parameters() if p.dim() == 2}
+    engine.begin(1)
+    engine.backward(engine.forward(lambda: task.loss(task.model, task.train_data[job.rank][None]))[0])
+    unused = engine.unused()
+    assert sum(unused) == 2
+    engine.finish()
+    engine.leave_out([number for number, each in enumerate(unused) if each])
+    engine.step()
+    engine.complete()
+    after = dict(task.model.named_parameters())
+    assert [name for name in before if torch.equal(local(after[name]), local(before[name]))] == ["idle.weight"]
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
