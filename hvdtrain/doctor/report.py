@@ -37,7 +37,7 @@ class Report:
             "rank": self.info and {name: getattr(self.info, name) for name in _RANK_FIELDS},
             "checks": [finding.as_data() for finding in self.findings],
             "tuning": self.info and tuning,
-            "links": self.links and self.links.as_data(),
+            "links": self.links and asdict(self.links),
             "outlook": self.outlook and asdict(self.outlook),
         }
         return {key: part for key, part in parts.items() if part is not None}

@@ -2,8 +2,7 @@
 
 A connection begins with the token, which hosts receive only through the doctor, and one letter:
 
-    H   only checks the connection
-    E   echoes each 8 bytes, until the client closes
+    E   echoes each 8 bytes, until the client closes; without any, this only checks the connection
     S   reads until the client closes, then sends the number of bytes in 8 bytes
 """
 
@@ -82,7 +81,7 @@ def _answer(connection: socket.socket, token: str) -> None:
 def try_connection(listener: Listener) -> str:
     """Connect to a listener and return the fault, as in `Attempt`."""
     try:
-        with _connect(listener, b"H"):
+        with _connect(listener, b"E"):
             return ""
     except TimeoutError:
         return "timeout"

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError
 from hvdtrain.doctor.hosts.survey import Hosts, Survey
@@ -118,7 +120,7 @@ def _parse_links(text: str) -> Links | None:
     """Find the JSON report of rank 0 in the output of mpirun."""
     for line in text.splitlines():
         try:
-            return Links.from_data(json.loads(line)["links"])
+            return msgspec.convert(json.loads(line)["links"], Links)
         except (ValueError, KeyError, TypeError):
             continue
     return None

@@ -71,8 +71,8 @@ def test_fp16_sends_half_the_bytes_and_the_slowest_link_decides() -> None:
     even = outlook(model(10**8, 0.01), links(0.1), 1).rows[1]
     assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
     found = links(0.1)
-    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.directions]
-    lame = outlook(model(10**8, 0.01), replace(found, directions=fast), 1).rows[1]
+    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.ways]
+    lame = outlook(model(10**8, 0.01), replace(found, ways=fast), 1).rows[1]
     assert lame.step_s["none"] == pytest.approx(even.step_s["none"])
 
 
