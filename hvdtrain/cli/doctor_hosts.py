@@ -92,7 +92,7 @@ def check_hosts(options: argparse.Namespace) -> Report:
         host: one.mbit for host in survey.facts if host in links.hosts and (one := survey.interface(host))
     }
     first = next(iter(survey.facts.values()))
-    outlook = _outlook(options, links, max(hosts.values()), first.cores, on_cpu=not first.gpus)
+    outlook = _outlook(options, links, max(hosts.values()), first.host.cores, on_cpu=not first.gpus)
     return Report([*findings, *check_links(links, interface_mbit)], links=links, outlook=outlook)
 
 

@@ -110,9 +110,8 @@ def measure_by_tcp(hosts: Hosts, names: Sequence[str]) -> Links:
             return None
 
     for pairs in rounds(len(names)):
-        forward = [(names[a], names[b]) for a, b in pairs]
-        for batch in (forward, [(b, a) for a, b in forward]):
-            directions += [found for found in hosts.in_parallel(one, batch) if found is not None]
+        named = [(names[a], names[b]) for a, b in pairs]
+        directions += [found for found in hosts.in_parallel(one, named) if found is not None]
     return Links(list(names), directions, "TCP, one stream")
 
 

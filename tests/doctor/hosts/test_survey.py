@@ -45,8 +45,8 @@ def with_ssh(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
-    environment = with_ssh(tmp_path)
+def found_of(tmp_path: Path, *hosts: str, folder: str = "", environment: dict[str, str] | None = None) -> Survey:
+    environment = environment or with_ssh(tmp_path)
     job = JobSpec((), len(hosts), hosts=dict.fromkeys(hosts, 1), python=sys.executable, folder=folder or str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
@@ -81,11 +81,7 @@ def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:
 
 
 def test_a_missing_ssh_is_reported(tmp_path: Path) -> None:
-    job = JobSpec((), 1, hosts={"b": 1}, python=sys.executable, folder=str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        with Hosts(job, {}) as open_hosts:
-            found = open_hosts.survey()
+    found = found_of(tmp_path, "b", environment={"PATH": str(tmp_path)})
     assert "ssh" in found.lost["b"] and not found.facts
     assert examine(found)[0].level == "broken"
 
