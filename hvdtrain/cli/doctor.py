@@ -9,7 +9,7 @@ import platform
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hvdtrain.cli import doctor_hosts
@@ -19,7 +19,7 @@ from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.facts.network import network
 from hvdtrain.doctor.facts.scheduler import scheduler
-from hvdtrain.doctor.finding import LEVELS, Finding, worst
+from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
@@ -53,34 +53,41 @@ def main(argv: list[str]) -> int:
     """Run the subcommand and return its exit status: 0 no problem, 1 warnings, 2 something is broken."""
     options = parser().parse_args(argv)
     try:
-        doctor_hosts.check_options(options)
-        if options.write_site and (options.hosts or options.probe):
-            raise ConfigError("--write-site describes this host", next_step="omit --hosts and --probe")
-        if options.hosts:
-            return doctor_hosts.show(doctor_hosts.check_hosts(options), as_json=options.json)
-        log = _read(options.nccl_log) if options.nccl_log else None
-        info, choices, refusal = _prepare(options)
-        if options.write_site:
-            return _write_site(options.write_site) if info.rank == 0 else 0
-        if options.probe:
-            probed = doctor_hosts.probe_ranks(options, info)
-            return doctor_hosts.show(probed, as_json=options.json) if info.rank == 0 else 0
+        found = _examine(options)
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("hvdtrain: interrupted\n")
         return 128 + signal.SIGINT
-    if info.rank != 0:
+    if found is None:
         return 0
-    findings = examine(gather(info, environ(), options.run_dir, log, refusal))
     if options.json:
-        print(json.dumps(report.as_json(info, findings, choices)))
-    elif sys.stdout.isatty():
-        _print_table(findings, choices)
+        print(json.dumps(found.as_data()))
+    elif found.info is not None and sys.stdout.isatty():
+        _print_table(found)
     else:
-        print("\n".join(report.lines(findings, choices)))
-    return worst(findings)
+        print("\n".join(found.lines()))
+    return worst(found.findings)
+
+
+def _examine(options: argparse.Namespace) -> report.Report | None:
+    """Return the report; None if there is nothing to show: on ranks other than 0, and after `_write_site`."""
+    doctor_hosts.check_options(options)
+    if options.write_site and (options.hosts or options.probe):
+        raise ConfigError("--write-site describes this host", next_step="omit --hosts and --probe")
+    if options.hosts:
+        return doctor_hosts.check_hosts(options)
+    log = _read(options.nccl_log) if options.nccl_log else None
+    info, choices, refusal = _prepare(options)
+    if options.probe:
+        return doctor_hosts.probe_ranks(options, info)
+    if info.rank != 0:
+        return None
+    if options.write_site:
+        _write_site(options.write_site)
+        return None
+    return report.Report(examine(gather(info, environ(), options.run_dir, log, refusal)), info, choices)
 
 
 def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
@@ -97,7 +104,7 @@ def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], L
         return RankInfo(host=platform.node()), (), error
 
 
-def _write_site(path: Path) -> int:
+def _write_site(path: Path) -> None:
     """Write the proposed profile.
 
     Errors:
@@ -113,7 +120,6 @@ def _write_site(path: Path) -> int:
         next_step = "name a new file" if isinstance(error, FileExistsError) else None
         raise ConfigError(f"--write-site {path}: {error.strerror}", next_step=next_step) from error
     print(f"wrote {path}: check it, then: hvdtrain launch --site {shlex.quote(str(path))} --dry-run ...")
-    return 0
 
 
 def _read(path: Path) -> NcclLog:
@@ -128,14 +134,14 @@ def _read(path: Path) -> NcclLog:
         ) from error
 
 
-def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None:
+def _print_table(found: report.Report) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
 
-    def show(entries: Sequence[report.Entry]) -> None:
+    def show(entries: Iterable[report.Entry]) -> None:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for entry in entries:
             name = [Text(entry.name)] if entry.name else []
@@ -143,8 +149,8 @@ def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None
             table.add_row(Text(entry.mark, style=_STYLES[entry.mark]), *name, text)
         console.print(table)
 
-    show(list(report.entries(findings)))
-    if choices:
+    show(report.entries(found.findings))
+    if found.choices:
         console.print(Text("\nSettings made before torch and MPI are loaded", style="bold"))
-        show(list(report.settings(choices)))
-    console.print(Text("\n" + report.summary(findings), style=_STYLES[LEVELS[worst(findings)]]))
+        show(report.settings(found.choices))
+    console.print(Text("\n" + report.summary(found.findings), style=_STYLES[LEVELS[worst(found.findings)]]))

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvdtrain.cli.launch_options import add_network
 from hvdtrain.cli.parser import above_0, local
-from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
-from hvdtrain.doctor.links.measured import Links, check_links, link_table
-from hvdtrain.doctor.report import entries, plain_lines, summary
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
+from hvdtrain.doctor.hosts.survey import Hosts
+from hvdtrain.doctor.links.measured import Links, check_links
+from hvdtrain.doctor.report import Report
+from hvdtrain.errors import ConfigError
+from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.variables import FOUND_BY, passed_variables
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
 from hvdtrain.runtime.mpi import check_launch
 
 if TYPE_CHECKING:
     from hvdtrain.doctor.links.expected import Outlook
-
-
-@dataclass
-class Report:
-    """Findings, measured links, and predicted step times."""
-
-    findings: list[Finding] = field(default_factory=list)
-    links: Links | None = None
-    outlook: Outlook | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,31 +63,41 @@ def check_hosts(options: argparse.Namespace) -> Report:
     Errors:
         HvdtrainError: --hosts or --run is invalid.
     """
-    request = HostsRequest(
-        hosts=parse_hosts(options.hosts),
-        local=frozenset({*LOCAL_NAMES, platform.node()}),
-        folder=str(Path.cwd()),
+    from hvdtrain.doctor.links.start_probe import measure_links
+
+    variables, hosts = environ(), parse_hosts(options.hosts)
+    job = JobSpec(
+        arguments=("doctor", "--probe", "--json"),
+        ranks=sum(hosts.values()),
+        nodes=len(hosts),
+        hosts=hosts,
+        host=platform.node(),
         python=sys.executable,
-        environment=environ(),
+        folder=str(Path.cwd()),
+        pass_on=tuple(name for name in (*FOUND_BY, *passed_variables(variables)) if name in variables),
+        interface=options.interface,
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
+        is_root=os.geteuid() == 0,
     )
-    with Hosts(request) as hosts:
-        survey = hosts.survey()
-        report = Report(examine(survey))
+    with Hosts(job, variables) as probes:
+        survey = probes.survey()
+        findings, links = examine(survey), None
         if options.probe:
-            _probe(report, options, request, survey, hosts)
-    if report.links is not None:
-        interface_mbit = {host: _interface_mbit(survey, host) for host in report.links.hosts if host in survey.facts}
-        report.findings += check_links(report.links, interface_mbit)
-        first = next(iter(survey.facts.values()))
-        per_host = max(request.hosts.values())
-        report.outlook = _outlook(options, report.links, per_host, first.cores, on_cpu=not first.gpus)
-    return report
+            notes, links = measure_links(probes, job, variables, survey)
+            findings += notes
+    if links is None:
+        return Report(findings)
+    interface_mbit = {
+        host: one.mbit for host in survey.facts if host in links.hosts and (one := survey.interface(host))
+    }
+    first = next(iter(survey.facts.values()))
+    outlook = _outlook(options, links, max(hosts.values()), first.host.cores, on_cpu=not first.gpus)
+    return Report([*findings, *check_links(links, interface_mbit)], links=links, outlook=outlook)
 
 
-def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report:
-    """Measure the links between the ranks of this job. The report is empty except on rank 0. Collective: yes.
+def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
+    """Measure the links between the ranks of this job; None except on rank 0. Collective: yes.
 
     Errors:
         HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
@@ -117,79 +118,10 @@ def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report:
     check_launch(info)
     links = by_mpi.measure(info)
     if links is None:
-        return Report()
+        return None
     facts = read_host(environ())
     outlook = _outlook(options, links, info.local_size, facts.cores, on_cpu=not facts.gpus)
-    return Report(check_links(links), links, outlook)
-
-
-def show(report: Report, *, as_json: bool) -> int:
-    """Print the report and return the exit status."""
-    if as_json:
-        print(json.dumps(data(report)))
-        return worst(report.findings)
-    print("\n".join(plain_lines(entries(report.findings))))
-    if report.links is not None:
-        print("\n".join(["", *link_table(report.links)]))
-    if report.outlook is not None:
-        from hvdtrain.doctor.links.expected import lines
-
-        print("\n".join(["", *lines(report.outlook)]))
-    print(f"\n{summary(report.findings)}")
-    return worst(report.findings)
-
-
-def data(report: Report) -> dict[str, Any]:
-    """Return the report for JSON. Raise ``format`` when a key changes."""
-    content: dict[str, Any] = {
-        "format": 1,
-        "level": LEVELS[worst(report.findings)],
-        "checks": [finding.as_data() for finding in report.findings],
-    }
-    if report.links is not None:
-        content["links"] = report.links.as_data()
-    if report.outlook is not None:
-        content["outlook"] = asdict(report.outlook)
-    return content
-
-
-def _probe(report: Report, options: argparse.Namespace, request: HostsRequest, survey: Survey, hosts: Hosts) -> None:
-    """Measure with MPI if possible, else with TCP."""
-    from hvdtrain.doctor.links import start_probe as start
-
-    names = _reachable(survey)
-    left_out = [host for host in survey.slots if host not in names]
-    if left_out:
-        found, why = f"not measured: {', '.join(left_out)}", "not all other hosts reach them"
-        fix = "fix the broken findings above, then run it again"
-        report.findings.append(Finding("probe", "warning", found, why, fix))
-    if not names or (len(names) == 1 and left_out):
-        return
-    why = start.obstacle(survey, names)
-    if not why:
-        try:
-            interface = options.interface or start.common_interface(survey, names)
-            report.links = start.measure_by_mpi(request, names, interface)
-            return
-        except HvdtrainError as error:
-            found = f"{error.what} {error.found or ''}".strip()
-            why = "links are measured with TCP instead of MPI"
-            report.findings.append(Finding("probe", "warning", found, why, error.next_step or ""))
-    else:
-        report.findings.append(Finding("probe", "ok", "measured with TCP", why))
-    if len(names) > 1:
-        report.links = start.measure_by_tcp(hosts, names)
-
-
-def _reachable(survey: Survey) -> list[str]:
-    """Return the hosts that reach all others."""
-    faulty = {host for host, attempts in survey.attempts.items() for attempt in attempts.values() if attempt.fault}
-    return [host for host in survey.attempts if host not in faulty]
-
-
-def _interface_mbit(survey: Survey, host: str) -> int:
-    address = survey.addresses.get(host, "")
-    return next((each.mbit for each in survey.facts[host].interfaces if each.address == address), 0)
+    return Report(check_links(links), links=links, outlook=outlook)
 
 
 def _outlook(options: argparse.Namespace, links: Links, per_host: int, cores: int, *, on_cpu: bool) -> Outlook | None:

@@ -12,14 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, above_0, local, positive
-from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
+from hvdtrain.doctor.preflight import Preflight, bad_hosts, host_checks, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
 from hvdtrain.runtime.environment import TORCHRUN, RankInfo, by_gloo, change_variables
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from hvdtrain.comm.base import Comm
-    from hvdtrain.comm.host_probe import HostSpeeds
     from hvdtrain.doctor.deadline import Deadline
 
 _DESCRIPTION = """\
@@ -145,32 +143,21 @@ def _measure(
 
     if comm.size > 1:
         deadline.connect(store_over(comm), comm.size, comm.in_flight)
-    names = [str(fact["host"]) for fact in facts]
-    hosts = _hosts(names, facts)
-    enough = [host.gpus >= host.ranks for host in hosts]
     speeds, notes, by = HostSpeeds({}, {}, None), [], "nothing"
-    if all(enough) or not any(host.gpus for host in hosts):
-        device = pick_device("cuda" if all(enough) else "cpu", comm.local_rank, comm.local_size, comm)
+    hosts = host_checks(facts, speeds)
+    enough = all(host.gpus >= host.ranks for host in hosts)
+    if enough or not any(host.gpus for host in hosts):
+        device = pick_device("cuda" if enough else "cpu", comm.local_rank, comm.local_size, comm)
+        names = [str(fact["host"]) for fact in facts]
         speeds = measure_hosts(comm, device, names, options.seconds, options.least)
         later = allgather_json(comm, _later_facts(comm, device, log), name="preflight/later")
-        hosts = [_completed(host, names, later, speeds) for host in hosts]
-        by = _carrier(device, info, any(fact["fabric"] for fact in later))
+        hosts = host_checks([{**fact, **more} for fact, more in zip(facts, later, strict=True)], speeds)
+        by = _carrier(device, info, any(host.fabric for host in hosts))
     else:
         notes.append("not measured: some hosts have fewer GPUs than ranks")
     if 0 < len(speeds.between) < 3:
         notes.append("two hosts share one link: if it is slow, this does not tell which of them is")
-    bad = bad_hosts(hosts, options.gpus, options.least)
-    return Preflight(tuple(hosts), bad, by, speeds.everyone, tuple(notes))
-
-
-def _hosts(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[HostCheck]:
-    found = []
-    for host in dict.fromkeys(names):
-        mine = [fact for fact in facts if fact["host"] == host]
-        gpus = {uuid: model for fact in mine for uuid, model in fact["gpus"].items()}
-        free_bytes = min(fact["free_bytes"] for fact in mine)
-        found.append(HostCheck(host, len(mine), len(gpus), tuple(gpus.values()), free_bytes))
-    return found
+    return Preflight(hosts, bad_hosts(hosts, options.gpus, options.least), by, speeds.everyone, tuple(notes))
 
 
 def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
@@ -192,23 +179,6 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
     }
 
 
-def _completed(
-    host: HostCheck, names: Sequence[str], later: Sequence[Mapping[str, Any]], speeds: HostSpeeds
-) -> HostCheck:
-    mine = [fact for name, fact in zip(names, later, strict=True) if name == host.host]
-    free = [fact["gpu_free_bytes"] for fact in mine if fact["gpu_free_bytes"] is not None]
-    fabrics = dict.fromkeys(fact["fabric"] for fact in mine if fact["fabric"])
-    return replace(
-        host,
-        gpu_free_bytes=min(free, default=None),
-        skew_s=median(fact["clock_s"] for fact in mine) - median(fact["clock_s"] for fact in later),
-        inside=speeds.inside.get(host.host),
-        between=speeds.between.get(host.host),
-        fabric="; ".join(fabrics),
-        remarks=tuple(dict.fromkeys(remark for fact in mine for remark in fact["remarks"])),
-    )
-
-
 def _carrier(device: torch.device, info: RankInfo, nccl: bool) -> str:
     if nccl:
         return "NCCL"
@@ -217,7 +187,7 @@ def _carrier(device: torch.device, info: RankInfo, nccl: bool) -> str:
 
 
 def _show(options: argparse.Namespace, found: Preflight) -> None:
-    print(json.dumps(found.as_data()) if options.json else "\n".join(lines(found)), flush=True)
+    print(json.dumps(asdict(found)) if options.json else "\n".join(lines(found)), flush=True)
     _write(options.write, found.bad)
 
 

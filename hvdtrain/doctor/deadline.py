@@ -7,28 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm.link_probe import MEASURED
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _EVERY_S = 0.5
 _LISTEN_S = 3.0
 """At the deadline, rank 0 waits this long for further reports."""
 _OTHERS_S = 10.0
 """The other ranks end this much later, so that a launcher does not end rank 0 before it has reported."""
-
-
-class Store(Protocol):
-    """The part of torch's store that is used: it works when collectives hang."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value that exists."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Check whether all of these exist."""
 
 
 class Deadline:
@@ -52,7 +42,7 @@ class Deadline:
         threading.Thread(target=self._run, name="preflight deadline", daemon=True).start()
 
     def connect(self, store: Store, size: int, in_flight: Mapping[str, float]) -> None:
-        """Begin to report to `store`. `in_flight`: names of this rank's running collectives."""
+        """Begin to report to `store`, which works when collectives hang. `in_flight`: the names of those that run."""
         self._link = store, size, in_flight
 
     def close(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.doctor.links.measured import aligned
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.host_probe import HostSpeeds
 
 _WIDTH = 80
 _MOST_HOSTS = 32  # rows of the table; with more hosts, the slowest are shown
@@ -51,9 +54,31 @@ class Preflight:
     everyone: float | None = None
     notes: tuple[str, ...] = field(default=())
 
-    def as_data(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return asdict(self)
+
+def host_checks(facts: Sequence[Mapping[str, Any]], speeds: HostSpeeds) -> tuple[HostCheck, ...]:
+    """Return the hosts. `facts`: of each rank; those that begin with `clock_s` are known after the measurement."""
+    clock_s = median(fact.get("clock_s", 0.0) for fact in facts)
+    found = []
+    for host in dict.fromkeys(str(fact["host"]) for fact in facts):
+        mine = [fact for fact in facts if fact["host"] == host]
+        gpus = {uuid: model for fact in mine for uuid, model in fact["gpus"].items()}
+        free = [fact["gpu_free_bytes"] for fact in mine if fact.get("gpu_free_bytes") is not None]
+        found.append(
+            HostCheck(
+                host,
+                ranks=len(mine),
+                gpus=len(gpus),
+                models=tuple(gpus.values()),
+                free_bytes=min(fact["free_bytes"] for fact in mine),
+                gpu_free_bytes=min(free, default=None),
+                skew_s=median(fact.get("clock_s", 0.0) for fact in mine) - clock_s,
+                inside=speeds.inside.get(host),
+                between=speeds.between.get(host),
+                fabric="; ".join(dict.fromkeys(fact["fabric"] for fact in mine if fact.get("fabric"))),
+                remarks=tuple(dict.fromkeys(remark for fact in mine for remark in fact.get("remarks", ()))),
+            )
+        )
+    return tuple(found)
 
 
 def bad_hosts(hosts: Sequence[HostCheck], gpus: int, least: float) -> dict[str, tuple[str, ...]]:
@@ -78,14 +103,6 @@ def bad_hosts(hosts: Sequence[HostCheck], gpus: int, least: float) -> dict[str, 
     return {host: tuple(reasons) for host, reasons in found.items()}
 
 
-def remarks_of(host: HostCheck) -> list[str]:
-    """Return what is unusual on a host, and does not make it bad."""
-    found = list(host.remarks)
-    if abs(host.skew_s) > _SKEW_S:
-        found.append(f"its clock differs by {host.skew_s:+.1f} s from the others")
-    return found
-
-
 def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
     """Return the hosts that did not answer by the deadline; none where that is unknown.
 
@@ -107,7 +124,8 @@ def lines(found: Preflight) -> list[str]:
     for host in shown:
         free = f"{host.free_bytes / 2**30:.0f}"
         speeds = [gigabytes(host.inside), gigabytes(host.between)]
-        rows.append([_short(host.host), f"{host.ranks}", f"{host.gpus}", free, *speeds, _mark(found, host)])
+        mark = "BAD" if host.host in found.bad else "ok"
+        rows.append([_short(host.host), f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
     text = [line.rstrip() for line in aligned(rows)]
     if len(shown) < len(found.hosts):
         text.append(f"  and {len(found.hosts) - len(shown)} faster hosts")
@@ -120,7 +138,9 @@ def lines(found: Preflight) -> list[str]:
     for note in found.notes:
         text += _wrapped(note)
     for host in shown:
-        text += [line for remark in remarks_of(host) for line in _wrapped(f"{host.host}: {remark}")]
+        skewed = abs(host.skew_s) > _SKEW_S
+        clock = [f"its clock differs by {host.skew_s:+.1f} s from the others"] if skewed else []
+        text += [line for remark in (*host.remarks, *clock) for line in _wrapped(f"{host.host}: {remark}")]
     for name, reasons in found.bad.items():
         text += _wrapped(f"bad host {name}: {'; '.join(reasons)}")
     return [*text, f"{len(found.bad)} of {len(found.hosts)} hosts are bad" if found.bad else "no bad host"]
@@ -135,10 +155,6 @@ def _shown(found: Preflight) -> list[HostCheck]:
     if len(found.hosts) <= _MOST_HOSTS:
         return list(found.hosts)
     return sorted(found.hosts, key=lambda host: (host.host not in found.bad, host.between or 0.0))[:_MOST_HOSTS]
-
-
-def _mark(found: Preflight, host: HostCheck) -> str:
-    return "BAD" if host.host in found.bad else "ok"
 
 
 def _short(name: str) -> str:

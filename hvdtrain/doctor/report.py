@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
+from hvdtrain.doctor.links.measured import Links, link_table
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import Choice
 
+if TYPE_CHECKING:
+    from hvdtrain.doctor.links.expected import Outlook
 
-@dataclasses.dataclass(frozen=True)
+_RANK_FIELDS = ("launcher", "rank", "size", "local_rank", "local_size", "host")
+"""The environment is left out because it may hold secrets."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Findings about one host or several, and what else belongs to them."""
+
+    findings: Sequence[Finding]
+    info: RankInfo | None = None  # of this process; None if several hosts were checked
+    choices: Sequence[Choice] = ()  # settings of this process
+    links: Links | None = None
+    outlook: Outlook | None = None  # predicted step times
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the report for JSON. Raise ``format`` when a key changes."""
+        tuning = [{**asdict(one.setting), "applied": one.applied, "kept": one.kept} for one in self.choices]
+        parts = {
+            "format": 1,
+            "level": LEVELS[worst(self.findings)],
+            "rank": self.info and {name: getattr(self.info, name) for name in _RANK_FIELDS},
+            "checks": [finding.as_data() for finding in self.findings],
+            "tuning": self.info and tuning,
+            "links": self.links and asdict(self.links),
+            "outlook": self.outlook and asdict(self.outlook),
+        }
+        return {key: part for key, part in parts.items() if part is not None}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as plain lines."""
+        yield from plain_lines(entries(self.findings))
+        if self.choices:
+            yield "settings made before torch and MPI are loaded:"
+        yield from plain_lines(settings(self.choices))
+        if self.links is not None:
+            yield from ("", *link_table(self.links))
+        if self.outlook is not None:
+            yield from ("", *self.outlook.lines())
+        if self.info is None:
+            yield ""
+        yield summary(self.findings)
+
+
+@dataclass(frozen=True)
 class Entry:
     """One entry of the report: a mark such as a level, a name, a line of text, and remarks below it."""
 
@@ -18,23 +65,6 @@ class Entry:
     name: str
     text: str
     remarks: tuple[str, ...] = ()
-
-
-_RANK_FIELDS = ("launcher", "rank", "size", "local_rank", "local_size", "host")
-"""The environment is left out because it may hold secrets."""
-
-
-def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choice]) -> dict[str, object]:
-    """Return the whole report for JSON. Raise ``format`` when a key changes."""
-    return {
-        "format": 1,
-        "level": LEVELS[worst(findings)],
-        "rank": {name: getattr(info, name) for name in _RANK_FIELDS},
-        "checks": [finding.as_data() for finding in findings],
-        "tuning": [
-            {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices
-        ],
-    }
 
 
 def entries(findings: Sequence[Finding]) -> Iterator[Entry]:
@@ -79,12 +109,3 @@ def plain_lines(shown: Iterable[Entry]) -> Iterator[str]:
     for entry in rows:
         yield f"{entry.mark:<8} {entry.name:<{width}}{entry.text}"
         yield from (f"{'':<{width + 9}}{remark}" for remark in entry.remarks)
-
-
-def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
-    """Yield the report as plain lines."""
-    yield from plain_lines(entries(findings))
-    if choices:
-        yield "settings made before torch and MPI are loaded:"
-    yield from plain_lines(settings(choices))
-    yield summary(findings)

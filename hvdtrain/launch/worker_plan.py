@@ -48,7 +48,7 @@ def agent_command(plan: WorkerPlan, host: str) -> list[str]:
         return [plan.job.python, "-m", AGENT]
     if plan.starter.by_for(host) != SSH:
         return plan.starter.command(host, plan.job.python, BOOT.format(module=AGENT), plan.job.interface)
-    return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_port, plan.job.ssh_options)
+    return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_arguments)
 
 
 def starting_environment(plan: WorkerPlan, host: str) -> dict[str, str]:
@@ -57,10 +57,9 @@ def starting_environment(plan: WorkerPlan, host: str) -> dict[str, str]:
     return (step_environment if in_step else agent_environment)(plan.environment)
 
 
-def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
+def ssh_command(host: str, module: str, python: str, ssh_arguments: Sequence[str]) -> list[str]:
     """Return the command that runs a module's `main` on another host; `main` gets the first line of stdin, as JSON."""
-    port = ["-p", str(ssh_port)] if ssh_port else []
-    options = ["-T", "-o", "BatchMode=yes", *port, *ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
+    options = ["-T", "-o", "BatchMode=yes", *ssh_arguments, "-o", "ServerAliveInterval=5"]  # the first wins
     return ["ssh", *options, "--", host, f"exec {shlex.join([python, '-c', BOOT.format(module=module)])}"]
 
 

@@ -67,7 +67,7 @@ def physical_cores(root: Path, cpus: frozenset[int]) -> int:
     return len({read_text_or_empty(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
-def _cgroup(root: Path, controller: str) -> list[Path]:
+def cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Return the folders with this process's limits, innermost first: cgroup v2, then v1 as containers mount it."""
     base = root / "sys/fs/cgroup"
     groups = dict.fromkeys(
@@ -78,7 +78,7 @@ def _cgroup(root: Path, controller: str) -> list[Path]:
 
 
 def _cpuset(root: Path) -> frozenset[int]:
-    for folder in _cgroup(root, "cpuset"):
+    for folder in cgroup_folders(root, "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             if cpus := cpu_list(read_text_or_empty(folder / name)):
                 return cpus
@@ -87,7 +87,7 @@ def _cpuset(root: Path) -> frozenset[int]:
 
 def _quota(root: Path) -> int | None:
     """Return the number of CPUs' worth of time of a container, as Kubernetes and ``docker --cpus`` limit it."""
-    for folder in _cgroup(root, "cpu"):
+    for folder in cgroup_folders(root, "cpu"):
         quota, _, period = read_text_or_empty(folder / "cpu.max").partition(" ")
         if not quota:
             quota, period = (read_text_or_empty(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))

@@ -79,7 +79,7 @@ def test_a_child_process_answers_or_reports_why_not(code: str, values: dict[str,
 
 
 def test_lines_list_problems_first_then_all_findings_then_the_settings() -> None:
-    text = list(report.lines(FINDINGS, CHOICES))
+    text = list(report.Report(FINDINGS, RankInfo(), CHOICES).lines())
     marks = [line.split()[:2] for line in text if line.startswith(("ok", "warning", "broken", "set ", "left"))]
     assert marks == [
         *(["broken", "mpirun"], ["warning", "horovod"], ["ok", "torch"], ["ok", "also"]),

@@ -102,7 +102,7 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(now_s: list[float]) -> N
         ended.set()
 
     store.set("preflight/2", json.dumps([7, ["link/bytes/1"]]))  # it reported once
-    deadline.Deadline(5.0, 0, end).connect(store, 4, {"link/together": 0.0})
+    deadline.Deadline(5.0, 0, end).connect(store, 4, {"link/together": 0.0})  # type: ignore[arg-type]
     now_s[0] = 5.1
     assert ended.wait(TIMEOUT_S)
     running = {0: ["link/together"], 1: ["link/bytes/65536"], 2: ["link/bytes/1"]}

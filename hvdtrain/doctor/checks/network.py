@@ -6,7 +6,6 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.finding import Finding, Level
 from hvdtrain.runtime.environment import GLOO_LAUNCHER
 
@@ -45,7 +44,8 @@ def host_name(facts: DoctorFacts) -> Finding | None:
 
 def interfaces(facts: DoctorFacts) -> Finding:
     """List the interfaces to other hosts and mark that of the default route."""
-    real = [f"{one.name} {one.address}{' (default route)' * (one.name == facts.network.route)}" for one in _real(facts)]
+    route, outward = facts.network.route, facts.network.outward
+    real = [f"{one.name} {one.address}{' (default route)' * (one.name == route)}" for one in outward]
     others = [one.name for one in facts.network.interfaces if one.virtual and one.up]
     found = ", ".join(real) or "none"
     if others:
@@ -72,7 +72,7 @@ def named_interfaces(facts: DoctorFacts) -> Finding | None:
     level: Level = "broken" if any(_INTERFACE_VARIABLES[variable] == "broken" for variable, _ in wrong) else "warning"
     found = ", ".join(f"{variable} names {name}" for variable, name in wrong)
     why = "this host has no such interface: the job fails at start, or uses another one"
-    useful = ", ".join(one.name for one in _real(facts)) or "lo"
+    useful = ", ".join(one.name for one in facts.network.outward) or "lo"
     fix = f"name one that exists ({useful}), or unset {' '.join(dict(wrong))}"
     return Finding("named_interfaces", level, found, why, fix)
 
@@ -103,13 +103,9 @@ def ucx(facts: DoctorFacts) -> Finding | None:
     return Finding("ucx", "warning", "this Open MPI is built without UCX", why, fix)
 
 
-def _real(facts: DoctorFacts) -> list[Interface]:
-    return facts.network.outward
-
-
 def _own(facts: DoctorFacts) -> str:
     """Return the address of the default route's interface, else any other address."""
-    real = _real(facts)
+    real = facts.network.outward
     return next((one.address for one in real if one.name == facts.network.route), real[0].address if real else "")
 
 

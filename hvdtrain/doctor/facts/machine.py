@@ -14,7 +14,7 @@ from pathlib import Path
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.runtime.binding import numa_domains
-from hvdtrain.runtime.host import HostFacts, read_host
+from hvdtrain.runtime.host import HostFacts, cgroup_folders, read_host
 
 UNLIMITED = resource.RLIM_INFINITY
 _V1_NO_LIMIT = 1 << 60
@@ -83,11 +83,8 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
 
 def _memory_limit(root: Path) -> int | None:
     """Return the lowest memory limit of the control groups around this process, of versions 1 and 2."""
-    base, files = root / "sys/fs/cgroup", list[Path]()
-    for line in read_text_or_empty(root / "proc/self/cgroup").splitlines():
-        group = Path(line.split(":", 2)[2].strip("/"))
-        for part in (group, *group.parents):
-            files += [base / part / "memory.max", base / "memory" / part / "memory.limit_in_bytes"]
+    folders = {part for folder in cgroup_folders(root, "memory") for part in (folder, *folder.parents)}
+    files = [folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
     numbers = [int(text) for text in map(read_text_or_empty, files) if text.strip().isdigit()]
     return min((number for number in numbers if number < _V1_NO_LIMIT), default=None)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.finding import Finding, Level, by_value, names
 from hvdtrain.doctor.hosts import network_checks
 from hvdtrain.doctor.hosts.host_report import HostReport
@@ -61,6 +62,7 @@ COMPARISONS: Sequence[_Comparison] = (
         "warning",
         "every step waits for the slowest rank, and the ranks of a host share its cores",
         "start fewer ranks on the smaller host: -H a:4,b:2",
+        value=attrgetter("host.cores"),
     ),
     _Comparison(
         "gpus",
@@ -105,8 +107,9 @@ def horovod_works(survey: Survey) -> list[Finding]:
 
 def limits(survey: Survey) -> list[Finding]:
     """Check the limits of processes that ssh starts, which are also those of ranks."""
-    files = {host: facts.open_files for host, facts in survey.facts.items() if 0 <= facts.open_files < _FEW_FILES}
-    locked = {h: facts.locked_bytes for h, facts in survey.facts.items() if facts.fabric and facts.locked_bytes >= 0}
+    files = {h: facts.limits.files for h, facts in survey.facts.items() if 0 <= facts.limits.files < _FEW_FILES}
+    fabric = {host: facts.limits.locked_bytes for host, facts in survey.facts.items() if facts.host.fabric}
+    locked = {host: limit for host, limit in fabric.items() if limit != UNLIMITED}
     found = []
     if files:
         why = "each rank opens a connection to every other rank, and data files"

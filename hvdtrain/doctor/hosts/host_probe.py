@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from hvdtrain.doctor.hosts.host_report import report_host
@@ -40,7 +40,7 @@ def now_ns() -> int:
     return time.time_ns()
 
 
-def _reach(question: Mapping[str, Any]) -> dict[str, Any]:
+def _reach(question: Mapping[str, Any]) -> dict[str, Attempt]:
     listeners = {name: Listener(**listener) for name, listener in question["doors"].items()}
     with ThreadPoolExecutor(_THREADS) as pool:
         faults = pool.map(try_connection, listeners.values())
@@ -48,20 +48,8 @@ def _reach(question: Mapping[str, Any]) -> dict[str, Any]:
     for (name, listener), fault in zip(listeners.items(), faults, strict=True):
         interface = interface_to(listener.address)
         state = psutil.net_if_stats().get(interface)
-        attempts[name] = asdict(Attempt(fault, interface, state.mtu if state else 0))
+        attempts[name] = Attempt(fault, interface, state.mtu if state else 0)
     return attempts
-
-
-def _measure(question: Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(measure(Listener(**question["door"]), float(question["budget_s"])))
-
-
-def _write(question: Mapping[str, Any]) -> None:
-    Path(question["file"]).write_text(question["text"])
-
-
-def _remove(question: Mapping[str, Any]) -> None:
-    Path(question["file"]).unlink(missing_ok=True)
 
 
 def _sees_file(question: Mapping[str, Any]) -> bool:
@@ -77,12 +65,12 @@ def _sees_file(question: Mapping[str, Any]) -> bool:
 
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "clock": lambda question: now_ns(),
-    "toward": lambda question: source_to(str(question["address"])),
-    "listen": lambda question: asdict(listen(str(question["address"]))),
+    "toward": lambda question: source_to(question["address"]),
+    "listen": lambda question: listen(question["address"]),
     "reach": _reach,
-    "measure": _measure,
-    "write": _write,
-    "remove": _remove,
+    "measure": lambda question: measure(Listener(**question["door"]), question["budget_s"]),
+    "write": lambda question: Path(question["file"]).write_text(question["text"]),
+    "remove": lambda question: Path(question["file"]).unlink(missing_ok=True),
     "look": _sees_file,
 }
 
@@ -100,10 +88,11 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
         sys.stderr.write("hvdtrain.doctor.hosts.host_probe is started by hvdtrain doctor, not by hand\n")
         return 2
     writer = MessageWriter(sink)
-    writer.send("says", facts=asdict(report_host(environ(), hello["folder"])))
+    writer.send("says", facts=msgspec.to_builtins(report_host(environ(), hello["folder"])))
     for question in read_messages(source):
         try:
-            writer.send("answer", number=question["number"], value=ANSWERS[question["what"]](question))
+            value = msgspec.to_builtins(ANSWERS[question["what"]](question))
+            writer.send("answer", number=question["number"], value=value)
         except OSError as error:
             writer.send("answer", number=question["number"], error=str(error))
     sink.close()

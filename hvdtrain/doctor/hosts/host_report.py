@@ -12,10 +12,10 @@ from pathlib import Path
 from hvdtrain import __version__
 from hvdtrain.doctor.facts.gpu import driver_version, gpu_models
 from hvdtrain.doctor.facts.installation import horovod_mismatch, package_version
-from hvdtrain.doctor.facts.machine import limits
+from hvdtrain.doctor.facts.machine import Limits, limits
 from hvdtrain.doctor.facts.mpi import mpi_versions
 from hvdtrain.doctor.facts.network import Interface, interfaces
-from hvdtrain.runtime.host import read_host
+from hvdtrain.runtime.host import HostFacts, read_host
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,10 @@ class HostReport:
     mpirun: str  # version of the mpirun on PATH, or next to Python
     kernel: str  # operating system
     machine: str  # processor type
-    cores: int  # that ranks may use
     gpus: tuple[str, ...]  # models
     driver: str  # version of NVIDIA's driver
-    fabric: bool  # whether MPI may use a network other than TCP
-    open_files: int  # limit of a process; -1 for no limit
-    locked_bytes: int  # limit of a process; -1 for no limit
+    host: HostFacts
+    limits: Limits
     folder: bool  # whether the working folder exists
     interfaces: tuple[Interface, ...]  # with an IPv4 address, except the loopback
 
@@ -48,7 +46,6 @@ def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
     """Gather the facts about this host, in a second or two. ``folder``: working folder of the ranks."""
     with ThreadPoolExecutor(2) as pool:
         mpi = mpi_versions(environ, pool, Path(sys.executable).parent)
-    host, limit = read_host(environ), limits()
     connection = environ.get("SSH_CONNECTION", "").split()
     return HostReport(
         name=platform.node(),
@@ -63,12 +60,10 @@ def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
         mpirun=mpi.mpirun_version or "",
         kernel=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),
-        cores=host.cores,
         gpus=gpu_models(),
         driver=driver_version() or "",
-        fabric=host.fabric,
-        open_files=limit.files,
-        locked_bytes=limit.locked_bytes,
+        host=read_host(environ),
+        limits=limits(),
         folder=Path(folder).is_dir(),
         interfaces=tuple(one for one in interfaces() if one.address and not one.loopback),
     )

@@ -129,11 +129,9 @@ def shared_addresses(survey: Survey) -> list[Finding]:
 
 def _network(survey: Survey, host: str) -> str:
     """Return the network of a host's address."""
-    address = survey.addresses[host]
-    for interface in survey.facts[host].interfaces:
-        if interface.address == address:
-            return interface.network
-    return str(ipaddress.ip_network(address.partition("%")[0]))
+    if interface := survey.interface(host):
+        return interface.network
+    return str(ipaddress.ip_network(survey.addresses[host].partition("%")[0]))
 
 
 def _seconds(seconds: float) -> str:

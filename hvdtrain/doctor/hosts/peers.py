@@ -2,8 +2,7 @@
 
 A connection begins with the token, which hosts receive only through the doctor, and one letter:
 
-    H   only checks the connection
-    E   echoes each 8 bytes, until the client closes
+    E   echoes each 8 bytes, until the client closes; without any, this only checks the connection
     S   reads until the client closes, then sends the number of bytes in 8 bytes
 """
 
@@ -46,14 +45,6 @@ class Attempt:
     mtu: int  # largest packet of the interface in bytes
 
 
-@dataclass(frozen=True)
-class Speed:
-    """The speed of one direction between two hosts: the one-way time of a few bytes, and the bandwidth."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
 def listen(address: str) -> Listener:
     """Listen in background threads until this process ends. Errors: OSError if this host does not have the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -90,7 +81,7 @@ def _answer(connection: socket.socket, token: str) -> None:
 def try_connection(listener: Listener) -> str:
     """Connect to a listener and return the fault, as in `Attempt`."""
     try:
-        with _connect(listener, b"H"):
+        with _connect(listener, b"E"):
             return ""
     except TimeoutError:
         return "timeout"
@@ -102,8 +93,11 @@ def try_connection(listener: Listener) -> str:
         return "stranger" if isinstance(error, _StrangerError) else str(error)
 
 
-def measure(listener: Listener, budget_s: float) -> Speed:
-    """Measure the speed to a listener in about `budget_s` seconds. Errors: OSError if it does not answer."""
+def measure(listener: Listener, budget_s: float) -> tuple[float, float]:
+    """Measure the one-way time of a few bytes to a listener in seconds, and the bandwidth in bytes per second.
+
+    It takes about `budget_s` seconds. Errors: OSError if the listener does not answer.
+    """
     with _connect(listener, b"E") as end:
         times_s: list[float] = []
         deadline_s = time.perf_counter() + budget_s / 2
@@ -119,7 +113,7 @@ def measure(listener: Listener, budget_s: float) -> Speed:
         end.shutdown(socket.SHUT_WR)
         (count,) = _COUNT.unpack(_exactly(end, _COUNT.size))
         elapsed_s = time.perf_counter() - start_s
-    return Speed(median(times_s[_WARM:]) / 2, count / elapsed_s)
+    return median(times_s[_WARM:]) / 2, count / elapsed_s
 
 
 class _StrangerError(OSError):

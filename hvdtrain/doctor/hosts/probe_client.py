@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hvdtrain.launch.agent_link import AgentLink
 
 
@@ -41,7 +43,7 @@ class ProbeClient:
         """Return also when the question was sent and the answer received, in nanoseconds by this host's clock."""
         number = next(self._numbers)
         deadline_s, sent_ns = time.monotonic() + timeout_s, time.time_ns()
-        self._link.send("ask", number=number, what=what, **facts)
+        self._link.send("ask", number=number, what=what, **msgspec.to_builtins(facts))
         while True:
             message, received_ns = self._receive("answer", deadline_s)
             if message["number"] != number:  # the late answer to a question that timed out

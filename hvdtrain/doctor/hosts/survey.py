@@ -7,15 +7,18 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
 import hvdtrain
+from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.hosts.host_report import HostReport
-from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
+from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError, ProbeClient
+from hvdtrain.launch.hosts import LOCAL_NAMES
+from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.variables import agent_environment
 from hvdtrain.launch.worker_plan import python_path, ssh_command
 
@@ -39,19 +42,6 @@ class Offset:
 
 
 @dataclass(frozen=True)
-class HostsRequest:
-    """The hosts to survey, and how to reach them."""
-
-    hosts: Mapping[str, int]  # slots by host, in the user's order
-    local: frozenset[str]  # names of this host
-    folder: str  # working folder of the ranks
-    python: str  # the interpreter of this process
-    environment: Mapping[str, str]  # of this process
-    ssh_port: int | None = None  # as in `hvdtrain launch`
-    ssh_options: tuple[str, ...] = ()  # as in `hvdtrain launch`
-
-
-@dataclass(frozen=True)
 class Survey:
     """The answers of all hosts, in the user's order."""
 
@@ -65,16 +55,31 @@ class Survey:
     attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)  # connections, by source and target
     sees_file: Mapping[str, bool] = field(default_factory=dict)  # whether a host sees the file of `writer`
 
+    @property
+    def reachable(self) -> list[str]:
+        """The hosts that reach all others."""
+        return [host for host, row in self.attempts.items() if not any(attempt.fault for attempt in row.values())]
+
+    def interface(self, host: str) -> Interface | None:
+        """Return the interface with a host's address; None if it is unknown."""
+        interfaces = self.facts[host].interfaces
+        return next((one for one in interfaces if one.address == self.addresses.get(host)), None)
+
 
 class Hosts:
-    """Hosts with a probe until the end of the `with` block. One that fails to answer is asked no more (`lost`)."""
+    """Hosts with a probe until the end of the `with` block. One that fails to answer is asked no more (`lost`).
 
-    def __init__(self, request: HostsRequest) -> None:
+    Args:
+        job: has the hosts, and how to reach them.
+        environment: of this process.
+    """
+
+    def __init__(self, job: JobSpec, environment: Mapping[str, str]) -> None:
         self.lost: dict[str, str] = {}
         self._listeners: dict[str, Listener] = {}
-        self._request = request
+        self._job, self._environment = job, environment
         self._probes: dict[str, ProbeClient] = {}
-        self._pool = ThreadPoolExecutor(max(1, len(request.hosts)))
+        self._pool = ThreadPoolExecutor(max(1, len(job.hosts)))
 
     def __enter__(self) -> Hosts:
         return self
@@ -95,32 +100,32 @@ class Hosts:
         offsets = self._ask_all(self._offset)
         writer, sees_file = self._share_file()
         attempts = self._try_connections(addresses)
-        slots, folder = dict(self._request.hosts), self._request.folder
-        return Survey(slots, folder, writer, dict(self.lost), facts, addresses, offsets, attempts, sees_file)
+        job, lost = self._job, dict(self.lost)
+        return Survey(job.hosts, job.folder, writer, lost, facts, addresses, offsets, attempts, sees_file)
 
-    def measure(self, source: str, target: str, budget_s: float) -> Speed:
-        """Measure the speed from one host to another. Errors: NoAnswerError if it cannot be measured."""
-        listener = asdict(self._listeners[target])
-        return Speed(**self._probes[source].ask("measure", 60.0 + budget_s, door=listener, budget_s=budget_s))
+    def measure(self, source: str, target: str, budget_s: float) -> tuple[float, float]:
+        """Measure latency and bandwidth, as `peers.measure` does. Errors: NoAnswerError if that is impossible."""
+        door = self._listeners[target]
+        latency_s, bytes_per_s = self._probes[source].ask("measure", 60.0 + budget_s, door=door, budget_s=budget_s)
+        return latency_s, bytes_per_s
 
     def in_parallel(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """Call a function for all items in parallel."""
         return list(self._pool.map(work, items))
 
     def _start(self) -> None:
-        request = self._request
-        for host in request.hosts:
-            if host in request.local:
-                argv = [request.python, "-m", MODULE]
-            else:
-                argv = ssh_command(host, MODULE, request.python, request.ssh_port, [*request.ssh_options, *_CONNECT])
+        job = self._job
+        for host in job.hosts:
+            argv = ssh_command(host, MODULE, job.python, (*job.ssh_arguments, *_CONNECT))
+            if host in (*LOCAL_NAMES, job.host):
+                argv = [job.python, "-m", MODULE]
             try:
-                self._probes[host] = ProbeClient(host, argv, agent_environment(request.environment))
+                self._probes[host] = ProbeClient(host, argv, agent_environment(self._environment))
             except OSError as error:
                 self.lost[host] = str(error)
 
     def _greet(self, host: str) -> HostReport:
-        hello = {"folder": self._request.folder, "path": list(python_path(self._request.environment))}
+        hello = {"folder": self._job.folder, "path": python_path(self._environment)}
         facts = self._probes[host].greet(hello, GREET_S)
         try:
             return msgspec.convert(facts, HostReport)
@@ -147,7 +152,7 @@ class Hosts:
 
     def _share_file(self) -> tuple[str, dict[str, bool]]:
         """Write a file into the working folder. Return the host that wrote it, and which hosts see it."""
-        name, text = f"{self._request.folder}/.hvdtrain-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
+        name, text = f"{self._job.folder}/.hvdtrain-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
         for writer in list(self._probes):
             try:
                 self._probes[writer].ask("write", _ASK_S, file=name, text=text)
@@ -171,9 +176,9 @@ class Hosts:
         self._listeners = self._ask_all(listen)
 
         def reach(host: str) -> Mapping[str, Attempt]:
-            listeners = {other: asdict(one) for other, one in self._listeners.items() if other != host}
-            timeout_s = _ASK_S + CONNECT_S * (1 + len(listeners) / 32)
-            attempts = self._probes[host].ask("reach", timeout_s, doors=listeners)
+            doors = {other: door for other, door in self._listeners.items() if other != host}
+            timeout_s = _ASK_S + CONNECT_S * (1 + len(doors) / 32)
+            attempts = self._probes[host].ask("reach", timeout_s, doors=doors)
             return {other: Attempt(**attempt) for other, attempt in attempts.items()}
 
         return self._ask_all(reach)

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.doctor.links.link_pairs import budget_s, rounds
 from hvdtrain.doctor.links.measured import Direction, Links
@@ -38,9 +37,11 @@ def measure(info: RankInfo) -> Links | None:
     for pairs in [inside, *rounds(len(names))]:
         _wait(world)
         for a, b in pairs:
-            first, second = (ranks[a][0], ranks[b][0] if a != b else ranks[a][1])
-            if world.rank in (first, second):
-                _measure_pair(world, (a, first), (b, second), each_s, found)
+            sender, receiver = ranks[a][0], ranks[b][int(a == b)]
+            if world.rank == sender:
+                found[a, b] = _latency_s(world, receiver), _bytes_per_s(world, receiver, each_s)
+            elif world.rank == receiver:
+                _answer(world, sender)
     _wait(world)
     total = np.zeros_like(found)
     world.Reduce(found, total, root=0)
@@ -114,18 +115,6 @@ def _wait(world: Any) -> None:
     request = world.Ibarrier()
     while not request.Test():
         time.sleep(_PAUSE_S)
-
-
-def _measure_pair(
-    world: Any, one: tuple[int, int], other: tuple[int, int], each_s: float, found: NDArray[np.float64]
-) -> None:
-    """Measure both directions between two (host, rank) pairs, one after the other. The sender stores the result."""
-    directions = [(one, other)] if one[0] == other[0] else [(one, other), (other, one)]
-    for (source, sender), (target, receiver) in directions:
-        if world.rank == sender:
-            found[source, target] = _latency_s(world, receiver), _bytes_per_s(world, receiver, each_s)
-        else:
-            _answer(world, sender)
 
 
 def _latency_s(world: Any, other: int) -> float:

@@ -39,6 +39,18 @@ class Outlook:
     rows: Sequence[Prediction]
     notes: Sequence[str]
 
+    def lines(self) -> list[str]:
+        """Return the table as plain lines."""
+        names = list(self.rows[0].step_s)
+        rows = [["hosts", "ranks", *names]]
+        for row in self.rows:
+            cells = [f"{_ms(row.step_s[name])} {row.efficiency[name]:4.0%}" for name in names]
+            rows.append([f"{row.ranks.hosts}{'*' if row.beyond else ''}", str(row.ranks.size), *cells])
+        text = ["predicted step time and efficiency, by --parallel.compression:", *aligned(rows)]
+        if any(row.beyond for row in self.rows):
+            text.append("  * more hosts than were measured")
+        return text + [f"- {note}" for note in self.notes]
+
 
 def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:
     """Return assumed evidence for a model of N fp32 parameters without a recorded run.
@@ -162,19 +174,6 @@ def _sizes(hosts: int, per_host: int, *, several: bool) -> Iterator[Ranks]:
         doubling = [1 << power for power in range(1, hosts.bit_length()) if 1 << power < hosts]
         for count in [*doubling, hosts, *(hosts * times for times in _MULTIPLES)]:
             yield Ranks(count * per_host, per_host)
-
-
-def lines(outlook: Outlook) -> list[str]:
-    """Return the table as plain lines."""
-    names = list(outlook.rows[0].step_s)
-    rows = [["hosts", "ranks", *names]]
-    for row in outlook.rows:
-        cells = [f"{_ms(row.step_s[name])} {row.efficiency[name]:4.0%}" for name in names]
-        rows.append([f"{row.ranks.hosts}{'*' if row.beyond else ''}", str(row.ranks.size), *cells])
-    text = ["predicted step time and efficiency, by --parallel.compression:", *aligned(rows)]
-    if any(row.beyond for row in outlook.rows):
-        text.append("  * more hosts than were measured")
-    return text + [f"- {note}" for note in outlook.notes]
 
 
 def _ms(seconds: float) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from hvdtrain.doctor.finding import Finding, names
 
@@ -44,27 +43,18 @@ class Links:
     """All measured links."""
 
     hosts: Sequence[str]  # in the user's order, or in that of the ranks
-    directions: Sequence[Direction]  # both of every pair of hosts, and links within hosts that have several ranks
+    ways: Sequence[Direction]  # both of every pair of hosts, and links within hosts that have several ranks
     by: str  # protocol of the measurement
 
     @property
     def between(self) -> list[Direction]:
         """Links between hosts."""
-        return [one for one in self.directions if not one.inside]
+        return [one for one in self.ways if not one.inside]
 
     @property
     def inside(self) -> list[Direction]:
         """Links within hosts."""
-        return [one for one in self.directions if one.inside]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the links for JSON, in seconds and bytes."""
-        return {"hosts": list(self.hosts), "by": self.by, "ways": [asdict(one) for one in self.directions]}
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Links:
-        """Restore the links from `as_data`."""
-        return cls(data["hosts"], [Direction(**one) for one in data["ways"]], data["by"])
+        return [one for one in self.ways if one.inside]
 
 
 def check_links(links: Links, interface_mbit: Mapping[str, int] | None = None) -> list[Finding]:
@@ -143,7 +133,7 @@ def link_table(links: Links) -> list[str]:
     if len(links.hosts) > _MOST_HOSTS:
         slowest = sorted(links.between, key=lambda one: one.bytes_per_s)[:_MOST_HOSTS]
         return [f"the slowest of {len(links.between)} directions:", *(f"  {one}: {_cell(one)}" for one in slowest)]
-    by_pair = {(one.source, one.target): one for one in links.directions}
+    by_pair = {(one.source, one.target): one for one in links.ways}
     rows = [["from / to", *links.hosts]]
     rows += [[source, *(_cell(by_pair.get((source, target))) for target in links.hosts)] for source in links.hosts]
     return ["Gbit/s, and microseconds per small message:", *aligned(rows)]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import msgspec
+
+from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError
-from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
+from hvdtrain.doctor.hosts.survey import Hosts, Survey
 from hvdtrain.doctor.links.link_pairs import MOST_S, budget_s, rounds
 from hvdtrain.doctor.links.measured import Direction, Links
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine
 from hvdtrain.launch.spec import Command, JobSpec, Mpi, join
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.variables import agent_environment, passed_variables
+from hvdtrain.launch.variables import agent_environment
 from hvdtrain.programs import run_program
 
 EACH = 2
@@ -23,6 +26,29 @@ EACH = 2
 _START_S = 60.0
 _END_S = 5.0
 _TAIL = 6  # number of mpirun's last lines in an error message
+
+
+def measure_links(
+    hosts: Hosts, job: JobSpec, environment: Mapping[str, str], survey: Survey
+) -> tuple[list[Finding], Links | None]:
+    """Measure the links between the hosts that reach all others: with MPI if possible, else with TCP."""
+    findings, names = list[Finding](), survey.reachable
+    left_out = [host for host in survey.slots if host not in names]
+    if left_out:
+        found, why = f"not measured: {', '.join(left_out)}", "not all other hosts reach them"
+        findings.append(Finding("probe", "warning", found, why, "fix the broken findings above, then run it again"))
+    if not names or (len(names) == 1 and left_out):
+        return findings, None
+    if why := obstacle(survey, names):
+        findings.append(Finding("probe", "ok", "measured with TCP", why))
+    else:
+        try:
+            return findings, measure_by_mpi(job, environment, names, job.interface or common_interface(survey, names))
+        except HvdtrainError as error:
+            found = f"{error.what} {error.found or ''}".strip()
+            why = "links are measured with TCP instead of MPI"
+            findings.append(Finding("probe", "warning", found, why, error.next_step or ""))
+    return findings, measure_by_tcp(hosts, names) if len(names) > 1 else None
 
 
 def obstacle(survey: Survey, hosts: Sequence[str]) -> str:
@@ -34,27 +60,14 @@ def obstacle(survey: Survey, hosts: Sequence[str]) -> str:
     return f"Horovod cannot load an MPI on {', '.join(without)}" if without else ""
 
 
-def command(request: HostsRequest, hosts: Sequence[str], interface: str, mpi: Mpi) -> Command:
-    """Return the command that starts the probe.
+def command(job: JobSpec, hosts: Sequence[str], interface: str, mpi: Mpi) -> Command:
+    """Return the command that starts the probe on these hosts of a job.
 
     ``interface`` is that between the hosts, or their network; "" lets MPI choose. ``mpi`` is the MPI of Horovod.
     """
-    names = ("PATH", "LD_LIBRARY_PATH", *passed_variables(request.environment))
-    spec = JobSpec(
-        arguments=("doctor", "--probe", "--json"),
-        ranks=EACH * len(hosts),
-        nodes=len(hosts),
-        hosts=dict.fromkeys(hosts, EACH),
-        python=request.python,
-        folder=request.folder,
-        pass_on=tuple(name for name in names if name in request.environment),
-        interface=interface,
-        ssh_port=request.ssh_port,
-        ssh_options=request.ssh_options,
-        mpi=mpi,
-        is_root=os.geteuid() == 0,
-    )
-    made = TARGETS[mpi.flavour].render(spec)
+    slots = dict.fromkeys(hosts, EACH)
+    probe = replace(job, ranks=EACH * len(hosts), nodes=len(hosts), hosts=slots, interface=interface, mpi=mpi)
+    made = TARGETS[mpi.flavour].render(probe)
     assert isinstance(made, Command)
     return made
 
@@ -66,15 +79,15 @@ def common_interface(survey: Survey, hosts: Sequence[str]) -> str:
     return used.pop() if len(used) == 1 else ""
 
 
-def measure_by_mpi(request: HostsRequest, hosts: Sequence[str], interface: str) -> Links:
+def measure_by_mpi(job: JobSpec, environment: Mapping[str, str], hosts: Sequence[str], interface: str) -> Links:
     """Run the probe `by_mpi` and return the links. Errors: LaunchError if mpirun failed, or there is none."""
-    mpi = choose(AUTO, (), detect_machine(request.environment)).mpi
+    mpi = choose(AUTO, (), detect_machine(environment)).mpi
     if mpi is None:
         raise LaunchError("The mpirun of Horovod's MPI is missing.", next_step="hvdtrain doctor")
-    made = command(request, hosts, interface, mpi)
-    environment = {**agent_environment(request.environment), **made.variables}
+    made = command(job, hosts, interface, mpi)
+    variables = {**agent_environment(environment), **made.variables}
     try:
-        code, out, err = run_program(made.argv, MOST_S + _START_S, environment, end_s=_END_S)
+        code, out, err = run_program(made.argv, MOST_S + _START_S, variables, end_s=_END_S)
     except OSError as error:
         raise LaunchError("mpirun did not end.", found=str(error), next_step=join(made.argv)) from None
     links = _parse_links(out)
@@ -92,15 +105,13 @@ def measure_by_tcp(hosts: Hosts, names: Sequence[str]) -> Links:
 
     def one(pair: tuple[str, str]) -> Direction | None:
         try:
-            speed = hosts.measure(*pair, each_s)
+            return Direction(*pair, *hosts.measure(*pair, each_s))
         except NoAnswerError:
             return None
-        return Direction(*pair, speed.latency_s, speed.bytes_per_s)
 
     for pairs in rounds(len(names)):
-        forward = [(names[a], names[b]) for a, b in pairs]
-        for batch in (forward, [(b, a) for a, b in forward]):
-            directions += [found for found in hosts.in_parallel(one, batch) if found is not None]
+        named = [(names[a], names[b]) for a, b in pairs]
+        directions += [found for found in hosts.in_parallel(one, named) if found is not None]
     return Links(list(names), directions, "TCP, one stream")
 
 
@@ -108,7 +119,7 @@ def _parse_links(text: str) -> Links | None:
     """Find the JSON report of rank 0 in the output of mpirun."""
     for line in text.splitlines():
         try:
-            return Links.from_data(json.loads(line)["links"])
+            return msgspec.convert(json.loads(line)["links"], Links)
         except (ValueError, KeyError, TypeError):
             continue
     return None

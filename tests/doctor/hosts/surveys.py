@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hvdtrain.doctor.facts.machine import Limits
 from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import Attempt
 from hvdtrain.doctor.hosts.survey import Offset, Survey
+from hvdtrain.runtime.host import HostFacts
 
 A = HostReport(
     name="node-a",
@@ -20,12 +22,10 @@ A = HostReport(
     mpirun="mpirun (Open MPI) 4.1.8",
     kernel="Linux 6.1",
     machine="x86_64",
-    cores=8,
     gpus=(),
     driver="",
-    fabric=False,
-    open_files=1 << 20,
-    locked_bytes=-1,
+    host=HostFacts(cores=8),
+    limits=Limits(files=1 << 20),
     folder=True,
     interfaces=(Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1500, 10000),),
 )

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from hvdtrain.doctor.facts.machine import Limits
 from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.finding import Finding, by_value, names, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.peers import Attempt
 from hvdtrain.doctor.hosts.survey import Offset, Survey
+from hvdtrain.runtime.host import HostFacts
 from tests.doctor.hosts.surveys import WELL, A, other, tried
 
+FABRIC = HostFacts(cores=8, fabric=True)
 BRIDGE = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1500, 0)
 
 
@@ -39,10 +42,10 @@ def test_all_is_well() -> None:
         (other(mpirun=""), "mpirun", "warning", "none on b", "--prefix"),
         (other(machine="aarch64"), "machine", "broken", "aarch64 on b", "same"),
         (other(kernel="Linux 5"), "kernel", "ok", "Linux 5 on b", ""),
-        (other(cores=4), "cores", "warning", "8 on a; 4 on b", "a:4,b:2"),
+        (other(host=HostFacts(4)), "cores", "warning", "8 on a; 4 on b", "a:4,b:2"),
         (other(gpus=("H200", "H200")), "gpus", "warning", "2 x H200 on b", "one rank per GPU"),
-        (other(open_files=256), "open files", "warning", "256", "nofile"),
-        (other(fabric=True, locked_bytes=65536), "locked memory", "warning", "65536", "memlock"),
+        (other(limits=Limits(256)), "open files", "warning", "256", "nofile"),
+        (other(host=FABRIC, limits=Limits(locked_bytes=65536)), "locked memory", "warning", "65536", "memlock"),
         (other(folder=False), "folder", "broken", "b", "mkdir"),
         (replace(WELL, writer="", sees_file={}), "folder", "broken", "no host can write", "writable"),
         (replace(WELL, sees_file={"a": True, "b": False}), "folder", "warning", "/work, not shared", "mount"),
@@ -74,7 +77,7 @@ def test_one_host_under_two_names_is_noticed() -> None:
 
 
 def test_harmless_limits_are_not_reported() -> None:
-    assert worst(examine(other(locked_bytes=65536, open_files=-1))) == 0, "TCP pins no memory"
+    assert worst(examine(other(limits=Limits(locked_bytes=65536)))) == 0, "TCP pins no memory"
 
 
 def _named(survey: Survey, name: str) -> list[Finding]:

@@ -15,7 +15,8 @@ import pytest
 
 from hvdtrain.doctor.hosts import survey
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
+from hvdtrain.doctor.hosts.survey import Hosts, Survey
+from hvdtrain.launch.spec import JobSpec
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -44,12 +45,12 @@ def with_ssh(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
-    environment = with_ssh(tmp_path)
-    ask = HostsRequest(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
+def found_of(tmp_path: Path, *hosts: str, folder: str = "", environment: dict[str, str] | None = None) -> Survey:
+    environment = environment or with_ssh(tmp_path)
+    job = JobSpec((), len(hosts), hosts=dict.fromkeys(hosts, 1), python=sys.executable, folder=folder or str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
-        with Hosts(ask) as open_hosts:
+        with Hosts(job, environment) as open_hosts:
             return open_hosts.survey()
 
 
@@ -80,11 +81,7 @@ def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:
 
 
 def test_a_missing_ssh_is_reported(tmp_path: Path) -> None:
-    ask = HostsRequest({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        with Hosts(ask) as open_hosts:
-            found = open_hosts.survey()
+    found = found_of(tmp_path, "b", environment={"PATH": str(tmp_path)})
     assert "ssh" in found.lost["b"] and not found.facts
     assert examine(found)[0].level == "broken"
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.cli.doctor import main
-from hvdtrain.doctor.hosts.survey import HostsRequest
 from hvdtrain.doctor.links.by_mpi import other_library
 from hvdtrain.doctor.links.start_probe import command, common_interface, obstacle
-from hvdtrain.launch.spec import Mpi
+from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.hosts.surveys import WELL, other
 from tests.support.launch import run
@@ -94,11 +92,9 @@ def test_the_network_between_hosts_is_that_of_their_routes() -> None:
 
 
 def test_the_probe_is_started_like_any_job(tmp_path: Path) -> None:
-    ask = HostsRequest(
-        {"a": 8, "b": 8}, frozenset({"a"}), str(tmp_path), sys.executable, {"PATH": "/bin", "SECRET": "s"}, 2222
-    )
-    argv = command(ask, ["a", "b"], "eth0", Mpi("openmpi", "4.1.8")).argv
-    words = " ".join(argv)
+    arguments = ("doctor", "--probe", "--json")
+    job = JobSpec(arguments, 16, hosts={"a": 8, "b": 8}, host="a", folder=str(tmp_path), ssh_port=2222)
+    words = " ".join(command(job, ["a", "b"], "eth0", Mpi("openmpi", "4.1.8")).argv)
     assert words.startswith("mpirun -np 4 --host a:2,b:2") and "btl_tcp_if_include eth0" in words
-    assert "-p 2222" in words and "SECRET" not in words
+    assert "-p 2222" in words
     assert words.endswith("-m hvdtrain doctor --probe --json")

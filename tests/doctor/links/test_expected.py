@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.doctor.links.expected import COMPRESSIONS, assumed_run, lines, outlook
+from hvdtrain.doctor.links.expected import COMPRESSIONS, assumed_run, outlook
 from hvdtrain.doctor.links.measured import Direction, Links
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.links import Ranks
@@ -71,8 +71,8 @@ def test_fp16_sends_half_the_bytes_and_the_slowest_link_decides() -> None:
     even = outlook(model(10**8, 0.01), links(0.1), 1).rows[1]
     assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
     found = links(0.1)
-    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.directions]
-    lame = outlook(model(10**8, 0.01), replace(found, directions=fast), 1).rows[1]
+    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.ways]
+    lame = outlook(model(10**8, 0.01), replace(found, ways=fast), 1).rows[1]
     assert lame.step_s["none"] == pytest.approx(even.step_s["none"])
 
 
@@ -86,7 +86,7 @@ def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
     shapes = [(1, 1), (1, 2), (2, 4), (3, 6), (6, 12), (12, 24), (24, 48)]
     assert [(row.ranks.hosts, row.ranks.size) for row in found.rows] == shapes
     assert [row.beyond for row in found.rows] == [False] * 4 + [True] * 3
-    text = "\n".join(lines(found))
+    text = "\n".join(found.lines())
     assert "6*" in text and "3*" not in text and "not in the model" in text
 
 

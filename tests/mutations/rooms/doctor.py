@@ -5,8 +5,8 @@ from tests.mutations.mutation import Mutation, mutation
 MUTATIONS: tuple[Mutation, ...] = (
     mutation(
         "doctor/hosts/checks.py",
-        "if facts.fabric and facts.locked_bytes >= 0}",
-        "if facts.locked_bytes >= 0}",
+        "for host, facts in survey.facts.items() if facts.host.fabric}",
+        "for host, facts in survey.facts.items()}",
         "doctor warns of locked memory where only TCP is used",
         "tests/doctor/hosts/test_checks.py",
     ),
