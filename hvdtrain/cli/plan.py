@@ -33,7 +33,7 @@ def parser() -> Parser:
     made = Parser(prog="hvdtrain plan", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--ranks", type=positive, default=8, metavar="N", help="number of ranks (default: 8)")
     made.add_argument("--config", type=local, metavar="FILE", help="YAML file with options")
-    made.add_argument("--elastic", action="store_true", help="of a job whose ranks may come and go")
+    made.add_argument("--elastic", action="store_true", help="of a job in which ranks may come and go")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 

@@ -258,8 +258,8 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
     """Make the engine. Collective: yes.
 
     Errors:
-        ConfigError: there is one rank; or the ranks, the model or the optimizer cannot be divided; or torchrun started
-            ranks whose groups compress.
+        ConfigError: there is one rank; or the ranks, the model or the optimizer cannot be divided; or groups
+            compress, and torchrun started the ranks.
         LaunchError: a group that fits on one host is on several.
     """
     plan, dimensions, comm = parts.plan, parts.plan.dimensions, parts.comm

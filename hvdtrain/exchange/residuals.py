@@ -52,7 +52,7 @@ class Undelivered(Residuals):
     """Residuals of an earlier exchange with a compression; the next step without one adds them to its gradients.
 
     Args:
-        delivers: returns the names of the parameters whose residuals a step delivers.
+        delivers: returns the names of parameters; a step delivers their residuals.
 
     Attributes:
         sums: over all ranks, by parameter.

@@ -10,7 +10,7 @@ def describe(plan: Plan, ranks: int) -> list[tuple[str, str]]:
     """Return names and values: what `ranks` ranks do.
 
     Errors:
-        ConfigError: so many ranks have not the plan's dimensions or groups.
+        ConfigError: that many ranks do not have the plan's dimensions or groups.
     """
     dimensions = plan.dimensions
     dimensions.check(ranks)
