@@ -19,17 +19,15 @@ def figures(comparison: Comparison) -> list[dict[str, float]]:
 
     Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``.
     """
-    found: list[dict[str, float]] = [{} for _ in comparison.columns]
-    for row in comparison.rows:
-        name = re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds")
-        for column, value in zip(found, row.values, strict=True):
-            if value is not None:
-                column[name] = value
-    for name, values in comparison.costs.items():
-        for column, value in zip(found, values, strict=True):
-            if value is not None:
-                column[name] = value
-    return found
+    by_place = [
+        (re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds"), row.values)
+        for row in comparison.rows
+    ]
+    named = [*by_place, *comparison.costs.items()]
+    return [
+        {name: value for name, values in named if (value := values[column]) is not None}
+        for column in range(len(comparison.columns))
+    ]
 
 
 def met(text: str, comparison: Comparison) -> list[str]:

@@ -1,4 +1,4 @@
-"""Comparison of two analyses: significant differences of parts, and options. Pure."""
+"""The comparison of the step times of two runs: significant differences of parts, and options. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvdtrain.compare.columns import differing_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Estimate
 from hvdtrain.timeline.analysis.budget import EXCHANGE, OTHER_EXCHANGE
@@ -45,7 +46,7 @@ class Comparison:
 
     titles: tuple[str, str]
     rows: Sequence[Row]
-    options: Mapping[str, tuple[Any, Any]] | None
+    options: Mapping[str, Sequence[Any]] | None
     notes: Sequence[str]
 
 
@@ -63,13 +64,7 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     late = [wording.total([row.cost_ms for row in each.blame.ranks if row.rank in each.blame.late]) for each in (a, b)]
     if any(each.value for each in late):
         rows.append(_row("late ranks", *late))
-    left, right = flatten(config_a), flatten(config_b)
-    differ = {
-        name: (left.get(name), right.get(name))
-        for name in sorted({*left, *right})
-        if left.get(name) != right.get(name) and name not in ("run_dir", "resume")
-    }
-    options = differ if left and right else None
+    options = differing_options([flatten(config_a), flatten(config_b)]) if config_a and config_b else None
     return Comparison((a.title, b.title), rows, options, list(_notes(a, b)))
 
 
