@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from hvdtrain.compare.comparison import Comparison
 from hvdtrain.compare.curves import SAMPLES
 from hvdtrain.compare.view import letter
 from hvdtrain.timeline.report import condition
+from hvdtrain.timeline.report.form import dumped
 
 VERSION: Literal[1] = 1
 
@@ -43,6 +44,6 @@ def met(text: str, comparison: Comparison) -> list[str]:
     return [f"{letter(number)}: {condition.met_text(clauses, others[number - 1])}" for number in found]
 
 
-def to_plain(comparison: Comparison) -> dict[str, Any]:
-    """Return plain values for JSON."""
-    return {"version": VERSION, "figures": figures(comparison), **asdict(comparison)}
+def to_bytes(comparison: Comparison) -> bytes:
+    """Return the comparison as JSON text."""
+    return dumped({"version": VERSION, "figures": figures(comparison), **asdict(comparison)})

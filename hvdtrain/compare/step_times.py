@@ -71,16 +71,15 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
 def to_text(comparison: Comparison) -> str:
     """Return both runs in columns; a star marks a significant difference."""
     lines = [f"a: {comparison.titles[0]}", f"b: {comparison.titles[1]}"]
-    if comparison.rows:
+    if rows := comparison.rows:
+        places = wording.decimals(max(rows[0].a.value, rows[0].b.value))
         lines.append(f"  {'ms per step':<28} {'a':>9} {'b':>9}   b - a")
-    for row in comparison.rows:
-        places = wording.decimals(max(comparison.rows[0].a.value, comparison.rows[0].b.value))
-        change = f"{row.difference.value:+,.{places}f} {wording.interval(row.difference, places)}"
-        numbers = f"{wording.ms(row.a.value, places):>9} {wording.ms(row.b.value, places):>9}"
-        lines.append(f"{' ' if row.is_noise else '*'} {row.name:<28} {numbers}   {change}")
-    if comparison.rows:
-        real = sum(not row.is_noise for row in comparison.rows)
-        lines.append(f"  * significant: the 95% confidence interval excludes 0 ({real} of {len(comparison.rows)})")
+        for row in rows:
+            change = f"{row.difference.value:+,.{places}f} {wording.interval(row.difference, places)}"
+            numbers = f"{wording.ms(row.a.value, places):>9} {wording.ms(row.b.value, places):>9}"
+            lines.append(f"{' ' if row.is_noise else '*'} {row.name:<28} {numbers}   {change}")
+        real = sum(not row.is_noise for row in rows)
+        lines.append(f"  * significant: the 95% confidence interval excludes 0 ({real} of {len(rows)})")
     options = comparison.options
     if options is None:
         lines.append("options: unknown, because a Horovod Timeline or a run without config has none")
