@@ -19,7 +19,6 @@ from hvdtrain.timeline.analysis.analysis import (
     Analysis,
     Blame,
     Budget,
-    Cause,
     Estimate,
     Memory,
     OuterSteps,
@@ -160,11 +159,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
         )
         for rank, host in enumerate(rounds.hosts)
     ]
-    causes: dict[int, list[Cause]] = {}
-    if table is not None:
-        for rank in stragglers.late:
-            own = stragglers.late_in(rank)
-            causes[rank] = causes_of(rank, table, own.rounds.column, own.late, steady=rank in own.steady)
+    causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
     order = {rank: place for place, rank in enumerate(stragglers.late)}
     last = len(rows)
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
