@@ -13,6 +13,7 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.cost import text as cost_text
 from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
+from hvdtrain.observe.scalars import BANDS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.analysis.goodput import goodput_of
@@ -25,12 +26,12 @@ _LAST = 10
 _FIGURES = {"step", "loss", "step_s", "tokens"}
 REST = "evaluation, checkpoints, rest"
 _BUDGET = {
-    "data": ("data_s", "copy_s"),
-    "forward and backward": ("forward_s", "backward_s"),
-    "exposed communication": ("exposed_comm_s", "gather_s", "activations_s"),
-    "clipping and optimizer": ("clip_s", "optimizer_s"),
+    "data": BANDS["1_data"],
+    "forward and backward": (*BANDS["2_forward"], *BANDS["3_backward"]),
+    "exposed communication": BANDS["4_exposed_comm"],
+    "clipping and optimizer": BANDS["5_optimizer"],
 }
-"""Parts of a run's wall time, except `REST`, and the journal's fields of each."""
+"""Parts of a run's wall time, except `REST`, and the parts of a step in each."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ class _StepSums:
                 sums.append(value)
             else:
                 sums[1] += value
-        for part, fields in _BUDGET.items():
-            self._parts[part] += sum(line.get(field, 0.0) for field in fields)  # an older version had fewer
+        for part, of_step in _BUDGET.items():
+            self._parts[part] += sum(line.get(f"{each}_s", 0.0) for each in of_step)  # an older version had fewer
 
     def figures(self) -> dict[str, Any]:
         """Return fields of `Result`. The budget is empty if no step was done."""
