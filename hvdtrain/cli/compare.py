@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     from hvdtrain.compare.figures import met, to_bytes
     from hvdtrain.compare.page import to_html
     from hvdtrain.compare.read import read_run
-    from hvdtrain.compare.text import to_text
+    from hvdtrain.compare.view import to_text
 
     runs = [read_run(path) for path in (options.run_a, *options.run_b)]
     comparison = compare(runs)
