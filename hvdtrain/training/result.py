@@ -93,7 +93,9 @@ class Result:
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
     """Return the result of a run that has ended, with the figures of rank 0's journal. Collective: yes."""
     worker, layout = current.worker, current.layout
-    figures = on_rank_0(current.comm, lambda: {**journal_figures(layout.journal), **_best(current)}, name="figures")
+    figures = on_rank_0(
+        current.comm, lambda: {**journal_figures(layout.journal, analysis), **_best(current)}, name="figures"
+    )
     return Result(
         run_dir=layout.folder,
         reason=reason,
@@ -119,10 +121,11 @@ def _best(current: Round) -> dict[str, str]:
     }
 
 
-def journal_figures(journal: Path) -> dict[str, Any]:
+def journal_figures(journal: Path, analysis: Analysis | None = None) -> dict[str, Any]:
     """Read the figures of a `Result` from a run's journal; None replaces nan, which JSON lacks.
 
-    Reads line by line: the journal of a long run may be larger than the free memory.
+    Reads line by line: the journal of a long run may be larger than the free memory. The goodput is that of the
+    analysis, which knows late ranks, if there is one.
     """
     steps = _StepSums()
     for line in journal_lines(journal):
@@ -131,7 +134,7 @@ def journal_figures(journal: Path) -> dict[str, Any]:
     begin = max((n for n, start in enumerate(starts) if not start.started.get("goes_on")), default=0)
     evaluated = [event for start in starts for event in start.events_named("evaluation")]
     resumed = [event for start in starts[begin:] for event in start.events_named("resumed")]
-    cost, goodput = cost_of(starts), goodput_of(starts)
+    cost, goodput = cost_of(starts), analysis.goodput if analysis is not None else goodput_of(starts)
     return {
         **steps.figures(),
         "first_heldout_loss": evaluated[0]["loss"] if evaluated else None,
