@@ -25,26 +25,17 @@ def main(argv: list[str]) -> int:
     """Print or write the comparison; return the exit code."""
     options = parser().parse_args(argv)
 
-    from hvdtrain.cli.timeline.report import write_page
+    from hvdtrain.cli.timeline.report import show
     from hvdtrain.compare.comparison import compare
-    from hvdtrain.compare.figures import met, to_plain
+    from hvdtrain.compare.figures import met, to_bytes
     from hvdtrain.compare.page import to_html
     from hvdtrain.compare.read import read_run
-    from hvdtrain.compare.text import to_text
-    from hvdtrain.timeline import wording
-    from hvdtrain.timeline.report.form import dumped
+    from hvdtrain.compare.view import to_text
 
     runs = [read_run(path) for path in (options.run_a, *options.run_b)]
     comparison = compare(runs)
     found = met(options.fail_if, comparison) if options.fail_if is not None else []
-    if options.html is not None:
-        write_page(to_html(comparison, runs), options.html)
-    if options.json:
-        sys.stdout.write(dumped(to_plain(comparison)).decode())
-    else:
-        print(wording.readable(to_text(comparison)))
-        if options.html is not None:
-            print(wording.readable(f"written: {options.html}"))
+    show(options, lambda: to_text(comparison), lambda: to_bytes(comparison), lambda: to_html(comparison, runs))
     if found:
         sys.stderr.write(f"hvdtrain: --fail_if is met: {'; '.join(found)}\n")
     return 1 if found else 0

@@ -23,7 +23,6 @@ from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
-from hvdtrain.timeline import wording
 
 if TYPE_CHECKING:
     from hvdtrain.training.result import Result
@@ -144,8 +143,8 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
     if result.cost:
         rows.append(("cost", result.cost))
-    if goodput := _goodput(result):
-        rows.append(("goodput", goodput))
+    if result.goodput:
+        rows.append(("goodput", result.goodput))
     rows.append(("run folder", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, "ended")
     if result.reason in EXIT_OF_SIGNAL:
@@ -172,12 +171,6 @@ def summary(result: Result, info: RankInfo) -> str:
         head += f": {result.reason}"
     times = summary_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
     return "\n".join(["", *times, "", head, table(rows), "next:", table(commands)])
-
-
-def _goodput(result: Result) -> str:
-    """Return the line of the analysis, which knows late ranks; without, that of the journal."""
-    found = result.analysis.goodput if result.analysis is not None else None
-    return wording.goodput(found, most=1) if found is not None else result.goodput
 
 
 def _on(sizes: Sequence[int]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.columns import Column, differ_in_seed_only, differing, group_by_seed
+from hvdtrain.compare.columns import Column, differ_in_seed_only, differing, differing_options, group_by_seed
 from hvdtrain.compare.curves import SAMPLES, SECONDS, difference_by_noise, difference_by_seeds, unknown
 from hvdtrain.compare.read import HELD_OUT, LOSS, RunRecord
 from hvdtrain.errors import ConfigError
@@ -22,7 +22,13 @@ WINDOW, LEAST_STEPS = 0.1, 20
 SEEDS, NOISE, NOTHING = "seeds", "noise", "nothing"
 """Where the interval of a difference is from."""
 
-_PLACES = ("run_dir", "resume")
+_COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
+    "seconds": lambda run: float(run.losses[SECONDS].ends[-1]),
+    "device_hours": lambda run: run.cost.device_hours if run.cost else None,
+    "energy_kwh": lambda run: run.cost.all_kwh if run.cost else None,
+    "money": lambda run: run.cost.money if run.cost else None,
+}
+"""Figures of the cost of a run."""
 
 
 @dataclass(frozen=True)
@@ -81,107 +87,82 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     """
     columns = group_by_seed(runs)
     rows = [row for axis in (SAMPLES, SECONDS) for row in _rows(columns, axis)]
-    for number, column in enumerate(columns[1:], 1):
+    base = columns[0][0]
+    for number, (other, *_) in enumerate(columns[1:], 1):
         if all(row.values[number] is None for row in rows):
-            base, other = columns[0].first, column.first
             raise ConfigError(
                 f"{other.path} and {base.path} cannot be compared: they have no loss or metric in common",
                 expected="runs of one task, or with equal names of metrics",
                 found=f"tasks {' in '.join(base.task)} and {' in '.join(other.task)}",
             )
-    facts = [column.first.options for column in columns]
-    plain = [{name: value for name, value in each.items() if name not in _PLACES} for each in facts]
-    grouped = any(len(column.runs) > 1 for column in columns)
-    options = {name: values for name, values in differing(columns, plain).items() if not (grouped and name == "seed")}
+    options = differing_options([column[0].options for column in columns])
+    if any(len(column) > 1 for column in columns):
+        options.pop("seed", None)
     return Comparison(
-        columns=[[str(run.path) for run in column.runs] for column in columns],
-        states=["; ".join(dict.fromkeys(run.state for run in column.runs)) for column in columns],
+        columns=[[str(run.path) for run in column] for column in columns],
+        states=["; ".join(dict.fromkeys(run.state for run in column)) for column in columns],
         rows=rows,
-        costs=_costs(columns),
+        costs={name: [_mean(_of_runs(column, of_run)) for column in columns] for name, of_run in _COSTS.items()},
         options=options,
-        versions=differing(columns, [as_mapping(column.first.started.get("versions")) for column in columns]),
-        machines=differing(columns, [_machine(column.first) for column in columns]),
+        versions=differing([as_mapping(column[0].started.get("versions")) for column in columns]),
+        machines=differing([_machine(column[0]) for column in columns]),
         notes=list(_notes(columns, rows)),
     )
 
 
 def _rows(columns: Sequence[Column], axis: str) -> Iterator[Row]:
-    alike = [column for column in columns if column.first.task == columns[0].first.task]
-    curves = [run.losses[axis] for column in alike for run in column.runs]
+    base = columns[0][0]
+    alike = [column for column in columns if column[0].task == base.task]
+    curves = [run.losses[axis] for column in alike for run in column]
     first, end = max(curve.first for curve in curves), min(float(curve.ends[-1]) for curve in curves)
     if len(alike) > 1 and end > first:
-        yield _training_row(columns, axis, first, end)
-    names = dict.fromkeys(name for column in columns for run in column.runs for name in run.evaluations)
-    for name in names:
-        having = [c for c in columns if all(name in r.evaluations for r in c.runs) and (name != HELD_OUT or c in alike)]
+        # The training losses before the first end, and where all runs have steps.
+        low = max(first, end - max(WINDOW * end, LEAST_STEPS * base.losses[axis].usual_length))
+        values = [_of_runs(c, lambda run: run.losses[axis].mean(low, end)) if c in alike else None for c in columns]
+        yield _row(columns, values, LOSS, axis, low, end)
+    for name in dict.fromkeys(name for column in columns for run in column for name in run.evaluations):
+        having = [c for c in columns if all(name in run.evaluations for run in c) and (name != HELD_OUT or c in alike)]
         if columns[0] in having and len(having) > 1:
-            places = [run.evaluations[name][axis].places[-1] for column in having for run in column.runs]
-            yield _evaluation_row(columns, having, name, axis, float(min(places)))
+            yield _evaluation_row(columns, having, name, axis)
 
 
-def _training_row(columns: Sequence[Column], axis: str, first: float, end: float) -> Row:
-    """Compare the training losses before `end`, and not before `first`, where all runs have steps."""
-    base = columns[0]
-    low = max(first, end - max(WINDOW * end, LEAST_STEPS * base.first.losses[axis].usual_length))
-    values = [_means(column, axis, low, end) if column.first.task == base.first.task else None for column in columns]
+def _evaluation_row(columns: Sequence[Column], having: Sequence[Column], name: str, axis: str) -> Row:
+    place = float(min(run.evaluations[name][axis].places[-1] for column in having for run in column))
+    values = [
+        _of_runs(column, lambda run: run.evaluations[name][axis].at(place)) if column in having else None
+        for column in columns
+    ]
+    return _row(columns, values, name, axis, place, place)
+
+
+def _row(
+    columns: Sequence[Column], values: Sequence[list[float] | None], figure: str, axis: str, low: float, place: float
+) -> Row:
+    """Return the row of a figure from its values in each run; means from `low` to `place`, if that is a window."""
     differences: list[Estimate | None] = [None]
     sources = [NOTHING]
-    for column, value in zip(columns[1:], values[1:], strict=True):
-        found, source = _by_seeds(values[0], value)
-        if found is not None and source == NOTHING:
-            curves = (base.first.losses[axis], column.first.losses[axis])
-            found, source = difference_by_noise(*curves, low, end), NOISE
+    for (run, *_), value in zip(columns[1:], values[1:], strict=True):
+        found, source = None, NOTHING
+        if (base := values[0]) and value:
+            if len(base) > 1 or len(value) > 1:
+                found, source = difference_by_seeds(base, value), SEEDS
+            elif low < place:
+                found, source = difference_by_noise(columns[0][0].losses[axis], run.losses[axis], low, place), NOISE
+            else:
+                found = unknown(value[0] - base[0])
         differences.append(found)
         sources.append(source)
-    return Row(LOSS, axis, end, end - low, [_mean(each) for each in values], differences, sources)
+    return Row(figure, axis, place, place - low, [_mean(each) for each in values], differences, sources)
 
 
-def _evaluation_row(columns: Sequence[Column], having: Sequence[Column], name: str, axis: str, place: float) -> Row:
-    values: list[list[float] | None] = []
-    for column in columns:
-        points = [run.evaluations[name][axis].at(place) for run in column.runs] if column in having else [None]
-        known = [value for value in points if value is not None]
-        values.append(known if len(known) == len(points) else None)
-    pairs = [_by_seeds(values[0], value) for value in values[1:]]
-    differences = [None, *(found for found, _ in pairs)]
-    return Row(name, axis, place, 0.0, [_mean(each) for each in values], differences, [NOTHING, *(s for _, s in pairs)])
-
-
-def _means(column: Column, axis: str, low: float, high: float) -> list[float] | None:
-    found = [run.losses[axis].mean(low, high) for run in column.runs]
-    known = [value for value in found if value is not None]
-    return known if len(known) == len(found) else None
-
-
-def _by_seeds(a: Sequence[float] | None, b: Sequence[float] | None) -> tuple[Estimate | None, str]:
-    """Return the difference of means with its interval from seeds if there are several, else without one."""
-    if not a or not b:
-        return None, NOTHING
-    if len(a) > 1 or len(b) > 1:
-        return difference_by_seeds(a, b), SEEDS
-    return (unknown(b[0] - a[0]), NOTHING) if len(a) == len(b) == 1 else (None, NOTHING)
+def _of_runs(column: Column, of_run: Callable[[RunRecord], float | None]) -> list[float] | None:
+    """Return a figure of each run; None if a run lacks it."""
+    known = [value for value in map(of_run, column) if value is not None]
+    return known if len(known) == len(column) else None
 
 
 def _mean(values: Sequence[float] | None) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def _costs(columns: Sequence[Column]) -> dict[str, list[float | None]]:
-    found: dict[str, list[float | None]] = {
-        "seconds": [_mean([float(run.losses[SECONDS].ends[-1]) for run in column.runs]) for column in columns],
-        "device_hours": [],
-        "energy_kwh": [],
-        "money": [],
-    }
-    for column in columns:
-        known = [run.cost for run in column.runs if run.cost is not None]
-        whole = known if len(known) == len(column.runs) else []
-        energies, moneys = [cost.all_kwh for cost in whole], [cost.money for cost in whole]
-        found["device_hours"].append(_mean([cost.device_hours for cost in whole]))
-        for name, values in (("energy_kwh", energies), ("money", moneys)):
-            numbers = [value for value in values if value is not None]
-            found[name].append(_mean(numbers) if len(numbers) == len(column.runs) else None)
-    return found
 
 
 def _machine(run: RunRecord) -> dict[str, Any]:
@@ -189,11 +170,11 @@ def _machine(run: RunRecord) -> dict[str, Any]:
 
 
 def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:
-    base = columns[0]
+    base = columns[0][0]
     used = {source for row in rows for source in row.sources[1:]}
     if SEEDS in used:
-        counts = " and ".join(str(len(column.runs)) for column in columns)
-        single = any(len(column.runs) == 1 for column in columns)
+        counts = " and ".join(str(len(column)) for column in columns)
+        single = any(len(column) == 1 for column in columns)
         how = "Welch's; Student's next to a single run, which assumes equal spread" if single else "Welch's"
         yield f"intervals are from the seeds ({counts} runs): {how}"
     if NOISE in used:
@@ -203,18 +184,14 @@ def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:
         )
     if any(row.window == 0 and NOTHING in row.sources[1:] for row in rows):
         yield "single evaluations have no interval"
-    if len(columns) > 1 and all(differ_in_seed_only(base.first, column.first) for column in columns[1:]):
+    if len(columns) > 1 and all(differ_in_seed_only(base, column[0]) for column in columns[1:]):
         yield "the runs differ only in their seed: their differences are what a seed changes"
-    if any(column.first.task != base.first.task for column in columns[1:]):
+    if any(column[0].task != base.task for column in columns[1:]):
         yield "the tasks differ: their losses are not compared, only metrics with equal names"
-    kinds = {tuple(run.cost.energy_kwh) for column in columns for run in column.runs if run.cost is not None}
+    costs = [run.cost for column in columns for run in column if run.cost is not None]
+    kinds = {tuple(cost.energy_kwh) for cost in costs}
     if len(kinds) > 1:
         yield f"energy is not of the same parts: {'; '.join(sorted(' and '.join(kind) or 'none' for kind in kinds))}"
-    reasons = dict.fromkeys(
-        f"energy of {kind} not measured: {why}"
-        for column in columns
-        for run in column.runs
-        if run.cost is not None
-        for kind, why in run.cost.unmeasured.items()
+    yield from dict.fromkeys(
+        f"energy of {kind} not measured: {why}" for cost in costs for kind, why in cost.unmeasured.items()
     )
-    yield from reasons

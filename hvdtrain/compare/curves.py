@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.stats import half_width, student
@@ -55,11 +56,10 @@ class Curve:
         np.divide(totals[0], totals[1], out=found, where=totals[1] > 0)
         return found
 
-    def at(self, places: Floats) -> Floats:
-        """Return the values at places; nan outside the curve."""
-        steps = np.searchsorted(self.ends, places)
-        known = np.minimum(steps, len(self.ends) - 1)
-        return np.where((steps < len(self.ends)) & (places > self.begins[known]), self.values[known], np.nan)
+    def at(self, places: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the values at places, and whether the curve has them."""
+        steps = np.minimum(np.searchsorted(self.ends, places), len(self.ends) - 1)
+        return self.values[steps], (places > self.begins[steps]) & (places <= self.ends[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,9 @@ def difference_by_noise(a: Curve, b: Curve, low: float, high: float) -> Estimate
     edges = np.unique(np.concatenate([[low, high], a.begins, a.ends, b.begins, b.ends]))
     edges = edges[(edges >= low) & (edges <= high)]
     middles, weights = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
-    differences = b.at(middles) - a.at(middles)
-    outside = (_outside(a, middles) | _outside(b, middles)) | (weights <= 0)
-    differences, weights = differences[~outside], weights[~outside]
+    (values_a, in_a), (values_b, in_b) = a.at(middles), b.at(middles)
+    inside = in_a & in_b & (weights > 0)
+    differences, weights = (values_b - values_a)[inside], weights[inside]
     if not len(differences):
         return None
     mean = float(np.average(differences, weights=weights))
@@ -95,11 +95,6 @@ def difference_by_noise(a: Curve, b: Curve, low: float, high: float) -> Estimate
         return unknown(mean)
     half = half_width(differences - mean, weights)
     return Estimate(mean, mean - half, mean + half)
-
-
-def _outside(curve: Curve, places: Floats) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    ones = Curve(curve.begins, curve.ends, np.ones(len(curve.ends)))
-    return np.isnan(ones.at(places))
 
 
 def difference_by_seeds(a: Sequence[float], b: Sequence[float]) -> Estimate:

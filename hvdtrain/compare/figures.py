@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from hvdtrain.compare.comparison import Comparison
 from hvdtrain.compare.curves import SAMPLES
 from hvdtrain.compare.view import letter
 from hvdtrain.timeline.report import condition
+from hvdtrain.timeline.report.form import dumped
 
 VERSION: Literal[1] = 1
 
@@ -19,17 +20,15 @@ def figures(comparison: Comparison) -> list[dict[str, float]]:
 
     Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``.
     """
-    found: list[dict[str, float]] = [{} for _ in comparison.columns]
-    for row in comparison.rows:
-        name = re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds")
-        for column, value in zip(found, row.values, strict=True):
-            if value is not None:
-                column[name] = value
-    for name, values in comparison.costs.items():
-        for column, value in zip(found, values, strict=True):
-            if value is not None:
-                column[name] = value
-    return found
+    by_place = [
+        (re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds"), row.values)
+        for row in comparison.rows
+    ]
+    named = [*by_place, *comparison.costs.items()]
+    return [
+        {name: value for name, values in named if (value := values[column]) is not None}
+        for column in range(len(comparison.columns))
+    ]
 
 
 def met(text: str, comparison: Comparison) -> list[str]:
@@ -45,6 +44,6 @@ def met(text: str, comparison: Comparison) -> list[str]:
     return [f"{letter(number)}: {condition.met_text(clauses, others[number - 1])}" for number in found]
 
 
-def to_plain(comparison: Comparison) -> dict[str, Any]:
-    """Return plain values for JSON."""
-    return {"version": VERSION, "figures": figures(comparison), **asdict(comparison)}
+def to_bytes(comparison: Comparison) -> bytes:
+    """Return the comparison as JSON text."""
+    return dumped({"version": VERSION, "figures": figures(comparison), **asdict(comparison)})

@@ -29,7 +29,7 @@ def to_html(comparison: Comparison, runs: Sequence[RunRecord]) -> str:
         "heads": heads(comparison),
         "letters": [letter(n) for n in range(len(columns))],
         "hues": [_HUES[n % len(_HUES)] for n in range(len(columns))],
-        "tables": [(table.title, [_line(line) for line in table.lines]) for table in tables(comparison)],
+        "tables": [(title, [_line(line) for line in lines]) for title, lines in tables(comparison).items()],
         "plots": [_plot(columns, axis) for axis in (SAMPLES, SECONDS)],
     }
     return render("compare.html", view, ["report.js"])

@@ -1,8 +1,9 @@
-"""A comparison as tables of text cells, for the terminal and the page. Pure."""
+"""A comparison as tables of text cells, and these as text for a terminal of 80 columns. Pure."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,18 @@ from hvdtrain.compare.curves import SAMPLES
 from hvdtrain.observe import cost
 from hvdtrain.observe.progress import duration
 from hvdtrain.timeline.analysis.analysis import Estimate
+from hvdtrain.timeline.report.terminal import shorten
 
 _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
 _COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money"}
 _UNKNOWN = "-"
+
+_WIDTH = 80
+_LABEL, _CELL = 23, 19
+_SIDE_BY_SIDE = 3
+"""Columns of a table at most."""
+_MOST = 20
+"""Lines of a table at most."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +34,6 @@ class Line:
     label: str
     cells: Sequence[str]
     differences: Sequence[Estimate | None] = ()
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with its title."""
-
-    title: str
-    lines: Sequence[Line]
 
 
 def letter(column: int) -> str:
@@ -45,23 +46,22 @@ def heads(comparison: Comparison) -> list[str]:
     return [f"{letter(n)} (base)" if n == 0 else letter(n) for n in range(len(comparison.columns))]
 
 
-def tables(comparison: Comparison) -> list[Table]:
-    """Return the tables: figures by place, cost, and what differs."""
+def tables(comparison: Comparison) -> dict[str, list[Line]]:
+    """Return the tables by title: figures by place, cost, and what differs."""
     found: dict[str, list[Line]] = {}
     for row in comparison.rows:
         found.setdefault(_place(row), []).extend(_figure(row))
-    made = [Table(title, lines) for title, lines in found.items()]
     costs = [Line(_COSTS[name], [_cost(name, value) for value in values]) for name, values in comparison.costs.items()]
     several = any(len(runs) > 1 for runs in comparison.columns)
-    made.append(Table(f"cost of the whole run{', mean over runs' if several else ''}", costs))
+    found[f"cost of the whole run{', mean over runs' if several else ''}"] = costs
     for title, kind, prefix in (
         ("options that differ", comparison.options, "--"),
         ("versions that differ", comparison.versions, ""),
         ("machines that differ", comparison.machines, ""),
     ):
         lines = [Line(f"{prefix}{name}", [_plain(value, prefix) for value in values]) for name, values in kind.items()]
-        made.append(Table(title if lines else f"{title}: none", lines))
-    return made
+        found[title if lines else f"{title}: none"] = lines
+    return found
 
 
 def is_significant(difference: Estimate | None) -> bool:
@@ -115,3 +115,43 @@ def _plain(value: Any, prefix: str) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(str, value)) or "none"
     return str(dict(value)) if isinstance(value, Mapping) else str(value)
+
+
+def to_text(comparison: Comparison) -> str:
+    """Return tables of three columns at most; the first is always the base."""
+    lines = list(_legend(comparison))
+    count = len(comparison.columns)
+    for first in range(1, count, _SIDE_BY_SIDE - 1):
+        columns = [0, *range(first, min(count, first + _SIDE_BY_SIDE - 1))]
+        lines.append(_line("", [heads(comparison)[column] for column in columns]))
+        for title, rows in tables(comparison).items():
+            lines += _shown(title, rows, columns)
+    if any(is_significant(each) for row in comparison.rows for each in row.differences):
+        lines.append("* significant: the 95% interval excludes 0")
+    for note in comparison.notes:
+        lines += textwrap.wrap(note, _WIDTH, initial_indent="note: ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _legend(comparison: Comparison) -> Iterator[str]:
+    for number, (runs, state) in enumerate(zip(comparison.columns, comparison.states, strict=True)):
+        more = f" and {len(runs) - 1} of other seeds" if len(runs) > 1 else ""
+        tail = f"{more}: {state}"
+        yield shorten(f"{letter(number)}: {shorten(runs[0], max(12, _WIDTH - 3 - len(tail)))}{tail}", _WIDTH)
+
+
+def _shown(title: str, lines: Sequence[Line], columns: Sequence[int]) -> Iterator[str]:
+    yield shorten(title, _WIDTH)
+    for line in lines[:_MOST]:
+        cells = [shorten(line.cells[column], _CELL - 1) for column in columns]
+        if len(line.label) > _LABEL - 3:
+            yield f"  {shorten(line.label, _WIDTH - 2)}"
+            yield _line("", cells)
+        else:
+            yield _line(f"  {line.label}", cells)
+    if len(lines) > _MOST:
+        yield f"  {len(lines) - _MOST} more: --json"
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return f"{label:<{_LABEL}}{''.join(f'{cell:>{_CELL}}' for cell in cells)}".rstrip()

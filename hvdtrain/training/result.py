@@ -13,6 +13,7 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.cost import text as cost_text
 from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
+from hvdtrain.observe.scalars import BANDS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.analysis.goodput import goodput_of
@@ -25,12 +26,12 @@ _LAST = 10
 _FIGURES = {"step", "loss", "step_s", "tokens"}
 REST = "evaluation, checkpoints, rest"
 _BUDGET = {
-    "data": ("data_s", "copy_s"),
-    "forward and backward": ("forward_s", "backward_s"),
-    "exposed communication": ("exposed_comm_s", "gather_s", "activations_s"),
-    "clipping and optimizer": ("clip_s", "optimizer_s"),
+    "data": BANDS["1_data"],
+    "forward and backward": (*BANDS["2_forward"], *BANDS["3_backward"]),
+    "exposed communication": BANDS["4_exposed_comm"],
+    "clipping and optimizer": BANDS["5_optimizer"],
 }
-"""Parts of a run's wall time, except `REST`, and the journal's fields of each."""
+"""Parts of a run's wall time, except `REST`, and the parts of a step in each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ class Result:
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
     """Return the result of a run that has ended, with the figures of rank 0's journal. Collective: yes."""
     worker, layout = current.worker, current.layout
-    figures = on_rank_0(current.comm, lambda: {**journal_figures(layout.journal), **_best(current)}, name="figures")
+    figures = on_rank_0(
+        current.comm, lambda: {**journal_figures(layout.journal, analysis), **_best(current)}, name="figures"
+    )
     return Result(
         run_dir=layout.folder,
         reason=reason,
@@ -118,84 +121,61 @@ def _best(current: Round) -> dict[str, str]:
     }
 
 
-def journal_figures(journal: Path) -> dict[str, Any]:
+def journal_figures(journal: Path, analysis: Analysis | None = None) -> dict[str, Any]:
     """Read the figures of a `Result` from a run's journal; None replaces nan, which JSON lacks.
 
-    Reads line by line: the journal of a long run may be larger than the free memory.
+    Reads line by line: the journal of a long run may be larger than the free memory. The goodput is that of the
+    analysis, which knows late ranks, if there is one.
     """
-    tally = Tally()
+    steps = _StepSums()
     for line in journal_lines(journal):
-        tally.add(line)
+        steps.add(line)
     starts = read_journal_starts(journal)
-    cost, goodput = cost_of(starts), goodput_of(starts)
+    begin = max((n for n, start in enumerate(starts) if not start.started.get("goes_on")), default=0)
+    evaluated = [event for start in starts for event in start.events_named("evaluation")]
+    resumed = [event for start in starts[begin:] for event in start.events_named("resumed")]
+    cost, goodput = cost_of(starts), analysis.goodput if analysis is not None else goodput_of(starts)
     return {
-        **tally.figures(),
+        **steps.figures(),
+        "first_heldout_loss": evaluated[0]["loss"] if evaluated else None,
+        "last_heldout_loss": evaluated[-1]["loss"] if evaluated else None,
+        "metrics": nan_for_none(evaluated[-1]["metrics"]) if evaluated else {},
+        "sizes": [start.started.get("size", 1) for start in starts[begin:] if start.started],
+        "still_s": sum((event.get("without_step_s", 0.0) for event in resumed), 0.0),
         "cost": cost_text(cost) if cost is not None else "",
         "goodput": wording.goodput(goodput, most=1) if goodput is not None else "",
     }
 
 
-class _Budget:
-    """Rank 0's wall time by part, over all rounds of a start of the run, from the journal's lines in order.
+class _StepSums:
+    """Sums over the steps of a run's last stretch, and its first and last losses, in constant memory.
 
-    The wall time is from the begin of the first step to the last line. So it excludes an evaluation before the first
-    step, and includes the checkpoint after the last.
+    The wall time is from the begin of the stretch's first step to the last line. So it excludes an evaluation before
+    the first step, and includes the checkpoint after the last.
     """
-
-    def __init__(self) -> None:
-        self._parts = dict.fromkeys(_BUDGET, 0.0)
-        self._begin: float | None = None
-        self._end = 0.0
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        time = line.get("time", self._end)
-        self._end = max(self._end, time)
-        if "event" not in line:
-            if self._begin is None:
-                self._begin = time - line["step_s"]
-            for name, fields in _BUDGET.items():
-                self._parts[name] += sum(line.get(field, 0.0) for field in fields)  # an older version had fewer
-
-    def parts(self) -> dict[str, float]:
-        """Return the seconds by part; empty if no step was done."""
-        if self._begin is None:
-            return {}
-        wall = self._end - self._begin
-        return {**self._parts, REST: max(0.0, wall - sum(self._parts.values()))}
-
-
-class Tally:
-    """Figures of a journal, in constant memory."""
 
     def __init__(self) -> None:
         self._first: Mapping[str, Any] = {"step": math.inf, "loss": None}
         self._last: deque[tuple[int, float | None]] = deque(maxlen=_LAST)
-        self._evaluations: list[Mapping[str, Any]] = []
         self._clear()
 
     def _clear(self) -> None:
         """Begin a new stretch of the run."""
-        self._budget = _Budget()
+        self._parts = dict.fromkeys(_BUDGET, 0.0)
         self._seconds: list[float] = []  # of the first step, and of all others together
         self._weights: list[float] = []
-        self._sizes: list[int] = []
-        self._still_s = 0.0
+        self._begin = self._end = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the journal. A step that lacks figures, as only an edited journal has it, does not count."""
-        if "event" not in line and not line.keys() >= _FIGURES:
+        is_step = "event" not in line
+        if is_step and not line.keys() >= _FIGURES:
             return
         if line.get("event") == "started" and not line.get("goes_on"):
             self._clear()
-        self._budget.add(line)
-        if "event" not in line:
+        self._end = max(self._end, line.get("time", self._end))
+        if is_step:
             self._add_step(line)
-        elif line["event"] == "started":
-            self._sizes.append(line.get("size", 1))
-        elif line["event"] == "resumed":
-            self._still_s += line.get("without_step_s", 0.0)
-        elif line["event"] == "evaluation":
-            self._evaluations = [*self._evaluations[:1], line]
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
         if line["step"] <= self._first["step"]:
@@ -203,35 +183,30 @@ class Tally:
         while self._last and self._last[-1][0] >= line["step"]:  # repeated after a roll back
             self._last.pop()
         self._last.append((line["step"], line["loss"]))
+        if not self._seconds:
+            self._begin = line.get("time", self._end) - line["step_s"]
         for sums, value in ((self._seconds, line["step_s"]), (self._weights, line["tokens"])):
             if len(sums) < 2:
                 sums.append(value)
             else:
                 sums[1] += value
+        for part, of_step in _BUDGET.items():
+            self._parts[part] += sum(line.get(f"{each}_s", 0.0) for each in of_step)  # an older version had fewer
 
     def figures(self) -> dict[str, Any]:
-        """Return fields of `Result`."""
-        evaluated = self._evaluations
+        """Return fields of `Result`. The budget is empty if no step was done."""
+        known = [loss for _, loss in self._last if loss is not None]
         seconds = self._seconds[-1] if self._seconds else 0.0
+        rest = max(0.0, self._end - self._begin - sum(self._parts.values()))
         return {
             "first_loss": self._first["loss"],
-            "last_loss": _mean([loss for _, loss in self._last]),
-            "first_heldout_loss": evaluated[0]["loss"] if evaluated else None,
-            "last_heldout_loss": evaluated[-1]["loss"] if evaluated else None,
-            "metrics": nan_for_none(evaluated[-1]["metrics"]) if evaluated else {},
+            "last_loss": sum(known) / len(known) if known else None,
             "tokens_per_s": self._weights[-1] / seconds if seconds else None,
             "seconds": sum(self._seconds),
-            "sizes": self._sizes,
-            "still_s": self._still_s,
-            "budget": self._budget.parts(),
+            "budget": {**self._parts, REST: rest} if self._seconds else {},
         }
 
 
 def nan_for_none(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Replace None by nan."""
     return {name: math.nan if value is None else value for name, value in figures.items()}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

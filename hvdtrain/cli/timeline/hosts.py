@@ -78,14 +78,7 @@ def _groups(file: Path | None) -> dict[str, str]:
 
 
 def _plain(place: Place) -> dict[str, object]:
-    return {
-        "name": place.name,
-        "host": place.host,
-        "starts": place.starts,
-        "slow_starts": place.slow_starts,
-        "device_hours": place.device_hours,
-        "causes": [name for name, _ in place.causes.most_common()],
-    }
+    return {**vars(place), "causes": [name for name, _ in place.causes.most_common()]}
 
 
 def _lines(kind: str, places: Sequence[Place]) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local
-
-if TYPE_CHECKING:
-    from hvdtrain.timeline.analysis.analysis import Analysis
 
 _EPILOG = """\
 examples:
@@ -37,6 +35,9 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.analysis.analysis import figures
     from hvdtrain.timeline.report import condition
+    from hvdtrain.timeline.report.form import to_bytes
+    from hvdtrain.timeline.report.page import to_html
+    from hvdtrain.timeline.report.terminal import to_text
     from hvdtrain.timeline.run import load
 
     clauses: list[condition.Clause] = []
@@ -48,30 +49,28 @@ def main(command: str, argv: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
         return 2
-    _show(analysis, options.json, options.html)
+    show(options, lambda: to_text(analysis), lambda: to_bytes(analysis), lambda: to_html(analysis))
     if met is None:
         return 0
     sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.met_text(met, figures(analysis))}\n")
     return 1
 
 
-def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
+def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes], page: Callable[[], str]) -> None:
+    """Write the page to --html, if it is given, and print the text, or JSON with --json."""
     from hvdtrain.timeline import wording
-    from hvdtrain.timeline.report.form import to_bytes
-    from hvdtrain.timeline.report.page import to_html
-    from hvdtrain.timeline.report.terminal import to_text
 
-    if html is not None:
-        write_page(to_html(analysis), html)
-    if as_json:
-        sys.stdout.write(to_bytes(analysis).decode())
+    if options.html is not None:
+        _write_page(page(), options.html)
+    if options.json:
+        sys.stdout.write(form().decode())
         return
-    print(to_text(analysis))
-    if html is not None:
-        print(wording.readable(f"written: {html}"))
+    print(wording.readable(text()))
+    if options.html is not None:
+        print(wording.readable(f"written: {options.html}"))
 
 
-def write_page(page: str, file: Path) -> None:
+def _write_page(page: str, file: Path) -> None:
     """Write a page. Errors: TraceError if the file cannot be written."""
     from hvdtrain.errors import TraceError
     from hvdtrain.files import write_text

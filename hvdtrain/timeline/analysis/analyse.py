@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.observe.cost import cost_of
+from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
@@ -19,7 +19,6 @@ from hvdtrain.timeline.analysis.analysis import (
     Analysis,
     Blame,
     Budget,
-    Cause,
     Estimate,
     Memory,
     OuterSteps,
@@ -39,7 +38,7 @@ from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
 from hvdtrain.timeline.analysis.shares import Division, passes_by_rank, stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, RunTrace
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -89,8 +88,7 @@ def _title(path: Path) -> str:
 
 
 def _memory(event: Mapping[str, Any]) -> Memory | None:
-    mib = event.get("mib")
-    known = numbers(mib) if isinstance(mib, Mapping) else {}
+    known = numbers(as_mapping(event.get("mib")))
     return Memory(str(event.get("where", "")), known) if known else None
 
 
@@ -110,8 +108,7 @@ def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
 
 def _outer(run: RunTrace) -> OuterSteps | None:
     """Return means over the outer steps of the run; None without valid ones."""
-    options = run.config.get("parallel")
-    options = options if isinstance(options, Mapping) else {}
+    options = as_mapping(run.config.get("parallel"))
     workers = options.get("workers")
     found = []
     for event in run.outer:
@@ -148,7 +145,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     if stragglers is None:
         return Blame("none", 0, [], [], {}, _no_stamps(run))
     rounds, table = stragglers.rounds, run.steps if stragglers.rounds.source == "stamps" else None
-    parts = _parts(table) if table is not None else {}
+    parts = budget.parts_by_rank(table) if table is not None else {}
     behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
     rows = [
         RankRow(
@@ -162,11 +159,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
         )
         for rank, host in enumerate(rounds.hosts)
     ]
-    causes: dict[int, list[Cause]] = {}
-    if table is not None:
-        for rank in stragglers.late:
-            own = stragglers.late_in(rank)
-            causes[rank] = causes_of(rank, table, own.rounds.column, own.late, steady=rank in own.steady)
+    causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
     order = {rank: place for place, rank in enumerate(stragglers.late)}
     last = len(rows)
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
@@ -181,8 +174,7 @@ def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:
 
     On CPUs, those of `--parallel.tp` are not, nor are the exchanges of tokens together with it.
     """
-    options = run.config.get("parallel")
-    given = [options.get(each) if isinstance(options, Mapping) else 1 for each in ("tp", "cp", "ep")]
+    given = [as_mapping(run.config.get("parallel")).get(each) for each in ("tp", "cp", "ep")]
     tp, cp, ep = (each if isinstance(each, int) and each > 0 else 1 for each in given)
     is_measured = budget.ACTIVATIONS in parts and bool(np.any(parts[budget.ACTIVATIONS] > 0))
     found = math.lcm(tp, ep if tp > 1 else 1) if is_measured else math.lcm(tp * cp, ep)
@@ -195,13 +187,6 @@ def _spell(rank: int, found: Stragglers, rounds: Rounds) -> Spell:
     lasts = bool(step[-1] == rounds.step[-1])
     cost, share = _not_negative(found.cost_ms[rank]), float(found.last_share[rank])
     return Spell(rank, int(step[0]), int(step[-1]), cost, share, float(behind), lasts)
-
-
-def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    sample = budget.sample_of(table)
-    _, parts = budget.step_parts(table, sample)
-    parts["gc"] = np.nan_to_num(table.parts_us["gc"][:, sample.columns]) / 1e3
-    return {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
 
 
 def _not_negative(cost: Estimate) -> Estimate:

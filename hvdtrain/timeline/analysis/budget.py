@@ -143,6 +143,14 @@ def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, 
     return wall, parts
 
 
+def parts_by_rank(table: StepTable) -> dict[str, Floats]:
+    """Return the mean of each part, and of garbage collections, which are in other parts, ms [ranks]."""
+    sample = sample_of(table)
+    _, parts = step_parts(table, sample)
+    parts["gc"] = np.nan_to_num(table.parts_us["gc"][:, sample.columns]) / 1e3
+    return {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
+
+
 def _with_steps_between(
     ms: Mapping[str, Estimate], columns: Mapping[str, Floats], weights: Floats, whole: Estimate
 ) -> dict[str, Estimate]:

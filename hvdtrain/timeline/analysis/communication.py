@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe.cost import as_mapping
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Communication, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import Span, common, length, union
@@ -172,8 +173,7 @@ def _handed_over(run: RunTrace) -> float | None:
 
 def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
     """Return the bytes that a rank passes to collectives per exchange of a bucket; None if unknown."""
-    parallel = run.config.get("parallel")
-    asked = parallel.get("compression") if isinstance(parallel, Mapping) else None
+    asked = as_mapping(run.config.get("parallel")).get("compression")
     try:
         compression = parse(str(asked)) if asked is not None else parse("none")
         payload = compression.payload(Bucket(facts.shapes, facts.dtype, facts.length), max(1, run.size))

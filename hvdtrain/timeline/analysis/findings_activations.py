@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ACTIVATIONS, sample_of, step_parts
+from hvdtrain.timeline.analysis.budget import ACTIVATIONS, parts_by_rank
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import Floats
 
@@ -93,6 +93,4 @@ def _waits_for_activations(facts: Facts) -> Floats | None:
     part, table = facts.part(ACTIVATIONS), facts.run.steps
     if part is None or table is None or part.share < _IDLE:
         return None
-    sample = sample_of(table)
-    waits: Floats = np.average(step_parts(table, sample)[1][ACTIVATIONS], axis=1, weights=sample.weights)
-    return waits
+    return parts_by_rank(table)[ACTIVATIONS]

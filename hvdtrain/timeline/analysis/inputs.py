@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
 from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
@@ -80,8 +81,7 @@ class Facts:
 
     def option(self, section: str, name: str) -> Any:
         """Return an option of the run; None if unknown."""
-        values = self.run.config.get(section)
-        return values.get(name) if isinstance(values, Mapping) else None
+        return as_mapping(self.run.config.get(section)).get(name)
 
     def per_step(self, ms: float) -> str:
         """Format a cost with its share of the step."""

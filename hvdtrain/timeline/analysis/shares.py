@@ -11,6 +11,7 @@ import numpy as np
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.config.sync import EVERY_STEP
 from hvdtrain.data.order import rank_share
+from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.batch_sizes import BatchSizes, without_sizes
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
@@ -48,8 +49,7 @@ def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
 
     Ranks of FSDP, and those that divide the model, repeat some to have equally many.
     """
-    sections = (config.get(name) for name in ("train", "parallel"))
-    train, parallel = (section if isinstance(section, Mapping) else {} for section in sections)
+    train, parallel = (as_mapping(config.get(name)) for name in ("train", "parallel"))
     batch, micro = train.get("global_batch"), train.get("micro_batch")
     usual = {"engine": ("horovod", "ddp"), "balance": ("equal",), "sync": (EVERY_STEP,)}
     if not (isinstance(batch, int) and isinstance(micro, int) and batch > 0 and micro > 0) or Dimensions.of(parallel):

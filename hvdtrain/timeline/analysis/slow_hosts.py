@@ -86,8 +86,7 @@ def _add(found: Stragglers, table: StepTable, of_rank: Sequence[Sequence[Place]]
         place.starts += 1
     slow: dict[int, Place] = {}
     for rank in found.late:
-        own = found.late_in(rank)
-        causes = causes_of(rank, table, own.rounds.column, own.late, steady=rank in own.steady)
+        causes = causes_of(rank, table, found)
         hours = max(0.0, found.cost_ms[rank].value) / 1e3 * steps * ranks / S_PER_HOUR
         for place in of_rank[rank]:
             place.device_hours += hours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Cause
 from hvdtrain.timeline.analysis.lateness import tamed
 from hvdtrain.timeline.analysis.rank_steps import WAITS, follows
+from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 
 _LEAST_MS = 0.05
@@ -62,13 +63,14 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
     return parts
 
 
-def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
+def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause]:
     """Return how a straggler differs from the median of the other ranks; largest difference first.
 
     Stops of its process, and collections of garbage, come before the parts of the step in which they were, if they
-    explain most of them.
-    `steady`: the rank is late in most steps, so events in single steps are no cause.
+    explain most of them. If the rank is late in most steps, events in single steps are no cause.
     """
+    own = stragglers.late_in(rank)
+    column, late, steady = own.rounds.column, own.late, rank in own.steady
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
         return []

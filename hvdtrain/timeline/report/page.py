@@ -42,7 +42,10 @@ MOST_SLICES = 50_000
 _MOST_LANES = 256
 _MOST_NAMES = 10
 _US = 1e3  # in a millisecond
-_FILTERS = (hue, wording.decimals, wording.interval, wording.ms, wording.nbytes, wording.percent)
+_FILTERS = (
+    *(cost_facts, hue, wording.decimals, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
+    *(wording.scaling,),
+)
 """Functions of the templates."""
 
 
@@ -95,17 +98,14 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
     return {
         "analysis": analysis,
-        "headline": "; ".join(headline(analysis)) + ".",
+        "headline": headline(analysis),
         "budget": budget_view(analysis.budget) if analysis.budget else None,
         "findings": list(zip(analysis.findings, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
         "communication_facts": communication_facts(analysis.communication, steps=steps),
-        "outer_text": wording.outer(analysis.outer) if analysis.outer else "",
         "over_time": over_time_view(analysis.over_time) if analysis.over_time else None,
-        "efficiency": shares_view(waterfall(analysis.efficiency)) if analysis.efficiency else (),
-        "scaling_text": wording.scaling(analysis.scaling) if analysis.scaling else "",
+        "efficiency": shares_view(waterfall(analysis.efficiency).items()) if analysis.efficiency else (),
         "goodput_rows": goodput_rows(analysis.goodput, analysis.cost) if analysis.goodput else (),
-        "cost_facts": cost_facts(analysis.cost) if analysis.cost else (),
         "each_ms": "ms per step" if steps else "ms",
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),

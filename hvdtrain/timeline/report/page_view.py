@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -67,27 +68,23 @@ MORE = ("a", "b", "c", "d")
 
 def budget_view(budget: Budget) -> dict[str, Any]:
     """Return segments of the bar [x and width in percent], the bracket over exposed communication, and table rows."""
-    total = sum(part.ms.value for part in budget.parts) or 1.0
+    total = sum(part.ms.value for part in budget.parts)
     places = wording.decimals(budget.step_ms.value)
-    rows, x = [], 0.0
-    for part in budget.parts:
-        width = 100 * part.ms.value / total
-        rows.append(
-            {
-                "name": part.name,
-                "hue": hue(part.name, exposed=part.name in budget.exposed),
-                "exposed": part.name in budget.exposed,
-                "ms": wording.ms(part.ms.value, places),
-                "interval": wording.interval(part.ms, places),
-                "share": wording.percent(part.share),
-                "x": x,
-                "width": width,
-            }
-        )
-        x += width
+    segments = shares_view([(part.name, part.ms.value / (total or 1.0)) for part in budget.parts])
+    rows = [
+        {
+            **segment,
+            "hue": hue(part.name, exposed=part.name in budget.exposed),
+            "exposed": part.name in budget.exposed,
+            "ms": wording.ms(part.ms.value, places),
+            "interval": wording.interval(part.ms, places),
+            "share": wording.percent(part.share),
+        }
+        for part, segment in zip(budget.parts, segments, strict=True)
+    ]
     return {
         "rows": rows,
-        "sum": wording.ms(sum(part.ms.value for part in budget.parts), places),
+        "sum": wording.ms(total, places),
         "step": wording.ms(budget.step_ms.value, places),
         "step_interval": wording.interval(budget.step_ms, places),
         "bracket": _bracket(rows),
@@ -147,17 +144,13 @@ def _rank(row: RankRow, medians: Mapping[str, float], whole: float, most: float,
         cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
         cells[-1]["more"] = f"{more:+.2f} ms from the median" if cells[-1]["heat"] else ""
         cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
-    cost = row.cost_ms
     return {
-        "rank": row.rank,
-        "host": row.host,
+        **vars(row),
         "late": row.rank in blame.late,
-        "cost_ms": cost,
-        "costs": cost.value >= _SEEN_MS,
-        "bar": at(cost.value),
-        "low": at(cost.low),
-        "high": at(cost.high),
-        "last_share": row.last_share,
+        "costs": row.cost_ms.value >= _SEEN_MS,
+        "bar": at(row.cost_ms.value),
+        "low": at(row.cost_ms.low),
+        "high": at(row.cost_ms.high),
         "cells": cells,
         "clock": _clock(row.clock_error_ms),
         "causes": blame.causes.get(row.rank, ()),
@@ -210,25 +203,23 @@ def communication_facts(found: Communication | None, *, steps: bool = True) -> l
     return facts
 
 
-def shares_view(shares: Mapping[str, float]) -> list[dict[str, Any]]:
+def shares_view(shares: Collection[tuple[str, float]]) -> list[dict[str, Any]]:
     """Return segments of a bar [x and width in percent], by name; the shares sum to 1."""
-    x, rows = 0.0, []
-    for name, share in shares.items():
-        width = 100 * share
-        rows.append({"name": name, "hue": hue(name), "share": wording.percent(share), "x": x, "width": width})
-        x += width
-    return rows
+    begins = accumulate((share for _, share in shares), initial=0.0)
+    return [
+        {"name": name, "hue": hue(name), "share": wording.percent(share), "x": 100 * begin, "width": 100 * share}
+        for (name, share), begin in zip(shares, begins, strict=False)
+    ]
 
 
 def goodput_rows(found: Goodput, cost: Cost | None) -> list[dict[str, Any]]:
     """Return segments of the bar, with device-hours and money as text."""
     total = sum(found.hours.values())
     paid = cost.money / total if cost is not None and cost.money is not None else None
+    segments = shares_view([(use, hours / total) for use, hours in found.hours.items()])
     return [
         {**row, "hours": number(hours), "money": money(paid * hours) if paid is not None else ""}
-        for row, hours in zip(
-            shares_view({use: hours / total for use, hours in found.hours.items()}), found.hours.values(), strict=True
-        )
+        for row, hours in zip(segments, found.hours.values(), strict=True)
     ]
 
 

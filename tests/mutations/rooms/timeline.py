@@ -75,10 +75,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/timeline/test_read.py",
     ),
     mutation(
-        "timeline/report/compare.py",
+        "compare/step_times.py",
         "low = math.hypot(b.value - b.low, a.high - a.value)",
         "low = b.value - b.low",
         "the interval of a difference ignores how uncertain the first run is",
-        "tests/timeline/report/test_compare.py",
+        "tests/compare/test_step_times.py",
     ),
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hvdtrain.compare.step_times import compare
 from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Budget, figures
@@ -16,7 +17,6 @@ from hvdtrain.timeline.analysis.budget import IDLE, LATE, sample_of, step_budget
 from hvdtrain.timeline.analysis.intervals import Span, common, length, partition, union, within, without
 from hvdtrain.timeline.analysis.phases import count_steps
 from hvdtrain.timeline.columns import JournalSteps, RunTrace, StepTable
-from hvdtrain.timeline.report.compare import compare
 from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import to_text
 from tests.support.step_tables import columns_of, noise, table_of

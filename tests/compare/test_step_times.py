@@ -8,9 +8,9 @@ import numpy as np
 import orjson
 import pytest
 
+from hvdtrain.compare.step_times import Comparison, compare, to_plain, to_text
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis
-from hvdtrain.timeline.report.compare import Comparison, compare, to_plain, to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
 

@@ -1,4 +1,4 @@
-"""Comparison of two analyses: significant differences of parts, and options. Pure."""
+"""The comparison of the step times of two runs: significant differences of parts, and options. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvdtrain.compare.columns import differing_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Estimate
 from hvdtrain.timeline.analysis.budget import EXCHANGE, OTHER_EXCHANGE
@@ -45,7 +46,7 @@ class Comparison:
 
     titles: tuple[str, str]
     rows: Sequence[Row]
-    options: Mapping[str, tuple[Any, Any]] | None
+    options: Mapping[str, Sequence[Any]] | None
     notes: Sequence[str]
 
 
@@ -63,29 +64,22 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     late = [wording.total([row.cost_ms for row in each.blame.ranks if row.rank in each.blame.late]) for each in (a, b)]
     if any(each.value for each in late):
         rows.append(_row("late ranks", *late))
-    left, right = flatten(config_a), flatten(config_b)
-    differ = {
-        name: (left.get(name), right.get(name))
-        for name in sorted({*left, *right})
-        if left.get(name) != right.get(name) and name not in ("run_dir", "resume")
-    }
-    options = differ if left and right else None
+    options = differing_options([flatten(config_a), flatten(config_b)]) if config_a and config_b else None
     return Comparison((a.title, b.title), rows, options, list(_notes(a, b)))
 
 
 def to_text(comparison: Comparison) -> str:
     """Return both runs in columns; a star marks a significant difference."""
     lines = [f"a: {comparison.titles[0]}", f"b: {comparison.titles[1]}"]
-    if comparison.rows:
+    if rows := comparison.rows:
+        places = wording.decimals(max(rows[0].a.value, rows[0].b.value))
         lines.append(f"  {'ms per step':<28} {'a':>9} {'b':>9}   b - a")
-    for row in comparison.rows:
-        places = wording.decimals(max(comparison.rows[0].a.value, comparison.rows[0].b.value))
-        change = f"{row.difference.value:+,.{places}f} {wording.interval(row.difference, places)}"
-        numbers = f"{wording.ms(row.a.value, places):>9} {wording.ms(row.b.value, places):>9}"
-        lines.append(f"{' ' if row.is_noise else '*'} {row.name:<28} {numbers}   {change}")
-    if comparison.rows:
-        real = sum(not row.is_noise for row in comparison.rows)
-        lines.append(f"  * significant: the 95% confidence interval excludes 0 ({real} of {len(comparison.rows)})")
+        for row in rows:
+            change = f"{row.difference.value:+,.{places}f} {wording.interval(row.difference, places)}"
+            numbers = f"{wording.ms(row.a.value, places):>9} {wording.ms(row.b.value, places):>9}"
+            lines.append(f"{' ' if row.is_noise else '*'} {row.name:<28} {numbers}   {change}")
+        real = sum(not row.is_noise for row in rows)
+        lines.append(f"  * significant: the 95% confidence interval excludes 0 ({real} of {len(rows)})")
     options = comparison.options
     if options is None:
         lines.append("options: unknown, because a Horovod Timeline or a run without config has none")
