@@ -5,10 +5,10 @@ compressions and ways to exchange, on 1, 2 and 3 ranks, and after a resume.
     python benchmarks/same_losses.py record NEW --resumed_from OLD
     python benchmarks/same_losses.py compare OLD NEW
 
-`record` trains 12 steps of each job with the package in `--source` (default: this clone), and writes JSON into a folder.
+`record` trains 12 steps of each job with the package in `--source` (default: this clone), and writes JSON to a folder.
 With `--resumed_from` it resumes the checkpoints of step 6 that the other version has written. `compare` prints how far
-each job is apart, and returns 1 if one differs in a bit on 1 or 2 ranks, or by more than 1e-7 on more, where MPI may sum
-in another order.
+each job is apart, and returns 1 if one differs in a bit on 1 or 2 ranks, or by more than 1e-7 on more: there MPI may
+sum in another order.
 """
 
 from __future__ import annotations

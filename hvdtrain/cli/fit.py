@@ -161,7 +161,9 @@ def _predict(
     def predict(count: int, way: Way, mode: str) -> Line:
         train, line = config.train, None
         is_auto = train.micro_batch == AUTO and gib is not None
-        for size in sizes_to_try(train.global_batch, count) if is_auto else [train.micro_batch]:
+        own = parse_argv([*argv, *way.options, "--train.micro_batch=1"], function).config
+        places = max(1, count // plan_of(own).dimensions.same_samples)
+        for size in sizes_to_try(train.global_batch, places) if is_auto else [train.micro_batch]:
             changed = [*way.options, f"--memory.checkpointing={mode}", f"--train.micro_batch={size}"]
             run = parse_argv([*argv, *changed], function)
             found = size if is_auto and isinstance(size, int) else None

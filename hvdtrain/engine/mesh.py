@@ -48,7 +48,7 @@ class MeshEngine(DividedEngine):
     Plans of transformers place DTensors in the model, and exchange activations in each pass. The optimizer has this
     rank's parts as plain tensors. In the last backward pass of a step, the gradients of each part are summed over its
     copies, in buckets. With `--parallel.shard optimizer`, each copy updates some rows of the part, and sends them to
-    the others.
+    the others; with `gradients`, the sums of each pass are at their owners.
 
     Args:
         parts: the model's parameters become those of rank 0.
@@ -84,13 +84,15 @@ class MeshEngine(DividedEngine):
         self._copies = self._make_exchanges(parts, hosts)
         self._copies_of = {name: each for names, each in self._copies for name in names}
         self._divided = [each for _, each in self._copies if isinstance(each, DividedCopies)]
-        if parts.plan.shard == "optimizer":
+        self._sums_each_pass = parts.plan.shard == "gradients"
+        if parts.plan.shard != "none":
             self._divide_optimizer(parts)
         # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
         # on another.
         waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
         self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
         self._missing: set[str] = set()  # parameters without a gradient in this step
+        self._owed: set[str] = set()  # those with a residual that this step has not delivered yet
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
@@ -202,6 +204,8 @@ class MeshEngine(DividedEngine):
         self.optimizer.zero_grad()
         self._schedule.begin(micro_batches)
         self._missing = set(self._copies_of)
+        self._owed = {name for name in self._undelivered.sums if self._leads.get(name)}
+        self._is_first = True
         for _, exchange in self._copies:
             if exchange is not None:
                 exchange.begin()
@@ -223,6 +227,9 @@ class MeshEngine(DividedEngine):
         self._pass_back(self._schedule.backward(loss))
 
     def _pass_back(self, call: Callable[[], None]) -> None:
+        if self._sums_each_pass and not self._is_first:
+            self._end_pass()
+        self._is_first = False
         self._schedule.count()
         try:
             call()
@@ -230,7 +237,8 @@ class MeshEngine(DividedEngine):
             raise _explained(error) from error
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        if not self._schedule.left and self._overlaps and not self._schedule.awaits(parameter):
+        is_last = not self._schedule.left or (self._sums_each_pass and self._copies_of[name] is not None)
+        if is_last and self._overlaps and not self._schedule.awaits(parameter):
             self._hand_over(name, parameter)
 
     def _hand_over(self, name: str, parameter: nn.Parameter) -> None:
@@ -248,17 +256,27 @@ class MeshEngine(DividedEngine):
                 placements = cast("DTensor", parameter).placements
                 gradient = cast("DTensor", gradient).redistribute(placements=placements)
             rows.grad, parameter.grad = local(gradient), None
-        if (residual := self._undelivered.sums.get(name)) is not None and self._leads[name]:
+        if name in self._owed:
+            self._owed.discard(name)
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            rows.grad += self._held[name].cut(residual).to(rows)
+            rows.grad += self._held[name].cut(self._undelivered.sums[name]).to(rows)
         if (exchange := self._copies_of[name]) is not None:
             exchange.add_gradient(name)
 
+    def _end_pass(self) -> None:
+        """Wait for the sums of a pass at their owners, and begin the next one. Collective: yes."""
+        for name, exchange in self._copies_of.items():
+            if exchange is not None and not self._overlaps and self._parameters[name].grad is not None:
+                self._hand_over(name, self._parameters[name])
+        for each in self._divided:
+            each.end_pass()
+
     def finish(self) -> list[Tensor]:
         """Wait for the sums of what this rank holds. Collective: yes."""
-        for name in self._copies_of:  # those that the last pass has not used
+        for name, exchange in self._copies_of.items():  # those that the last pass has not used
             parameter = self._parameters[name]
-            if name in self._missing and (parameter.grad is not None or name in self._undelivered.sums):
+            waits = name in self._missing or (self._sums_each_pass and exchange is not None and not self._overlaps)
+            if (waits and parameter.grad is not None) or name in self._owed:
                 self._hand_over(name, parameter)
         gradients = []
         for names, exchange in self._copies:

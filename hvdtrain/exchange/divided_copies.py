@@ -1,4 +1,4 @@
-"""Divide the update of a part of a model among the ranks that hold copies of it (ZeRO-1)."""
+"""Divide the update of a part of a model among the ranks that hold copies of it (ZeRO)."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ class DividedCopies:
     def add_gradient(self, name: str) -> None:
         """Pack the gradient of a parameter, and start the exchange of its bucket if it is full."""
         self._queue.add_gradient(name)
+
+    def end_pass(self) -> None:
+        """Wait for the sums of a pass, to which those of the next one are added (ZeRO-2). Collective: yes."""
+        self._queue.wait()
+        self._queue.begin()
 
     def finish(self) -> list[Tensor]:
         """Return the sums of what this rank owns; they are gradients now. Collective: yes."""

@@ -177,8 +177,8 @@ def _division(plan: Plan) -> _Found:
         yield Refusal((*engine, "parallel.dp_shard"), "only FSDP divides a model among groups of ranks")
     for name in _mesh(plan) if plan.engine == "ddp" else ():
         yield Refusal((*engine, name), "each rank of DDP has the whole model")
-    for name in _mesh(plan) if plan.shard == "gradients" else ():
-        yield Refusal(("parallel.shard", name), "ranks with parts of the model sum gradients once a step")
+    if plan.shard == "gradients" and plan.dimensions.pp > 1:
+        yield Refusal(("parallel.shard", "parallel.pp"), "a pipeline sums its gradients once a step")
     if plan.dp_shard is not None and plan.dimensions.pp > 1:
         yield Refusal(("parallel.dp_shard", "parallel.pp"), "no stage of a pipeline is in a group")
 
@@ -192,8 +192,8 @@ def _schedule(plan: Plan) -> _Found:
             yield Refusal(("parallel.engine", name), "FSDP gathers parameters in the order of one group of layers")
     if plan.dimensions.zero_bubble and plan.compiled:
         yield Refusal(("parallel.zero_bubble", "train.compile"), "compiled blocks compute all gradients at once")
-    for name in _all_dimensions(plan) if plan.finds_micro_batch else ():
-        yield Refusal((name, "train.micro_batch"), "no rank can try a pass alone")
+    if plan.finds_micro_batch and plan.dimensions.pp > 1:
+        yield Refusal(("parallel.pp", "train.micro_batch"), "a pipeline needs the number of micro-batches")
 
 
 def compressions(plan: Plan) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def _codings(plan: Plan) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str
         yield ("parallel.engine", *divided), names, because
     elif plan.engine == "fsdp":
         yield ("parallel.dp_shard",), _BY_ROWS, "groups exchange rows"
-    elif plan.shard == "optimizer" and divided:
+    elif plan.shard in ("optimizer", "gradients") and divided:
         yield ("parallel.shard", *divided), ("none",), "updated rows are sent as they are"
     elif plan.shard != "none":
         yield ("parallel.shard",), _BY_PIECES, "ranks sum pieces at their owners"

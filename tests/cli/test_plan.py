@@ -56,7 +56,7 @@ def test_of_a_file_with_options_of_its_task(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--parallel.shard=gradients", "--parallel.ep=2"], ["--parallel.ep 2", "or --parallel.shard none"]),
+        (["--parallel.shard=gradients", "--parallel.pp=2"], ["--parallel.pp 2", "or --parallel.shard none"]),
         (["--ranks=6", "--parallel.tp=4"], ["6 rank(s)", "--parallel.tp 3"]),
         (["--ranks=6", "--parallel.engine=fsdp", "--parallel.dp_shard=4"], ["6 ranks cannot form groups"]),
         (["--parallel.tb=2"], ["did you mean --parallel.tp"]),

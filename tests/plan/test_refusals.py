@@ -83,16 +83,9 @@ def test_what_may_be_compressed(options: dict[str, Any], supported: tuple[str, .
         ({"offload": "optimizer"}, "only a divided optimizer", "--parallel.shard optimizer"),
         ({"shard": "optimizer", "offload": "optimizer", "tp": 2}, "tp 2 does not support --memory.offload", "tp 1"),
         ({"shard": "parameters"}, "only FSDP divides parameters", "--parallel.engine fsdp"),
-        ({"shard": "gradients", "ep": 2}, "gradients does not support --parallel.ep 2", "--parallel.shard none"),
+        ({"shard": "gradients", "pp": 2}, "gradients does not support --parallel.pp 2", "--parallel.shard none"),
         ({"pp": 2, "zero_bubble": True, "train": TrainConfig(compile=True)}, "--train.compile true", "compile false"),
-        *(
-            (
-                {name: 2, "train": TrainConfig(micro_batch="auto")},
-                f"{name} 2 does not support --train.micro_batch auto",
-                "",
-            )
-            for name in ("tp", "ep", "cp", "pp")
-        ),
+        ({"pp": 2, "train": TrainConfig(micro_batch="auto")}, "pp 2 does not support --train.micro_batch auto", ""),
         ({"compression": "fp8"}, "invalid compression 'fp8'", ""),
         ({"engine": "ddp", "compression": "powersgd:x"}, "invalid compression 'powersgd:x'", ""),
         *(({"cp": 2, **more}, "cp 2 does not support", "") for more in (BALANCE, {"sync": "diloco:2", "workers": 2})),
@@ -133,7 +126,7 @@ def test_an_error_names_all_reasons_and_the_fewest_changes() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(config(engine="ddp", shard="optimizer", tp=2, **BALANCE))
     assert all(word in str(caught.value) for word in ("--parallel.shard", "--parallel.tp", "--parallel.balance"))
-    wrong = config(shard="gradients", ep=2, compression="topk", offload="optimizer")
+    wrong = config(shard="gradients", pp=2, compression="topk", offload="optimizer")
     for changes in nearest(wrong, refusals(plan_of(wrong)), elastic=False):
         assert len(changes) == 2 and not refusals(plan_of(changed_by(wrong, changes)))
 

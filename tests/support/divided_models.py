@@ -99,7 +99,9 @@ FOUR = _trainings("""
     pp2 pp2zero pp2ep2 pp2zerolater pp2ep2fsdp pp2fsdp: many
     tp2zerobuckets: wide
     ep2zero: frozen
-    tp2zero pp2tp2later: norms
+    tp2zero tp2gradients pp2tp2later: norms
+    ep2gradients: adamw own
+    tp2ep4gradients: frozen
     pp2tp2: latent norms tied
     ep2fsdp: frozen recomputed adamw bf16-weights
     tp2fsdp: norms own tied bf16-weights

@@ -18,6 +18,7 @@ from torch import nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig, TrainConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import plan_of
 from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.start import device as devices
 from hvdtrain.training.start import micro_batch
@@ -39,6 +40,21 @@ AUTO = replace(Config(), train=TrainConfig(micro_batch="auto"))
 def test_sizes_divide_the_work_evenly(global_batch: int, ranks: int, sizes: list[int]) -> None:
     """Micro-batches of 8 would give one of two ranks 16 of 24 samples."""
     assert sizes_to_try(global_batch, ranks) == sizes
+
+
+@pytest.mark.parametrize("dimension", ["tp", "ep", "cp"])
+def test_ranks_that_need_each_other_in_a_pass_predict(dimension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks, 2 share samples, but for experts."""
+    plan = plan_of(replace(AUTO, parallel=ParallelConfig(**{dimension: 2})))
+    run = SimpleNamespace(config=replace(AUTO, train=replace(AUTO.train, global_batch=16)))
+    comm, recorder = SimpleNamespace(rank=0, size=4), SimpleNamespace(say=lambda _: None)
+    current: Any = SimpleNamespace(
+        run=run, comm=comm, worker=SimpleNamespace(plan=plan), layout=None, recorder=recorder
+    )
+    monkeypatch.setattr(micro_batch, "on_rank_0", lambda *_, **__: [])
+    asked: list[int] = []
+    monkeypatch.setattr(micro_batch, "predict_largest", lambda current, most: (asked.append(most) or 2, []))
+    assert micro_batch._search(current) == (2, []) and asked == [4 if dimension == "ep" else 8]
 
 
 def _limited(limit: int, tried: list[int]) -> Callable[[int], None]:

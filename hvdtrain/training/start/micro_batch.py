@@ -119,8 +119,9 @@ def _search(current: Round) -> tuple[int, list[int]]:
     config, comm, worker = current.run.config, current.comm, current.worker
     before = on_rank_0(comm, lambda: read_events(current.layout.journal, FOUND), name="micro_batch/before")
     most = before[-1]["samples"] if before else config.train.global_batch
-    sizes = [size for size in sizes_to_try(config.train.global_batch, comm.size) if size <= most]
-    if worker.plan.places_model:
+    _, places, _ = worker.plan.dimensions.samples(comm.rank, comm.size)
+    sizes = [size for size in sizes_to_try(config.train.global_batch, places) if size <= most]
+    if worker.plan.places_model or worker.plan.dimensions:  # no rank can try a pass alone
         found, lacking = predict_largest(current, sizes[-1])
     else:
         with _without_trace(current):
