@@ -43,7 +43,7 @@ class HorovodTrace:
     tensors: Sequence[str]
     phases: Sequence[str]
     tensor: Ints
-    phase: NDArray[np.int16]
+    phase: Ints
     start_us: Floats
     duration_us: Floats
     nbytes: NDArray[np.int64]

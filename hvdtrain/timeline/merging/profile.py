@@ -13,8 +13,8 @@ from typing import Any
 
 from hvdtrain.timeline.merging.sink import Event
 from hvdtrain.timeline.merging.tracks import labels
-from hvdtrain.timeline.reading.salvage import salvage
-from hvdtrain.timeline.reading.source import read_pieces
+from hvdtrain.timeline.reading.events import salvage
+from hvdtrain.timeline.reading.source import read_chunks
 
 _PIECE_BYTES = 1 << 20
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
@@ -99,24 +99,17 @@ def _is_shown(item: Event) -> bool:
 
 def _items(path: Path, notes: list[str]) -> Iterator[dict[str, Any] | float]:
     """Yield the base in microseconds, if the file has it, and the events."""
-    rest, begun, lost = b"", False, 0
-    for piece in read_pieces(path, _PIECE_BYTES, notes):
-        rest += piece
-        if not begun:
-            found = _EVENTS.search(rest)
-            if found is None and len(rest) < 64 * _PIECE_BYTES and not rest.lstrip().startswith(b"["):
-                continue
-            if base := _BASE.search(rest, 0, found.end() if found else 0):
+    begun, lost = False, 0
+    for chunk in read_chunks(path, _PIECE_BYTES, notes):
+        events = chunk
+        if not begun and (found := _EVENTS.search(chunk)):
+            if base := _BASE.search(chunk, 0, found.end()):
                 yield int(base[1]) / 1e3
-            rest, begun = rest[found.end() if found else 0 :], True
-        found_pieces, taken = salvage(rest, final=False)
-        for item in found_pieces:
-            lost += item.event is None and not _AFTER.match(rest, item.offset)
-            if item.event is not None:
-                yield item.event
-        rest = rest[taken:]
-    for item in salvage(rest, final=True)[0]:
-        if item.event is not None:
-            yield item.event
+            events = chunk[found.end() :]
+        begun = begun or found is not None or chunk.lstrip().startswith(b"[")
+        for begin, _, item in salvage(events):
+            lost += begun and not item and not _AFTER.match(events, begin)
+            if item:
+                yield item
     if lost:
         notes.append(f"{path.name}: {lost} places could not be read")
