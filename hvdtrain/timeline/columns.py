@@ -52,6 +52,11 @@ class HorovodTrace:
     tick_us: Floats
     dropped: Sequence[str] = ()
 
+    @property
+    def named_damage(self) -> list[str]:
+        """`dropped`, with the file's name."""
+        return [f"{self.path.name}: {line}" for line in self.dropped]
+
 
 @dataclass(frozen=True)
 class BucketFacts:

@@ -7,7 +7,7 @@ grow with the file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
@@ -43,6 +43,15 @@ def read_files(paths: Sequence[Path]) -> list[HorovodTrace]:
             next_step="train some steps, and let the program exit by itself: Horovod writes with a delay",
         )
     return traces
+
+
+def read_readable(paths: Iterable[Path], notes: list[str]) -> Iterator[HorovodTrace]:
+    """Yield the Timelines of a run; `notes` lists files that are none."""
+    for path in paths:
+        try:
+            yield read_horovod(path)
+        except TraceError as error:
+            notes.append(f"{path.name} is ignored: {error.what}")
 
 
 def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:

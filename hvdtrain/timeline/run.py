@@ -21,7 +21,8 @@ from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
-from hvdtrain.timeline.read import read_files, read_horovod
+from hvdtrain.timeline.read import read_files, read_readable
+from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.evidence import Evidence
@@ -248,14 +249,9 @@ def _segments(
     timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
 ) -> Iterator[HorovodTrace]:
     """Yield the start's Horovod Timelines, on the run's clock."""
-    for path in _small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes):
-        try:
-            trace = read_horovod(path)
-        except TraceError as error:
-            notes.append(f"{path.name} is ignored: {error.what}")
-            continue
+    for trace in read_readable(_small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes), notes):
         if wall_us is None or trace.epoch_us is None:
-            notes.append(f"{path.name} is ignored: its start time is unknown")
+            notes.append(f"{trace.path.name} is ignored: its start time is unknown")
             continue
         moved = _shifted(trace, trace.epoch_us - wall_us)
         begin, end = extent(moved)
@@ -273,17 +269,8 @@ def _bounded(traces: Iterable[HorovodTrace], notes: list[str]) -> list[HorovodTr
         if left > 0:
             begin_us = float(trace.start_us[left:].min())
             ticks = slice(int(np.searchsorted(trace.tick_us, begin_us)), None)  # reads few pages of the file
-            trace = replace(
-                trace,
-                tensor=trace.tensor[left:].copy(),
-                phase=trace.phase[left:].copy(),
-                start_us=trace.start_us[left:].copy(),
-                duration_us=trace.duration_us[left:].copy(),
-                nbytes=trace.nbytes[left:].copy(),
-                tick_tensor=trace.tick_tensor[ticks].copy(),
-                tick_rank=trace.tick_rank[ticks].copy(),
-                tick_us=trace.tick_us[ticks].copy(),
-            )
+            spans = {name: getattr(trace, name)[left:].copy() for name, _ in SPAN}
+            trace = replace(trace, **spans, **{name: getattr(trace, name)[ticks].copy() for name, _ in TICK})
             notes.append(f"{trace.path.name}: the last {most:,} of {left + most:,} operations are analysed")
         kept.append(trace)
     return kept

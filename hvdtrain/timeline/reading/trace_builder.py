@@ -32,8 +32,10 @@ _EXCERPT_BYTES = 40
 _ONLY_ENDED = ("barrier.noname", "join.noname")
 """Horovod writes end events for these tensors but no begin events."""
 
-_SPAN = [("tensor", "i4"), ("phase", "i4"), ("start_us", "f8"), ("duration_us", "f8"), ("nbytes", "i8")]
-_TICK = [("tick_tensor", "i4"), ("tick_rank", "i4"), ("tick_us", "f8")]
+SPAN = [("tensor", "i4"), ("phase", "i4"), ("start_us", "f8"), ("duration_us", "f8"), ("nbytes", "i8")]
+TICK = [("tick_tensor", "i4"), ("tick_rank", "i4"), ("tick_us", "f8")]
+"""Columns of a `HorovodTrace`."""
+
 _LATEST_EPOCH_US = 1e18
 _NEXT_TIMELINE = re.compile(rb'\[\n\{"name": "process_name", "ph": "M", "pid": [01],')
 """Where a Timeline begins. A file has several where Timelines were concatenated."""
@@ -107,7 +109,7 @@ class TraceBuilder:
         self._phases = defaultdict[str, int](count().__next__)
         self._last_us = -np.inf
         self._in_order = True
-        self._spans, self._ticks = Column(_SPAN), Column(_TICK)
+        self._spans, self._ticks = Column(SPAN), Column(TICK)
 
     def add(self, chunk: bytes) -> None:
         """Add whole events."""
@@ -139,8 +141,8 @@ class TraceBuilder:
             epoch_us=self._epoch_us,
             tensors=self._tensors.names,
             phases=list(self._phases),
-            **{name: spans[name] for name, _ in _SPAN},
-            **{name: ticks[name] for name, _ in _TICK},
+            **{name: spans[name] for name, _ in SPAN},
+            **{name: ticks[name] for name, _ in TICK},
             dropped=self._dropped(),
         )
 
@@ -202,10 +204,10 @@ class TraceBuilder:
             elif type(event) is Metadata:
                 self._add_metadata(event)
         self.is_horovod |= any(type(event) is not Metadata for event in events)
-        rows = _rows(ticks, _TICK)
+        rows = _rows(ticks, TICK)
         rows["tick_us"] += self._shift_us
         self._ticks.add(rows)
-        rows = _rows(spans, _SPAN)
+        rows = _rows(spans, SPAN)
         forward = rows["duration_us"] >= 0
         self._ignored["backwards"] += int(np.sum(~forward))
         rows = rows[forward]
