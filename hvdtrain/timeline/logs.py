@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.files import open_regular
+from hvdtrain.timeline.wording import counted
 
 STALLED = "Horovod stalled "
 """The prefix of every line about a stall, and of no other."""
@@ -50,11 +51,13 @@ _SETUP = {
 def collect_lines(paths: Sequence[Path]) -> list[str]:
     """Return lines about stalled ranks, NCCL's warnings, its network and links, from output of one rank or of all.
 
+    A file that occurs twice is read once.
+
     Errors:
         TraceError: a file cannot be read.
     """
     stalls, nccl = _Stalls(), _Nccl()
-    for path in paths:
+    for path in dict.fromkeys(path.resolve() for path in paths):
         for line in _lines(path):
             if not nccl.add_line(line):
                 stalls.add_line(line)
@@ -181,10 +184,10 @@ class _Nccl:
         for text, count in self._warnings.items():
             times = sum(count.values())
             often = f" ({times} times" if times > 1 else " (once"
-            yield f"NCCL warning: {text}{often}, {_gpus(len(count))})"
+            yield f"NCCL warning: {text}{often}, {counted(len(count), 'GPU')})"
         for template in (*_VERSION, *_SETUP):
             for text, gpus in self._setup.get(template, {}).items():
-                yield text + (f" ({_gpus(len(gpus))})" if any(gpus) else "")
+                yield text + (f" ({counted(len(gpus), 'GPU')})" if any(gpus) else "")
         if self._links:
             parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
             yield f"NCCL's links: {', '.join(parts)}"
@@ -203,7 +206,3 @@ class _Nccl:
 def _kind(via: str) -> str:
     """Drop device numbers: ``NET/IB/0/GDRDMA`` becomes NET/IB/GDRDMA."""
     return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"

@@ -53,13 +53,6 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
     Errors:
         TraceError: it is neither a run nor a Timeline.
     """
-    run, found = _load(path, more, most_bytes)
-    output = dict.fromkeys(log.resolve() for log in [*logs, *found])
-    return replace(run, warnings=[*run.warnings, *collect_lines(list(output))])
-
-
-def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace, list[Path]]:
-    """Return the trace and its output files."""
     above = RunLayout(path.parent)
     folder = path.parent if path == above.timeline.folder and above.is_run else path
     if folder.is_dir():
@@ -69,7 +62,7 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
                 found=f"{path} and {more[0]}",
                 next_step="hvdtrain timeline diff",
             )
-        return _load_run(folder, most_bytes)
+        return _load_run(folder, logs, most_bytes)
     if not path.exists():
         raise TraceError(
             f"{path} does not exist", expected=_EXPECTED, next_step="ls runs/ shows the runs of this folder"
@@ -77,10 +70,10 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
     notes: list[str] = []
     traces = _bounded(read_files([path, *more]), notes)
     size = max(int(np.max(trace.tick_rank, initial=-1)) + 1 for trace in traces)
-    return RunTrace(path, size, horovod=_on_first_clock(traces), notes=notes), []
+    return RunTrace(path, size, horovod=_on_first_clock(traces), warnings=collect_lines(logs), notes=notes)
 
 
-def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
+def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> RunTrace:
     layout = RunLayout(folder)
     timeline = layout.timeline.folder
     if not layout.is_run and not timeline.is_dir():
@@ -128,9 +121,10 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
+    warnings += collect_lines([*more_logs, *logs])
     events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
     records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
-    run = RunTrace(
+    return RunTrace(
         *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
         starts=past,
         start=number.get(id(this), -1),
@@ -143,7 +137,6 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
-    return run, logs
 
 
 def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:

@@ -55,12 +55,11 @@ def read_starts(path: Path) -> list[Start]:
         if isinstance(line, (StartLine, _DamagedStart)):
             if isinstance(line, StartLine) and line.version == VERSION and line.fits():
                 heads.append((line, line.start, [], []))
-            elif line.version != VERSION:
+                continue
+            text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
+            if line.version != VERSION:
                 text = f"a start in steps.jsonl has format {line.version}, this program reads {VERSION}: it is ignored"
-                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
-            else:
-                text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
-                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
+            heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
         elif head is not None and isinstance(line, BlockLine) and line.fits(head.size):
             heads[-1][2].append(line)
         elif head is not None:

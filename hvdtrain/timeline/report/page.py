@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
@@ -175,16 +176,13 @@ def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
     found, end = [], 0
     for lane in lanes:
         row: list[int] = []
-        steps: list[list[int]] = []
         before = 0
-        for one in sorted(lane.slices, key=lambda s: (s.start_ms, -s.end_ms))[:MOST_SLICES]:
+        ordered = sorted(lane.slices, key=lambda s: (s.start_ms, -s.end_ms))[:MOST_SLICES]
+        for one in ordered:
             start, until = round(one.start_ms * _US), round(one.end_ms * _US)
             row += [numbers.setdefault(one.name, len(numbers)), start - before, until - start]
             before, end = start, max(end, until)
-            if steps and steps[-1][0] == one.step:
-                steps[-1][1] += 1
-            else:
-                steps.append([one.step, 1])
+        steps = [(step, len(list(those))) for step, those in groupby(one.step for one in ordered)]
         found.append([lane.label, row, [number for pair in steps for number in pair]])
     return {"names": [[name, hue(name)] for name in numbers], "lanes": found, "end": end}
 
