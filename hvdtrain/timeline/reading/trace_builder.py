@@ -18,6 +18,7 @@ from hvdtrain.timeline.reading.events import (
     Begin,
     End,
     Event,
+    Mark,
     Metadata,
     Tick,
     as_event,
@@ -53,36 +54,37 @@ def _rows(values: list[float], dtype: list[tuple[str, str]]) -> NDArray[Any]:
     return np.rec.fromarrays(np.array(values, float).reshape(-1, len(dtype)).T, dtype=dtype)
 
 
-class _Tensors(dict[int, tuple[int, list[Begin]]]):
-    """The tensors of a Timeline: by the number there, the number in the trace and the operations still open.
+class _Tensors(dict[int, int]):
+    """The tensors of a Timeline: the number in the trace by the number there.
 
-    `names` and `unnamed` (those without a name so far) are of all tensors of the file, by number in the trace.
+    All tensors of the file, by number in the trace, are in `names`, `unnamed` (those without a name so far) and
+    `still_open` (their operations that have not ended).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.unnamed: set[int] = set()
+        self.still_open: list[list[Begin]] = []
 
-    def __missing__(self, pid: int) -> tuple[int, list[Begin]]:
+    def __missing__(self, pid: int) -> int:
         self.unnamed.add(len(self.names))
         return self._add(pid, f"tensor {pid}")
 
-    def set_name(self, pid: int, name: str) -> int:
-        """Name a tensor; if it has another name already, a new one begins. Return how many operations that ends."""
-        number, still_open = self.get(pid, (-1, []))
+    def set_name(self, pid: int, name: str) -> None:
+        """Name a tensor; if it has another name already, a new one begins."""
+        number = self.get(pid, -1)
         if number in self.unnamed:
             self.unnamed.remove(number)
             self.names[number] = name
         elif number < 0 or self.names[number] != name:
             self._add(pid, name)
-            return len(still_open)
-        return 0
 
-    def _add(self, pid: int, name: str) -> tuple[int, list[Begin]]:
-        tensor = self[pid] = (len(self.names), [])
+    def _add(self, pid: int, name: str) -> int:
+        self[pid] = len(self.names)
         self.names.append(name)
-        return tensor
+        self.still_open.append([])
+        return self[pid]
 
 
 class TraceBuilder:
@@ -122,16 +124,16 @@ class TraceBuilder:
             if number and self.is_horovod:  # with its own clock and tensor numbers
                 self._is_first = False
                 self._shift_us = 0.0
-                self._close_tensors()
+                self._tensors.clear()
             plain = bytearray(text)
             for found in NAME.finditer(text):
-                self._set_name(int(found[1]), found[2].decode("utf-8", "replace"))
+                self._tensors.set_name(int(found[1]), found[2].decode("utf-8", "replace"))
                 plain[found.start() : found.end()] = b" " * len(found[0])
             self._add_text(bytes(plain))
 
     def finish(self, path: Path) -> HorovodTrace:
         """Return the columns."""
-        self._close_tensors()
+        self._ignored["still_open"] = sum(map(len, self._tensors.still_open))
         self._ignored["unnamed"] = len(self._tensors.unnamed)
         spans, ticks = self._spans.finish(), self._ticks.finish()
         if not self._in_order:
@@ -158,10 +160,6 @@ class TraceBuilder:
         ignored = ((self._ignored[kind], *words) for kind, words in _IGNORED.items())
         return lines + [f"{counted(number, noun)} {what}" for number, noun, what in ignored if number]
 
-    def _close_tensors(self) -> None:
-        self._ignored["still_open"] += sum(len(still_open) for _, still_open in self._tensors.values())
-        self._tensors.clear()
-
     def _add_text(self, text: bytes) -> None:
         events = decode(text)
         if events is None:
@@ -185,25 +183,25 @@ class TraceBuilder:
 
     def _add_events(self, events: list[Event]) -> None:
         """Pair begin and end events of each tensor by a stack, and add the pairs to the columns."""
-        phases, tensors = self._phases, self._tensors
+        phases, tensors, still_open = self._phases, self._tensors, self._tensors.still_open
         spans: list[float] = []
         ticks: list[float] = []
         for event in events:
             if type(event) is Begin:  # isinstance is slower on these classes, which have a metaclass
-                tensors[event.pid][1].append(event)
+                still_open[tensors[event.pid]].append(event)
             elif type(event) is End:
-                number, still_open = tensors[event.pid]
-                if still_open:
-                    begin = still_open.pop()
+                number = tensors[event.pid]
+                if still_open[number]:
+                    begin = still_open[number].pop()
                     size = -1 if event.args is None else nbytes(event.args)
                     spans += number, phases[begin.name], begin.ts, event.ts - begin.ts, size
                 else:
                     self._ignored["orphans"] += tensors.names[number] not in _ONLY_ENDED
             elif type(event) is Tick:
-                ticks += tensors[event.pid][0], int(event.name), event.ts
+                ticks += tensors[event.pid], int(event.name), event.ts
             elif type(event) is Metadata:
                 self._add_metadata(event)
-        self.is_horovod |= any(type(event) is not Metadata for event in events)
+        self.is_horovod |= bool(tensors.names) or any(type(event) is Mark for event in events)
         rows = _rows(ticks, TICK)
         rows["tick_us"] += self._shift_us
         self._ticks.add(rows)
@@ -229,8 +227,4 @@ class TraceBuilder:
             elif self._epoch_us is not None:
                 self._shift_us = epoch_us - self._epoch_us
         elif isinstance(tensor, str):
-            self._set_name(event.pid, tensor)
-
-    def _set_name(self, pid: int, name: str) -> None:
-        self.is_horovod = True
-        self._ignored["still_open"] += self._tensors.set_name(pid, name)
+            self._tensors.set_name(event.pid, tensor)
