@@ -157,7 +157,7 @@ def _add_profiles(folder: Path, found: _Sources) -> None:
         except OSError as error:
             found.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
             continue
-        if times.first_us is None or times.last_us is None:
+        if times.first_us > times.last_us:
             found.notes.append(f"{path.name} has no events")
         elif not found.is_earlier(path, times.base_us + times.last_us - found.epoch_of(rank)):
             found.profiles.append((path, rank, times))
@@ -169,7 +169,7 @@ def _zero(found: _Sources) -> float:
     for trace in found.timelines:
         shift_us = found.shift_of(trace)
         firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
-    firsts += [times.base_us + (times.first_us or 0.0) - found.epoch_of(rank) for _, rank, times in found.profiles]
+    firsts += [times.base_us + times.first_us - found.epoch_of(rank) for _, rank, times in found.profiles]
     return min(firsts, default=0.0)
 
 

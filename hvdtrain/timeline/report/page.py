@@ -194,9 +194,8 @@ def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[floa
     for lane in lanes:
         of_lane: defaultdict[str, float] = defaultdict(float)
         for one in lane.slices:
-            of_lane[one.name] += one.end_ms - one.start_ms
-        for name, ms in of_lane.items():
-            totals[name] += ms
+            for sums in (of_lane, totals):
+                sums[one.name] += one.end_ms - one.start_ms
         rows.append((lane.label, of_lane, len({one.step for one in lane.slices}) or 1))
     names = sorted(totals, key=lambda name: (name != "step", -totals[name]))[:_MOST_NAMES]
     return names, [(label, [of[n] / steps if n in of else None for n in names]) for label, of, steps in rows]
