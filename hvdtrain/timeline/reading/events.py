@@ -132,7 +132,9 @@ def _object(text: bytes, at: int) -> tuple[dict[str, Any], int]:
     for size in (_USUAL_BYTES, LONGEST_BYTES):
         try:
             event, length = _OBJECT.raw_decode(text[at : at + size].decode("latin-1"))  # one character per byte
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            if getattr(error, "pos", size) < size // 2 and "Unterminated" not in str(error):
+                break  # more text does not help
             continue
         if not (plain := text[at : at + length]).isascii():
             event = json.loads(plain.decode("utf-8", "replace"), strict=False)
