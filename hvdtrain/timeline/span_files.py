@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def read_span_files(
     wanted = max(starts.values(), default=-1) if start is None else start
     chosen = [path for path in paths if starts[path] == wanted]
     each = max(1, most_spans // max(1, len(chosen)))
-    found = [file for path in _fitting(chosen, most_bytes) if (file := _read(path, each)) is not None]
+    totals = accumulate(path.stat().st_size for path in chosen)
+    fitting = [path for path, total in zip(chosen, totals, strict=True) if total <= most_bytes]
+    found = [file for path in fitting if (file := _read(path, each)) is not None]
     newest = {file.spans.rank: file for file in sorted(found, key=lambda file: file.epoch_us)}
     return [newest[rank] for rank in sorted(newest)]
 
@@ -184,16 +187,6 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
     return replace(
         spans, start_us=spans.start_us + shift_us, end_us=spans.end_us + shift_us, clock_error_us=float("inf")
     )
-
-
-def _fitting(paths: Sequence[Path], most_bytes: float) -> Iterator[Path]:
-    """Yield the files of the first ranks up to a total size."""
-    left = most_bytes
-    for path in paths:
-        left -= path.stat().st_size
-        if left < 0:
-            return
-        yield path
 
 
 def _paths(folder: Path) -> list[Path]:
