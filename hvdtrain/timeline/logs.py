@@ -61,7 +61,7 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
         for line in _lines(path):
             if not nccl.add_line(line):
                 stalls.add_line(line)
-        stalls.end()
+        stalls.left = 0
     return [*stalls.lines(), *nccl.lines()]
 
 
@@ -104,32 +104,28 @@ class _Stall:
 
 
 class _Stalls:
-    """Collects warnings of the stall inspector, which have several lines."""
+    """Collects warnings of the stall inspector, which have several lines: at most `left` more of the current one."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, _Stall] = {}
         self._warnings = 0
         self._seconds = 0
-        self._left = 0
+        self.left = 0
         self._ends = False
 
     def add_line(self, line: str) -> None:
         """Parse a line of output."""
         if found := _WAITING.search(line):
-            self._seconds, self._left = int(found[1]), _PATIENCE
+            self._seconds, self.left = int(found[1]), _PATIENCE
             self._warnings += 1
-        elif self._left:
-            self._left -= 1
+        elif self.left:
+            self.left -= 1
             if found := _OLDER.search(line):
                 for rank in re.findall(r"\d+", found[2]):
                     self._add(int(rank), [found[1]])
             elif found := _MISSING.search(line):
                 self._add(int(found[1]), [name for name in re.split(r", | \.\.\.", found[3]) if name])
             self._ends |= bool(_ENDS.search(line))
-
-    def end(self) -> None:
-        """Note the end of a file."""
-        self._left = 0
 
     def lines(self) -> Iterator[str]:
         """Return a sentence for each stalled rank, the most frequent first."""

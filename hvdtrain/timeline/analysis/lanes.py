@@ -32,11 +32,6 @@ class _Window(NamedTuple):
     begin: float
     end: float
 
-    @property
-    def length(self) -> float:
-        """Microseconds."""
-        return self.end - self.begin
-
 
 def window_lanes(run: RunTrace, turns: Iterable[int] = ()) -> list[Lane]:
     """Return four consecutive recorded steps that are slow but not exceptional; or four steps of a Timeline alone.
@@ -48,13 +43,14 @@ def window_lanes(run: RunTrace, turns: Iterable[int] = ()) -> list[Lane]:
     found: dict[str, list[Slice]] = defaultdict(list)
     before, place = 0.0, 0.0
     for window in windows:
-        place += _GAP * max(before, window.length) if before else 0.0
+        length = window.end - window.begin
+        place += _GAP * max(before, length) if before else 0.0
         for spans in sorted(run.spans, key=lambda spans: spans.rank):
             for label, slices in _of_rank(spans, window, place):
                 found[label] += slices
         for trace in horovod:
             found["Horovod"] += _transfers(trace, window, place)
-        before, place = window.length, place + window.length
+        before, place = length, place + length
     return [Lane(label, slices) for label, slices in found.items() if slices]
 
 
