@@ -12,7 +12,8 @@ import pwd
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -100,14 +101,15 @@ def create_text(path: Path, text: str) -> None:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all, also where others write it at the same time. An error leaves nothing.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; on success its file replaces `path`, also where others do so at the same time.
 
-    Errors: OSError; UnicodeEncodeError if `text` cannot be encoded as UTF-8.
+    An error leaves nothing. Errors: OSError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         fsync(temporary)
         temporary.replace(path)
     except BaseException:
@@ -115,3 +117,12 @@ def write_text(path: Path, text: str) -> None:
             temporary.unlink()
         raise
     fsync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all, see `replacing`.
+
+    Errors: OSError; UnicodeEncodeError if `text` cannot be encoded as UTF-8.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -43,7 +43,7 @@ class HorovodTrace:
     tensors: Sequence[str]
     phases: Sequence[str]
     tensor: Ints
-    phase: NDArray[np.int16]
+    phase: Ints
     start_us: Floats
     duration_us: Floats
     nbytes: NDArray[np.int64]
@@ -51,6 +51,11 @@ class HorovodTrace:
     tick_rank: Ints
     tick_us: Floats
     dropped: Sequence[str] = ()
+
+    @property
+    def named_damage(self) -> list[str]:
+        """`dropped`, with the file's name."""
+        return [f"{self.path.name}: {line}" for line in self.dropped]
 
 
 @dataclass(frozen=True)

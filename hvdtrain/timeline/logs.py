@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.files import open_regular
+from hvdtrain.timeline.wording import counted
 
 STALLED = "Horovod stalled "
 """The prefix of every line about a stall, and of no other."""
@@ -50,15 +51,17 @@ _SETUP = {
 def collect_lines(paths: Sequence[Path]) -> list[str]:
     """Return lines about stalled ranks, NCCL's warnings, its network and links, from output of one rank or of all.
 
+    A file that occurs twice is read once.
+
     Errors:
         TraceError: a file cannot be read.
     """
     stalls, nccl = _Stalls(), _Nccl()
-    for path in paths:
+    for path in dict.fromkeys(path.resolve() for path in paths):
         for line in _lines(path):
             if not nccl.add_line(line):
                 stalls.add_line(line)
-        stalls.end()
+        stalls.left = 0
     return [*stalls.lines(), *nccl.lines()]
 
 
@@ -101,32 +104,28 @@ class _Stall:
 
 
 class _Stalls:
-    """Collects warnings of the stall inspector, which have several lines."""
+    """Collects warnings of the stall inspector, which have several lines: at most `left` more of the current one."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, _Stall] = {}
         self._warnings = 0
         self._seconds = 0
-        self._left = 0
+        self.left = 0
         self._ends = False
 
     def add_line(self, line: str) -> None:
         """Parse a line of output."""
         if found := _WAITING.search(line):
-            self._seconds, self._left = int(found[1]), _PATIENCE
+            self._seconds, self.left = int(found[1]), _PATIENCE
             self._warnings += 1
-        elif self._left:
-            self._left -= 1
+        elif self.left:
+            self.left -= 1
             if found := _OLDER.search(line):
                 for rank in re.findall(r"\d+", found[2]):
                     self._add(int(rank), [found[1]])
             elif found := _MISSING.search(line):
                 self._add(int(found[1]), [name for name in re.split(r", | \.\.\.", found[3]) if name])
             self._ends |= bool(_ENDS.search(line))
-
-    def end(self) -> None:
-        """Note the end of a file."""
-        self._left = 0
 
     def lines(self) -> Iterator[str]:
         """Return a sentence for each stalled rank, the most frequent first."""
@@ -181,10 +180,10 @@ class _Nccl:
         for text, count in self._warnings.items():
             times = sum(count.values())
             often = f" ({times} times" if times > 1 else " (once"
-            yield f"NCCL warning: {text}{often}, {_gpus(len(count))})"
+            yield f"NCCL warning: {text}{often}, {counted(len(count), 'GPU')})"
         for template in (*_VERSION, *_SETUP):
             for text, gpus in self._setup.get(template, {}).items():
-                yield text + (f" ({_gpus(len(gpus))})" if any(gpus) else "")
+                yield text + (f" ({counted(len(gpus), 'GPU')})" if any(gpus) else "")
         if self._links:
             parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
             yield f"NCCL's links: {', '.join(parts)}"
@@ -203,7 +202,3 @@ class _Nccl:
 def _kind(via: str) -> str:
     """Drop device numbers: ``NET/IB/0/GDRDMA`` becomes NET/IB/GDRDMA."""
     return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"

@@ -7,7 +7,7 @@ a process below rank 0, which wrote it. Only the last start of a run is included
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
 from hvdtrain.timeline.merging import profile, tracks
-from hvdtrain.timeline.merging.sink import Sink, opened
-from hvdtrain.timeline.read import read_files, read_horovod
-from hvdtrain.timeline.span_files import newest_files, on_one_clock, read_span_files
+from hvdtrain.timeline.merging.sink import Event, write_trace
+from hvdtrain.timeline.read import read_files, read_readable
+from hvdtrain.timeline.span_files import on_one_clock, read_span_files
 from hvdtrain.timeline.steps import read_starts
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
@@ -28,26 +28,26 @@ _EARLIER_US = 60e6
 """A trace that ended longer before the first span belongs to an earlier start."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Merged:
     """The result of a merge: the merged trace's path, size and number of events, and what it contains.
 
     Attributes:
         ranks: with spans or a profile.
-        timelines: files of Horovod.
+        timelines: of Horovod.
         profiles: files of torch.profiler.
         clock_error_us: bound of the difference of the ranks' clocks; infinite if they were never compared.
         notes: sentences about missing or dropped data.
     """
 
     path: Path
-    nbytes: int = 0
-    events: int = 0
-    ranks: Sequence[int] = ()
-    timelines: Sequence[Path] = ()
-    profiles: Sequence[Path] = ()
-    clock_error_us: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    nbytes: int
+    events: int
+    ranks: Sequence[int]
+    timelines: Sequence[HorovodTrace]
+    profiles: Sequence[Path]
+    clock_error_us: float
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class _Sources:
     epoch_us: Mapping[int, float] = field(default_factory=dict)
     timelines: list[HorovodTrace] = field(default_factory=list)
     profiles: list[tuple[Path, int, profile.Profile]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def epoch_of(self, rank: int) -> float:
         """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
@@ -67,6 +68,13 @@ class _Sources:
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
         return (trace.epoch_us or 0.0) - self.epoch_of(0)
+
+    def is_earlier(self, path: Path, end_us: float) -> bool:
+        """Return whether a trace that ends then belongs to an earlier start, and note that."""
+        begin_us = min((float(spans.start_us.min()) for spans in self.spans if len(spans.start_us)), default=-np.inf)
+        if end_us < begin_us - _EARLIER_US:
+            self.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
+        return end_us < begin_us - _EARLIER_US
 
 
 def merge(sources: Sequence[Path], out: Path) -> Merged:
@@ -79,55 +87,45 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
     Errors:
         TraceError: there is nothing to merge, a file has another format, or `out` cannot be written.
     """
-    merged = Merged(out)
-    found = _find(sources, merged)
-    zero_us = _zero(found)
+    found = _find(sources)
+    errors = {spans.rank: spans.clock_error_us for spans in found.spans}
+    found.notes.extend(_clock_notes(found, errors))
+    ranks = sorted(errors.keys() | {rank for _, rank, _ in found.profiles})
+    facts = {"clock": "microseconds since the first event, by rank 0's clock", "notes": found.notes}
     try:
-        with opened(out) as file:
-            sink = Sink(file)
-            _write(sink, found, zero_us, merged)
-            sink.close({"clock": "microseconds since the first event, by rank 0's clock", "notes": merged.notes})
-        merged.nbytes, merged.events = out.stat().st_size, sink.count
+        events = write_trace(out, _events(found, ranks, _zero(found)), facts)
+        nbytes = out.stat().st_size
     except OSError as error:
         raise TraceError(
             f"the trace {out} cannot be written",
             found=error.strerror or str(error),
             next_step="name another file: -o FILE",
         ) from None
-    return merged
+    profiles = [path for path, *_ in found.profiles]
+    worst_us = max(errors.values(), default=0.0)
+    return Merged(out, nbytes, events, ranks, found.timelines, profiles, worst_us, found.notes)
 
 
-def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
-    folders = [source for source in sources if source.is_dir()]
-    if len(folders) > 1 or (folders and len(sources) > 1):
+def _find(sources: Sequence[Path]) -> _Sources:
+    if not any(source.is_dir() for source in sources):
+        traces = read_files(sources)
+        return _Sources(timelines=traces, notes=[note for trace in traces for note in trace.named_damage])
+    if len(sources) > 1:
         raise TraceError(
             "only one run can be merged at a time",
             expected="a run's folder, or Timeline files of Horovod",
             found=" ".join(map(str, sources)),
             next_step="name one folder",
         )
-    if not folders:
-        traces = read_files(sources)
-        for trace in traces:
-            _note(trace, merged)
-        return _Sources(timelines=traces)
-    timeline = RunLayout(folders[0]).timeline.folder
-    folder = timeline if timeline.is_dir() else folders[0]
+    timeline = RunLayout(sources[0]).timeline.folder
+    folder = timeline if timeline.is_dir() else sources[0]
     found = _read_spans(folder)
-    begin_us = min((float(s.start_us.min()) for s in found.spans if len(s.start_us)), default=-np.inf)
-    for path in sorted(folder.glob("horovod-*.json*")):
-        try:
-            trace = read_horovod(path)
-        except TraceError as error:
-            merged.notes.append(f"{path.name} is ignored: {error.what}")
-            continue
-        _note(trace, merged)
+    for trace in read_readable(sorted(folder.glob("horovod-*.json*")), found.notes):
+        found.notes.extend(trace.named_damage)
         end_us = found.shift_of(trace) + float(trace.start_us.max(initial=0.0))
-        if trace.epoch_us is not None and end_us < begin_us - _EARLIER_US:
-            merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
-        elif len(trace.start_us):
+        if not (trace.epoch_us is not None and found.is_earlier(trace.path, end_us)) and len(trace.start_us):
             found.timelines.append(trace)
-    _add_profiles(folder, found, begin_us, merged)
+    _add_profiles(folder, found)
     if not (found.spans or found.timelines or found.profiles):
         raise TraceError(
             f"there is no trace in {folder}",
@@ -140,35 +138,28 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
 
 def _read_spans(folder: Path) -> _Sources:
     files, starts = read_span_files(folder), read_starts(folder)
-    moved, own = on_one_clock(files, starts), newest_files(files)
+    moved = on_one_clock(files, starts)
     epoch_us = {}
-    for spans in moved:
-        file = own[spans.rank]
+    for file, spans in zip(files, moved, strict=True):
         shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
         epoch_us[spans.rank] = file.epoch_us - float(shift_us)
     stamped = [start.steps for start in starts if len(start.steps.step)]
     return _Sources(stamped[-1] if stamped else None, moved, epoch_us)
 
 
-def _note(trace: HorovodTrace, merged: Merged) -> None:
-    merged.notes += [f"{trace.path.name}: {line}" for line in trace.dropped]
-
-
-def _add_profiles(folder: Path, found: _Sources, begin_us: float, merged: Merged) -> None:
+def _add_profiles(folder: Path, found: _Sources) -> None:
     for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
         if not (named := _PROFILE.fullmatch(path.name)):
             continue
         rank = int(named[1])
         try:
-            times = profile.read_times(path, merged.notes)
+            times = profile.read_times(path, found.notes)
         except OSError as error:
-            merged.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
+            found.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
             continue
-        if times.first_us is None or times.last_us is None:
-            merged.notes.append(f"{path.name} has no events")
-        elif times.base_us + times.last_us - found.epoch_of(rank) < begin_us - _EARLIER_US:
-            merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
-        else:
+        if times.first_us > times.last_us:
+            found.notes.append(f"{path.name} has no events")
+        elif not found.is_earlier(path, times.base_us + times.last_us - found.epoch_of(rank)):
             found.profiles.append((path, rank, times))
 
 
@@ -178,42 +169,36 @@ def _zero(found: _Sources) -> float:
     for trace in found.timelines:
         shift_us = found.shift_of(trace)
         firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
-    firsts += [times.base_us + (times.first_us or 0.0) - found.epoch_of(rank) for _, rank, times in found.profiles]
+    firsts += [times.base_us + times.first_us - found.epoch_of(rank) for _, rank, times in found.profiles]
     return min(firsts, default=0.0)
 
 
-def _write(sink: Sink, found: _Sources, zero_us: float, merged: Merged) -> None:
+def _events(found: _Sources, ranks: Sequence[int], zero_us: float) -> Iterator[Event]:
     hosts = {spans.rank: spans.host for spans in found.spans}
-    merged.ranks = sorted(hosts.keys() | {rank for _, rank, _ in found.profiles})
-    merged.timelines = [trace.path for trace in found.timelines]
-    merged.profiles = [path for path, *_ in found.profiles]
-    for rank in merged.ranks:
+    for rank in ranks:
         name = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
-        sink.add(tracks.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0)))
+        yield from tracks.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0))
     for spans in found.spans:
-        sink.add(tracks.span_events(spans, zero_us))
+        yield from tracks.span_events(spans, zero_us)
     if found.steps is not None:
-        sink.add(tracks.late_events(found.steps, found.spans, zero_us))
+        yield from tracks.late_events(found.steps, found.spans, zero_us)
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = found.shift_of(trace) - zero_us
-        sink.add(tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us))
+        yield from tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
     for path, rank, times in found.profiles:
-        sink.add(profile.profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us))
-    _note_clocks(found, merged)
+        yield from profile.profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
 
 
-def _note_clocks(found: _Sources, merged: Merged) -> None:
-    """Add notes on the precision of the times."""
-    errors = {spans.rank: spans.clock_error_us for spans in found.spans}
-    merged.clock_error_us = max(errors.values(), default=0.0)
+def _clock_notes(found: _Sources, errors: Mapping[int, float]) -> Iterator[str]:
+    """Yield notes on the precision of the times; `errors`: of the ranks' clocks."""
     if unknown := [rank for rank, error in errors.items() if not np.isfinite(error)]:
         clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"
-        merged.notes.append(f"{clocks} were never compared with rank 0's: aligned by wall clocks")
+        yield f"{clocks} were never compared with rank 0's: aligned by wall clocks"
     if found.spans and (found.timelines or found.profiles):
-        merged.notes.append(
+        yield (
             "Horovod and torch.profiler are aligned by wall clocks: about 0.1 ms off the spans, "
             "more if a clock was set during the job"
         )
     if any(trace.epoch_us is None for trace in found.timelines) and (len(found.timelines) > 1 or errors):
-        merged.notes.append("a Horovod Timeline lacks its start time: its times count from 0")
+        yield "a Horovod Timeline lacks its start time: its times count from 0"

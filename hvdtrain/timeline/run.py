@@ -21,7 +21,8 @@ from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
-from hvdtrain.timeline.read import read_files, read_horovod
+from hvdtrain.timeline.read import read_files, read_readable
+from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.evidence import Evidence
@@ -52,13 +53,6 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
     Errors:
         TraceError: it is neither a run nor a Timeline.
     """
-    run, found = _load(path, more, most_bytes)
-    output = dict.fromkeys(log.resolve() for log in [*logs, *found])
-    return replace(run, warnings=[*run.warnings, *collect_lines(list(output))])
-
-
-def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace, list[Path]]:
-    """Return the trace and its output files."""
     above = RunLayout(path.parent)
     folder = path.parent if path == above.timeline.folder and above.is_run else path
     if folder.is_dir():
@@ -68,7 +62,7 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
                 found=f"{path} and {more[0]}",
                 next_step="hvdtrain timeline diff",
             )
-        return _load_run(folder, most_bytes)
+        return _load_run(folder, logs, most_bytes)
     if not path.exists():
         raise TraceError(
             f"{path} does not exist", expected=_EXPECTED, next_step="ls runs/ shows the runs of this folder"
@@ -76,10 +70,10 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
     notes: list[str] = []
     traces = _bounded(read_files([path, *more]), notes)
     size = max(int(np.max(trace.tick_rank, initial=-1)) + 1 for trace in traces)
-    return RunTrace(path, size, horovod=_on_first_clock(traces), notes=notes), []
+    return RunTrace(path, size, horovod=_on_first_clock(traces), warnings=collect_lines(logs), notes=notes)
 
 
-def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
+def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> RunTrace:
     layout = RunLayout(folder)
     timeline = layout.timeline.folder
     if not layout.is_run and not timeline.is_dir():
@@ -127,9 +121,10 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
+    warnings += collect_lines([*more_logs, *logs])
     events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
     records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
-    run = RunTrace(
+    return RunTrace(
         *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
         starts=past,
         start=number.get(id(this), -1),
@@ -142,7 +137,6 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
-    return run, logs
 
 
 def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
@@ -248,14 +242,9 @@ def _segments(
     timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
 ) -> Iterator[HorovodTrace]:
     """Yield the start's Horovod Timelines, on the run's clock."""
-    for path in _small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes):
-        try:
-            trace = read_horovod(path)
-        except TraceError as error:
-            notes.append(f"{path.name} is ignored: {error.what}")
-            continue
+    for trace in read_readable(_small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes), notes):
         if wall_us is None or trace.epoch_us is None:
-            notes.append(f"{path.name} is ignored: its start time is unknown")
+            notes.append(f"{trace.path.name} is ignored: its start time is unknown")
             continue
         moved = _shifted(trace, trace.epoch_us - wall_us)
         begin, end = extent(moved)
@@ -273,17 +262,8 @@ def _bounded(traces: Iterable[HorovodTrace], notes: list[str]) -> list[HorovodTr
         if left > 0:
             begin_us = float(trace.start_us[left:].min())
             ticks = slice(int(np.searchsorted(trace.tick_us, begin_us)), None)  # reads few pages of the file
-            trace = replace(
-                trace,
-                tensor=trace.tensor[left:].copy(),
-                phase=trace.phase[left:].copy(),
-                start_us=trace.start_us[left:].copy(),
-                duration_us=trace.duration_us[left:].copy(),
-                nbytes=trace.nbytes[left:].copy(),
-                tick_tensor=trace.tick_tensor[ticks].copy(),
-                tick_rank=trace.tick_rank[ticks].copy(),
-                tick_us=trace.tick_us[ticks].copy(),
-            )
+            spans = {name: getattr(trace, name)[left:].copy() for name, _ in SPAN}
+            trace = replace(trace, **spans, **{name: getattr(trace, name)[ticks].copy() for name, _ in TICK})
             notes.append(f"{trace.path.name}: the last {most:,} of {left + most:,} operations are analysed")
         kept.append(trace)
     return kept

@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _FILE = re.compile(r"spans-rank-(\d+)(?:-\d+)?\.json")
 _START = re.compile(rb'"name":\s*"clock".{0,1000}?"start":\s*(-?\d+)', re.DOTALL)
 _HEAD = 1 << 16
 """The first bytes of a file, which contain its clock."""
+_COLUMNS = 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class SpanFile:
 def read_span_files(
     folder: Path, most_bytes: float = math.inf, start: int | None = None, most_spans: int = sys.maxsize
 ) -> list[SpanFile]:
-    """Read the files of one start of a run. Unreadable files are skipped.
+    """Read the newest file of each rank in one start of a run. Unreadable files are skipped.
 
     Args:
         folder: ``RUN/timeline``, or the run.
@@ -62,7 +64,11 @@ def read_span_files(
     wanted = max(starts.values(), default=-1) if start is None else start
     chosen = [path for path in paths if starts[path] == wanted]
     each = max(1, most_spans // max(1, len(chosen)))
-    return [file for path in _fitting(chosen, most_bytes) if (file := read_span_file(path, each)) is not None]
+    totals = accumulate(path.stat().st_size for path in chosen)
+    fitting = [path for path, total in zip(chosen, totals, strict=True) if total <= most_bytes]
+    found = [file for path in fitting if (file := _read(path, each)) is not None]
+    newest = {file.spans.rank: file for file in sorted(found, key=lambda file: file.epoch_us)}
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _start_of(path: Path) -> int:
@@ -76,29 +82,25 @@ def _start_of(path: Path) -> int:
 
 
 def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[RankSpans]:
-    """Return the spans of each rank in the last start, on rank 0's clock; ranks without spans are absent.
+    """Return the spans of each file on rank 0's clock.
 
     If a rank's clock was never compared with rank 0's, the wall clocks align it, with an infinite error.
     """
-    newest = newest_files(files)
     by_number = {start.number: start for start in starts}
-    return [_moved(file, newest.get(0), by_number.get(file.start)) for _, file in sorted(newest.items())]
-
-
-def newest_files(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
-    """Return the newest file of the last start, by rank."""
-    last = max((file.start for file in files), default=-1)
-    by_age = sorted((file for file in files if file.start == last), key=lambda file: file.epoch_us)
-    return {file.spans.rank: file for file in by_age}
+    return [_moved(file, _of_rank_0(files), by_number.get(file.start)) for file in files]
 
 
 def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
     """Return the wall clock (microseconds since 1970) at time 0 of rank 0's clock; None if unknown."""
-    found = [(file.start, file.epoch_us) for file in files if file.spans.rank == 0]
-    return max(found)[1] if found else None
+    rank_0 = _of_rank_0(files)
+    return rank_0.epoch_us if rank_0 is not None else None
 
 
-def read_span_file(path: Path, most_spans: int = sys.maxsize) -> SpanFile | None:
+def _of_rank_0(files: Sequence[SpanFile]) -> SpanFile | None:
+    return next((file for file in files if file.spans.rank == 0), None)
+
+
+def _read(path: Path, most_spans: int) -> SpanFile | None:
     """Read the last spans of a file; None if it is not a span file."""
     try:
         return _file(_events(path), most_spans)
@@ -122,15 +124,12 @@ def _file(events: Iterator[Mapping[str, Any]], most: int) -> SpanFile:
     head: dict[str, Mapping[str, Any]] = {}
     buckets: dict[int, BucketFacts] = {}
     number: dict[str, int] = {}
-    name, track, step = array("i"), array("i"), array("i")
-    start_us, length_us = array("d"), array("d")
-    columns: tuple[array[Any], ...] = (name, track, step, start_us, length_us)
+    rows = array("d")  # name, track, step, begin and length of each span
     dropped = 0
 
-    def keep_last() -> int:
-        more = max(0, len(name) - most)
-        for column in columns:
-            del column[:more]
+    def drop_first() -> int:
+        more = max(0, len(rows) // _COLUMNS - most)
+        del rows[: more * _COLUMNS]
         return more
 
     for event in events:
@@ -140,26 +139,24 @@ def _file(events: Iterator[Mapping[str, Any]], most: int) -> SpanFile:
         elif kind == "M":
             head[event["name"]] = event
         elif kind == "X":
-            name.append(number.setdefault(event["name"], len(number)))
-            track.append(event["tid"])
-            step.append(event["args"]["step"])
-            start_us.append(event["ts"])
-            length_us.append(event["dur"])
-            if len(name) >= 2 * most:
-                dropped += keep_last()
-    dropped += keep_last()
+            name = number.setdefault(event["name"], len(number))
+            rows.extend((name, event["tid"], event["args"]["step"], event["ts"], event["dur"]))
+            if len(rows) >= 2 * most * _COLUMNS:
+                dropped += drop_first()
+    dropped += drop_first()
+    names, track, step, start_us, length_us = np.frombuffer(rows, np.float64).reshape(-1, _COLUMNS).T
     clock = msgspec.convert(head[CLOCK]["args"], SpanClock)
-    begin_us = np.array(start_us, np.float64) + clock.monotonic_us
+    begin_us = start_us + clock.monotonic_us
     return SpanFile(
         spans=RankSpans(
             rank=int(head[CLOCK]["pid"]),
             host=host_of(head["process_name"]["args"]["name"]),
             names=list(number),
-            name=np.array(name, np.int16),
-            track=np.array(track, np.int32),
-            step=np.array(step, np.int32),
+            name=names.astype(np.int16),
+            track=track.astype(np.int32),
+            step=step.astype(np.int32),
             start_us=begin_us,
-            end_us=begin_us + np.array(length_us, np.float64),
+            end_us=begin_us + length_us,
             buckets=buckets,
         ),
         start=clock.start,
@@ -190,16 +187,6 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
     return replace(
         spans, start_us=spans.start_us + shift_us, end_us=spans.end_us + shift_us, clock_error_us=float("inf")
     )
-
-
-def _fitting(paths: Sequence[Path], most_bytes: float) -> Iterator[Path]:
-    """Yield the files of the first ranks up to a total size."""
-    left = most_bytes
-    for path in paths:
-        left -= path.stat().st_size
-        if left < 0:
-            return
-        yield path
 
 
 def _paths(folder: Path) -> list[Path]:

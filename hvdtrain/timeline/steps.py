@@ -55,12 +55,11 @@ def read_starts(path: Path) -> list[Start]:
         if isinstance(line, (StartLine, _DamagedStart)):
             if isinstance(line, StartLine) and line.version == VERSION and line.fits():
                 heads.append((line, line.start, [], []))
-            elif line.version != VERSION:
+                continue
+            text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
+            if line.version != VERSION:
                 text = f"a start in steps.jsonl has format {line.version}, this program reads {VERSION}: it is ignored"
-                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
-            else:
-                text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
-                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
+            heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
         elif head is not None and isinstance(line, BlockLine) and line.fits(head.size):
             heads[-1][2].append(line)
         elif head is not None:
@@ -77,7 +76,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 _DEVICE_US = 100.0
-"""See `training.records.device_spans.SLACK_NS`."""
+"""By how much a device may disagree with its host's clock: see `training.records.device_spans.SLACK_NS`."""
 
 
 class _DamagedStart(msgspec.Struct):
@@ -100,11 +99,6 @@ def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
     return None
 
 
-def _device_error_us(head: StartLine) -> Floats:
-    """Return by how much a rank's device may disagree with its host's clock."""
-    return np.array([_DEVICE_US if device else 0.0 for device in head.devices or [""] * head.size])
-
-
 def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
     def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
         return np.concatenate([np.empty((head.size, 0)), *map(as_array, tables)], axis=1) + shift_us
@@ -117,10 +111,12 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         for name in (*PARTS, "gc")
     }
     known = np.isfinite([start, ready, released, end]).all(axis=(0, 1))  # a step is useless if a rank lacks it
+    devices = head.devices or [""] * head.size
+    of_device = np.array([_DEVICE_US if device else 0.0 for device in devices])
     errors = np.concatenate([np.zeros((1, head.size)), *(as_array([block.clock.error_us]) for block in blocks)])
     steps = StepTable(
         hosts=head.hosts,
-        devices=head.devices or [""] * head.size,
+        devices=devices,
         step=step[known].astype(np.int32),
         block=block_number[known].astype(np.int32),
         start_us=start[:, known],
@@ -129,7 +125,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         end_us=end[:, known],
         parts_us={name: values[:, known] for name, values in parts.items()},
         facts=[block.facts for block in blocks],
-        clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + _device_error_us(head),
+        clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + of_device,
         elements=joined([block.elements or np.zeros((head.size, block.steps)) for block in blocks])[:, known],
         stages=head.consecutive_stages,
     )

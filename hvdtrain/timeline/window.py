@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shlex
 import time
 from collections.abc import Callable
@@ -18,52 +17,20 @@ SEEN_WITHIN_S = 15.0
 _LOOK_EVERY_S = 0.1
 
 
-def request_window(
-    run: Path,
-    *,
-    steps: int = 0,
-    profile: bool = False,
-    patience_s: float,
-    sleep: Callable[[float], None] = time.sleep,
+def ask_window(
+    run: Path, request: Request, *, patience_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Answer:
-    """Start recording at the next step; return when its first step is known.
+    """Start recording at the next step, and return when it is known; or stop, and return when the files are written.
 
     Args:
         run: the run's folder.
-        steps: number of steps to record; 0 until `stop_window`.
-        profile: record torch.profiler too.
+        request: to stop takes three steps.
         patience_s: seconds to wait for the current step to end.
         sleep: waits.
 
     Errors:
-        RunDirectoryError: there is no such run, no job answers, or it cannot record.
+        RunDirectoryError: there is no such run, no job answers, or it cannot record, or is not recording.
     """
-    found = _ask(run, Request(secrets.token_hex(8), "start", steps, profile), ("open", "over"), patience_s, sleep)
-    if found.state == "none":
-        raise RunDirectoryError(
-            f"the job of {run} cannot record: {found.lacks}", next_step="start it with --observe.timeline auto"
-        )
-    return found
-
-
-def stop_window(run: Path, *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> Answer:
-    """Stop recording; return when the files are written, three steps later.
-
-    Errors:
-        RunDirectoryError: there is no such run, no job answers, or it is not recording.
-    """
-    found = _ask(run, Request(secrets.token_hex(8), "stop"), ("over",), patience_s, sleep)
-    if found.state == "none":
-        raise RunDirectoryError(
-            f"the job of {run} is not recording",
-            next_step="hvdtrain timeline start {0}, or: hvdtrain timeline report {0}".format(shlex.quote(str(run))),
-        )
-    return found
-
-
-def _ask(
-    run: Path, request: Request, wanted: tuple[str, ...], patience_s: float, sleep: Callable[[float], None]
-) -> Answer:
     folder = _folder(run)
     try:
         folder.mkdir(exist_ok=True)
@@ -74,7 +41,9 @@ def _ask(
     while waited_s < (patience_s if has_answered else SEEN_WITHIN_S):
         found = read_answer(folder)
         if found is not None and found.id == request.id:
-            if found.state in (*wanted, "none"):
+            if found.state == "none":
+                raise _refusal(run, request, found)
+            if found.state == "over" or (found.state == "open" and request.action == "start"):
                 return found
             has_answered = True
         sleep(_LOOK_EVERY_S)
@@ -89,6 +58,17 @@ def _ask(
         expected="a running job",
         found=f"no answer within {SEEN_WITHIN_S:g} s",
         next_step=f"hvdtrain timeline report {shlex.quote(str(run))} analyses its files",
+    )
+
+
+def _refusal(run: Path, request: Request, found: Answer) -> RunDirectoryError:
+    if request.action == "start":
+        return RunDirectoryError(
+            f"the job of {run} cannot record: {found.lacks}", next_step="start it with --observe.timeline auto"
+        )
+    return RunDirectoryError(
+        f"the job of {run} is not recording",
+        next_step="hvdtrain timeline start {0}, or: hvdtrain timeline report {0}".format(shlex.quote(str(run))),
     )
 
 

@@ -21,7 +21,7 @@ from hvdtrain.observe.live_window import (
     write_answer,
     write_request,
 )
-from hvdtrain.timeline.window import request_window, stop_window
+from hvdtrain.timeline.window import ask_window
 
 
 def run_folder(folder: Path) -> Path:
@@ -43,22 +43,22 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
 
 
 @pytest.mark.parametrize(
-    ("ask", "states", "said"),
+    ("asked", "states", "said"),
     [
-        (request_window, [], "no job answers"),
-        (request_window, [Answer("", "seen")], "no step within 1 s"),
-        (stop_window, [Answer("", "none")], "not recording"),
+        (Request("a", "start"), [], "no job answers"),
+        (Request("a", "start"), [Answer("", "seen")], "no step within 1 s"),
+        (Request("a", "stop"), [Answer("", "none")], "not recording"),
     ],
 )
-def test_no_window_is_an_error(ask: Callable[..., Answer], states: list[Answer], said: str, tmp_path: Path) -> None:
+def test_no_window_is_an_error(asked: Request, states: list[Answer], said: str, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=said):
-        ask(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [*states]))
+        ask_window(run_folder(tmp_path), asked, patience_s=1.0, sleep=job(tmp_path, [*states]))
 
 
 def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> None:
     write_answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
-    found = request_window(tmp_path, patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)]))
-    assert found.first == 9
+    answers = job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)])
+    assert ask_window(tmp_path, Request("a", "start"), patience_s=1.0, sleep=answers).first == 9
 
 
 @pytest.mark.parametrize(

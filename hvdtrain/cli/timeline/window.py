@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 from pathlib import Path
 
 from hvdtrain.cli.parser import Parser, local
-from hvdtrain.observe.live_window import Answer
-from hvdtrain.timeline.window import request_window, stop_window
+from hvdtrain.observe.live_window import Answer, Request
+from hvdtrain.timeline.window import ask_window
 
 _PATIENCE_S = 300.0
 _DESCRIPTIONS = {
@@ -22,10 +23,11 @@ def main(command: str, argv: list[str]) -> int:
     options = parser(command).parse_args(argv)
     run: Path = options.run
     if command == "start":
-        found = request_window(run, steps=options.steps, profile=options.profile, patience_s=options.patience_s)
-        print(_begun(run, found))
+        request = Request(secrets.token_hex(8), "start", options.steps, options.profile)
+        print(_begun(run, ask_window(run, request, patience_s=options.patience_s)))
     else:
-        print(_ended(run, stop_window(run, patience_s=options.patience_s)))
+        request = Request(secrets.token_hex(8), "stop")
+        print(_ended(run, ask_window(run, request, patience_s=options.patience_s)))
     return 0
 
 

@@ -226,4 +226,4 @@ def _notes(facts: Facts) -> Iterator[str]:
     elif run.horovod and not all(map(count_steps, run.horovod)):
         yield "there are no recognisable steps: tensors are exchanged unequally often; figures are of the whole file"
     for trace in run.horovod:
-        yield from (f"{trace.path.name}: {text}" for text in trace.dropped)
+        yield from trace.named_damage

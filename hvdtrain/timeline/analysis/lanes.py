@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Lane, Slice
 from hvdtrain.timeline.analysis.intervals import union
 from hvdtrain.timeline.analysis.phases import TRANSFER, of_kind
-from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
+from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, RankSpans, RunTrace
 
 STEPS = 4
 _MOST_SLICES = 400
@@ -40,36 +38,33 @@ def window_lanes(run: RunTrace, turns: Iterable[int] = ()) -> list[Lane]:
 
     Further windows of a run, one after the other, have the recorded steps around each of `turns`.
     """
-    if not run.spans:
-        return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]
-    found: dict[str, list[Slice]] = {}
-    before = shift = 0.0
-    for window in _windows(run.spans, list(turns)[:_MOST_TURNS]):
-        length = (window.end - window.begin) / 1e3
-        shift += _GAP * max(before, length) if before else 0.0
-        for lane in _of_window(run, window):
-            moved = [replace(s, start_ms=s.start_ms + shift, end_ms=s.end_ms + shift) for s in lane.slices]
-            found.setdefault(lane.label, []).extend(moved)
-        before, shift = length, shift + length
-    return [Lane(label, slices) for label, slices in found.items()]
-
-
-def _of_window(run: RunTrace, window: _Window) -> list[Lane]:
-    lanes = []
-    for spans in sorted(run.spans, key=lambda spans: spans.rank):
-        lanes += _of_rank(spans, *window)
-    slices = [each for trace in run.horovod for each in _transfer(trace, window.begin, window.end)]
-    return [*lanes, Lane("Horovod", slices)] if slices else lanes
+    horovod = run.horovod if run.spans else run.horovod[-1:]
+    windows = _windows(run.spans, list(turns)[:_MOST_TURNS]) if run.spans else list(map(_middle, horovod))
+    found: dict[str, list[Slice]] = defaultdict(list)
+    before, place = 0.0, 0.0
+    for window in windows:
+        length = window.end - window.begin
+        place += _GAP * max(before, length) if before else 0.0
+        for spans in sorted(run.spans, key=lambda spans: spans.rank):
+            for label, slices in _of_rank(spans, window, place):
+                found[label] += slices
+        for trace in horovod:
+            found["Horovod"] += _transfers(trace, window, place)
+        before, place = length, place + length
+    return [Lane(label, slices) for label, slices in found.items() if slices]
 
 
 def _windows(ranks: Sequence[RankSpans], turns: Sequence[int]) -> list[_Window]:
     """Return the windows to show, by step; they do not overlap."""
     mine = [(r.track == MAIN) & (r.step > 0) & r.named("step") for r in ranks]
-    step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
+    step, start, end = (
+        np.concatenate([getattr(r, column)[m] for r, m in zip(ranks, mine, strict=True)])
+        for column in ("step", "start_us", "end_us")
+    )
     numbers, place = np.unique(step, return_inverse=True)
     first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
-    np.minimum.at(first, place, np.concatenate([r.start_us[m] for r, m in zip(ranks, mine, strict=True)]))
-    np.maximum.at(last, place, np.concatenate([r.end_us[m] for r, m in zip(ranks, mine, strict=True)]))
+    np.minimum.at(first, place, start)
+    np.maximum.at(last, place, end)
     skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first step of a run is special
     numbers, first, last = numbers[skipped:], first[skipped:], last[skipped:]
     if not len(numbers):
@@ -87,71 +82,45 @@ def _windows(ranks: Sequence[RankSpans], turns: Sequence[int]) -> list[_Window]:
         if abs(int(numbers[near]) - turn) <= _AROUND:
             kept |= set(range(max(0, near - _AROUND), min(len(numbers), near + _AROUND + 1)))
     places = np.array(sorted(kept))
-    edges = [0, *(np.flatnonzero(np.diff(numbers[places]) > 1) + 1).tolist(), len(places)]
-    ends = [(int(places[a]), int(places[b - 1])) for a, b in pairwise(edges)]
+    each = np.split(places, np.flatnonzero(np.diff(numbers[places]) > 1) + 1)
+    ends = [(int(window[0]), int(window[-1])) for window in each]
     return [_Window(int(numbers[a]), int(numbers[b]), float(first[a]), float(last[b])) for a, b in ends]
 
 
-def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:
-    inside = (spans.step >= first) & (spans.step <= last) & (spans.start_us < end) & (spans.end_us > begin)
-    label = f"rank {spans.rank} on {spans.host}"
-    lanes = [(label, inside & (spans.track == MAIN) & ~spans.named("step"))]
-    lanes.append((f"rank {spans.rank}, device", inside & (spans.track == DEVICE)))
-    found = [Lane(name, _slices(spans, mine, begin, end)) for name, mine in lanes if mine.any()]
-    exchange = inside & (spans.track >= EXCHANGE)
-    if exchange.any():
-        starts, ends = union(spans.start_us[exchange], spans.end_us[exchange])
-        steps = np.sort(spans.step[exchange])
-        place = np.searchsorted(np.sort(spans.start_us[exchange]), starts)
-        slices = [
-            Slice("exchange", *_inside(a, b, begin, end), int(steps[min(i, len(steps) - 1)]))
-            for a, b, i in zip(starts, ends, place, strict=True)
-        ]
-        found.append(Lane(f"rank {spans.rank}, exchange", slices))
-    return found
-
-
-def _inside(start: float, stop: float, begin: float, end: float) -> tuple[float, float]:
-    """Clip a span to the picture; milliseconds from its begin."""
-    return float(max(start, begin) - begin) / 1e3, float(min(stop, end) - begin) / 1e3
-
-
-def _longest(length: Floats) -> NDArray[np.intp]:
-    """Return indices of the longest `_MOST_SLICES`, in order."""
-    return np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])
-
-
-def _slices(spans: RankSpans, mine: NDArray[np.bool_], begin: float, end: float) -> list[Slice]:
-    places = np.flatnonzero(mine)
-    places = places[_longest(spans.end_us[places] - spans.start_us[places])]
-    places = places[np.lexsort((-spans.end_us[places], spans.start_us[places]))]
-    return [
-        Slice(
-            spans.names[spans.name[i]],
-            *_inside(spans.start_us[i], spans.end_us[i], begin, end),
-            int(spans.step[i]),
-        )
-        for i in places
-    ]
-
-
-def _transfer(trace: HorovodTrace, begin: float, end: float) -> list[Slice]:
-    mine = of_kind(trace, TRANSFER)
-    starts, ends = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
-    inside = np.flatnonzero((ends > begin) & (starts < end))
-    inside = inside[_longest((ends - starts)[inside])]
-    return [Slice("transfer", *_inside(starts[i], ends[i], begin, end), 0) for i in inside]
-
-
-def _alone(trace: HorovodTrace) -> Lane | None:
+def _middle(trace: HorovodTrace) -> _Window:
     """Return the middle of a Timeline: four exchanges of its most frequent tensor."""
     if not len(trace.start_us):
-        return None
+        return _Window(0, 0, 0.0, 0.0)
     tensor = int(np.bincount(trace.tensor).argmax())
     turns: Floats = np.sort(trace.start_us[trace.tensor == tensor])
     middle = len(turns) // 2
     begin, end = float(turns[middle]), float(turns[min(len(turns) - 1, middle + STEPS)])
-    if end <= begin:
-        end = begin + float(trace.duration_us.max())
-    slices = _transfer(trace, begin, end)
-    return Lane("Horovod", slices) if slices else None
+    return _Window(0, 0, begin, end if end > begin else begin + float(trace.duration_us.max()))
+
+
+def _of_rank(spans: RankSpans, window: _Window, place: float) -> Iterator[tuple[str, list[Slice]]]:
+    inside = (spans.step >= window.first) & (spans.step <= window.last)
+    for label, track in ((f"rank {spans.rank} on {spans.host}", MAIN), (f"rank {spans.rank}, device", DEVICE)):
+        mine = inside & (spans.track == track) & ~((track == MAIN) & spans.named("step"))
+        names = [spans.names[number] for number in spans.name[mine]]
+        yield label, _slices(window, place, names, spans.step[mine], spans.start_us[mine], spans.end_us[mine])
+    mine = inside & (spans.track >= EXCHANGE)
+    start, end = union(spans.start_us[mine], spans.end_us[mine])
+    step = np.sort(spans.step[mine])[np.searchsorted(np.sort(spans.start_us[mine]), start)]
+    yield f"rank {spans.rank}, exchange", _slices(window, place, ["exchange"] * len(start), step, start, end)
+
+
+def _transfers(trace: HorovodTrace, window: _Window, place: float) -> list[Slice]:
+    mine = of_kind(trace, TRANSFER)
+    start, end = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
+    return _slices(window, place, ["transfer"] * len(start), np.zeros(len(start), np.int32), start, end)
+
+
+def _slices(window: _Window, place: float, names: Sequence[str], step: Ints, start: Floats, end: Floats) -> list[Slice]:
+    """Return the longest of the spans within a window, clipped to it; the window begins at `place` of the picture."""
+    inside = np.flatnonzero((end > window.begin) & (start < window.end))
+    kept = inside[np.argsort(-(end - start)[inside], kind="stable")[:_MOST_SLICES]]
+    kept = kept[np.lexsort((-end[kept], start[kept]))]
+    moments = [(np.clip(each[kept], window.begin, window.end) - window.begin + place) / 1e3 for each in (start, end)]
+    rows = zip(kept.tolist(), *(each.tolist() for each in moments), strict=True)
+    return [Slice(names[i], begins, ends, int(step[i])) for i, begins, ends in rows]

@@ -5,6 +5,7 @@ Times are microseconds since ``baseTimeNanoseconds``, which counts from 1970 (0 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from typing import Any
 
 from hvdtrain.timeline.merging.sink import Event
 from hvdtrain.timeline.merging.tracks import labels
-from hvdtrain.timeline.reading.salvage import salvage
-from hvdtrain.timeline.reading.source import read_pieces
+from hvdtrain.timeline.reading.events import salvage
+from hvdtrain.timeline.reading.source import read_chunks
 
 _PIECE_BYTES = 1 << 20
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
@@ -30,11 +31,11 @@ _FIRST_TRACK = 1 << 16
 
 @dataclass(frozen=True)
 class Profile:
-    """The wall clock at time 0 of a profile, and when its first and last events begin by it; None without events."""
+    """The wall clock at time 0 of a profile, and when its first and last events begin; infinite without events."""
 
     base_us: float
-    first_us: float | None
-    last_us: float | None
+    first_us: float
+    last_us: float
 
 
 def read_times(path: Path, notes: list[str]) -> Profile:
@@ -43,13 +44,10 @@ def read_times(path: Path, notes: list[str]) -> Profile:
     Errors:
         OSError: it cannot be read.
     """
-    base_us, first_us, last_us = 0.0, None, None
-    for item in _items(path, notes):
-        if isinstance(item, float):
-            base_us = item
-        elif _is_shown(item):
-            first_us = item["ts"] if first_us is None else min(first_us, item["ts"])
-            last_us = item["ts"] if last_us is None else max(last_us, item["ts"])
+    base_us, first_us, last_us = 0.0, math.inf, -math.inf
+    for base, item in _items(path, notes):
+        if _is_shown(item):
+            base_us, first_us, last_us = base, min(first_us, item["ts"]), max(last_us, item["ts"])
     return Profile(base_us, first_us, last_us)
 
 
@@ -57,9 +55,7 @@ def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
     """Yield the events of a profile as those of a rank, with `shift_us` added to their times."""
     tracks: dict[tuple[int, int], int] = {}
     processes: dict[int, str] = {}
-    for item in _items(path, []):
-        if isinstance(item, float):
-            continue
+    for _, item in _items(path, []):
         if item["ph"] == "M" and type(item.get("pid")) is int:
             yield from _named(item, rank, tracks, processes)
         if not _is_shown(item):
@@ -97,26 +93,19 @@ def _is_shown(item: Event) -> bool:
     return numbers and isinstance(item.get("name"), str)
 
 
-def _items(path: Path, notes: list[str]) -> Iterator[dict[str, Any] | float]:
-    """Yield the base in microseconds, if the file has it, and the events."""
-    rest, begun, lost = b"", False, 0
-    for piece in read_pieces(path, _PIECE_BYTES, notes):
-        rest += piece
-        if not begun:
-            found = _EVENTS.search(rest)
-            if found is None and len(rest) < 64 * _PIECE_BYTES and not rest.lstrip().startswith(b"["):
-                continue
-            if base := _BASE.search(rest, 0, found.end() if found else 0):
-                yield int(base[1]) / 1e3
-            rest, begun = rest[found.end() if found else 0 :], True
-        found_pieces, taken = salvage(rest, final=False)
-        for item in found_pieces:
-            lost += item.event is None and not _AFTER.match(rest, item.offset)
-            if item.event is not None:
-                yield item.event
-        rest = rest[taken:]
-    for item in salvage(rest, final=True)[0]:
-        if item.event is not None:
-            yield item.event
+def _items(path: Path, notes: list[str]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the events, each with the base in microseconds, 0 if the file lacks it."""
+    base_us, begun, lost = 0.0, False, 0
+    for chunk in read_chunks(path, _PIECE_BYTES, notes):
+        events = chunk
+        if not begun and (found := _EVENTS.search(chunk)):
+            if base := _BASE.search(chunk, 0, found.end()):
+                base_us = int(base[1]) / 1e3
+            events = chunk[found.end() :]
+        begun = begun or found is not None or chunk.lstrip().startswith(b"[")
+        for begin, _, item in salvage(events):
+            lost += begun and not item and not _AFTER.match(events, begin)
+            if item:
+                yield base_us, item
     if lost:
         notes.append(f"{path.name}: {lost} places could not be read")

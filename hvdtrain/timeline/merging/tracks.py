@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,17 +40,16 @@ def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
             name += f": {bucket.name}"
         yield from labels("thread", spans.rank, track, name, track)
     order = np.lexsort((-spans.end_us, spans.start_us))
-    start = np.round(spans.start_us - zero_us, 3)
-    end = np.round(spans.end_us - zero_us, 3)
-    for at in order.tolist():
+    start, end = np.round(spans.start_us - zero_us, 3), np.round(spans.end_us - zero_us, 3)
+    for name, tid, step, begin, until in _rows(order, spans.name, tracks, spans.step, start, end):
         yield {
-            "name": spans.names[spans.name[at]],
+            "name": spans.names[name],
             "ph": "X",
             "pid": spans.rank,
-            "tid": int(tracks[at]),
-            "ts": float(start[at]),
-            "dur": float(round(end[at] - start[at], 3)),
-            "args": {"step": int(spans.step[at])},
+            "tid": tid,
+            "ts": begin,
+            "dur": round(until - begin, 3),
+            "args": {"step": step},
         }
 
 
@@ -83,37 +83,29 @@ def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_
             names[number] = trace.tensors[tensor] if number not in names else "several tensors"
     for number, name in names.items():
         yield from labels("thread", pid, number, name or "(no name)", number)
-    yield from _spans(trace, pid, track, shift_us)
-    for begin in range(0, len(trace.tick_us), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        columns = (trace.tick_tensor[part], trace.tick_rank[part], trace.tick_us[part] + shift_us)
-        for tensor, rank, us in zip(*(column.tolist() for column in columns), strict=True):
-            tid = int(track[tensor])
-            yield {"name": f"rank {rank} is ready", "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": round(us, 3)}
-
-
-def _spans(trace: HorovodTrace, pid: int, track: NDArray[np.int64], shift_us: float) -> Iterator[Event]:
     order = np.lexsort((-trace.duration_us, trace.start_us))
-    for begin in range(0, len(order), _CHUNK):
-        part = order[begin : begin + _CHUNK]
-        columns = (
-            trace.tensor[part],
-            trace.phase[part],
-            trace.start_us[part] + shift_us,
-            trace.duration_us[part],
-            trace.nbytes[part],
-        )
-        for tensor, phase, us, duration, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-            arguments = {"tensor": trace.tensors[tensor]} | ({"bytes": nbytes} if nbytes >= 0 else {})
-            yield {
-                "name": trace.phases[phase],
-                "ph": "X",
-                "pid": pid,
-                "tid": int(track[tensor]),
-                "ts": round(us, 3),
-                "dur": duration,
-                "args": arguments,
-            }
+    columns = (trace.tensor, trace.phase, trace.start_us, trace.duration_us, trace.nbytes)
+    for tensor, phase, us, duration, nbytes in _rows(order, *columns):
+        yield {
+            "name": trace.phases[phase],
+            "ph": "X",
+            "pid": pid,
+            "tid": int(track[tensor]),
+            "ts": round(us + shift_us, 3),
+            "dur": duration,
+            "args": {"tensor": trace.tensors[tensor]} | ({"bytes": nbytes} if nbytes >= 0 else {}),
+        }
+    ticks = np.arange(len(trace.tick_us))
+    for tensor, rank, us in _rows(ticks, trace.tick_tensor, trace.tick_rank, trace.tick_us):
+        tid, ts = int(track[tensor]), round(us + shift_us, 3)
+        yield {"name": f"rank {rank} is ready", "ph": "i", "s": "t", "pid": pid, "tid": tid, "ts": ts}
+
+
+def _rows(places: NDArray[np.int64], *columns: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows at some places; only a part of them is in memory."""
+    for begin in range(0, len(places), _CHUNK):
+        part = places[begin : begin + _CHUNK]
+        yield from zip(*(column[part].tolist() for column in columns), strict=True)
 
 
 def _tracks(trace: HorovodTrace) -> NDArray[np.int64]:

@@ -1,13 +1,14 @@
-"""Events of Horovod's Timeline, as horovod/common/timeline.cc writes them, decoded by msgspec.
+"""Events of Horovod's Timeline, as horovod/common/timeline.cc writes them.
 
-An event with other fields, or with values out of range, is an error of the decoder. Names of tensors are found before:
-Horovod writes them without escaping, so a name may look like JSON or like events.
+msgspec decodes them; damaged text is searched object by object. Names of tensors are found before: Horovod writes them
+without escaping, so a name may look like JSON or like events.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -21,12 +22,24 @@ LONGEST_BYTES = 1 << 16
 SEPARATORS = b" \t\r\n,[]\xef\xbb\xbf"
 """Bytes between events, the byte order mark included."""
 
+NAME_HEAD = b'{"name": "process_name"'
+NAME = re.compile(
+    rb'\{"name": "process_name", "ph": "M", "pid": (\d{1,8}), "args": \{"name": "(.{0,%d}?)"\}\},\n'
+    rb'\{"name": "process_sort_index", "ph": "M", "pid": \1, "args": \{"sort_index": \1\}\},' % LONGEST_BYTES,
+    re.DOTALL,
+)
+"""The metadata of a tensor, with its number and name. No name contains the bytes after it by chance."""
+
+
 _Us = Annotated[float, Meta(ge=0, lt=1e16)]
 _Pid = Annotated[int, Meta(ge=0, lt=1 << 24)]
 
 
-class _Event(msgspec.Struct, gc=False, tag_field="ph", forbid_unknown_fields=True):
-    """What all kinds of events share: `ph` names the kind."""
+class _Event(msgspec.Struct, gc=False, tag_field="ph", kw_only=True):
+    """What all kinds of events share: `ph` names the kind. Horovod writes neither threads nor categories."""
+
+    tid: None = None
+    cat: None = None
 
 
 class Begin(_Event, tag="B"):
@@ -51,15 +64,12 @@ class Tick(_Event, tag="X"):
     name: Annotated[str, Meta(min_length=1, max_length=7)]
     ts: _Us
     pid: _Pid
-    dur: Any = 0
 
 
 class Mark(_Event, tag="i"):
     """A cycle of Horovod's background thread starts."""
 
     ts: _Us
-    name: Any = None
-    s: Any = None
 
 
 class Metadata(_Event, tag="M"):
@@ -71,39 +81,72 @@ class Metadata(_Event, tag="M"):
 
 
 Event = Begin | End | Tick | Mark | Metadata
-_KINDS: dict[object, type[Event]] = {"B": Begin, "E": End, "X": Tick, "i": Mark, "M": Metadata}
-_DECODER = msgspec.json.Decoder(list[Event])
+_EVENTS = msgspec.json.Decoder(list[Event])
+_OBJECT = json.JSONDecoder(strict=False)
+_USUAL_BYTES = 1 << 11
+"""Tried first: the cost of a JSON error grows with the text before it."""
 
 
 def decode(text: bytes) -> list[Event] | None:
     """Decode consecutive events; None if anything else is between them."""
     try:
-        events = _DECODER.decode(b"[%s]" % text.strip(SEPARATORS))
+        events = _EVENTS.decode(b"[%s]" % text.strip(SEPARATORS))
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    ranks = "".join([event.name for event in events if type(event) is Tick])
-    return events if _are_digits(ranks or "0") else None
+    return events if _name_ranks(events) else None
 
 
-def _are_digits(text: str) -> bool:
-    return text.isascii() and text.isdigit()
-
-
-def is_foreign(fields: Mapping[str, Any]) -> bool:
-    """Whether another program wrote this event: Horovod writes neither threads nor categories."""
-    return "tid" in fields or "cat" in fields
-
-
-def as_event(fields: Mapping[str, Any]) -> Event | None:
-    """Return an event from its JSON object, unknown fields ignored; None if it is not one of Horovod's."""
-    kind = _KINDS.get(fields["ph"]) if isinstance(fields["ph"], str) else None
-    if kind is None or is_foreign(fields):
-        return None
+def as_event(fields: dict[str, Any]) -> Event | None:
+    """Return an event from its JSON object; None if it is not one of Horovod's."""
     try:
-        event = msgspec.convert({key: fields[key] for key in ("ph", *kind.__struct_fields__) if key in fields}, kind)
+        event: Event = msgspec.convert(fields, Event)
     except (msgspec.ValidationError, OverflowError):
         return None
-    return None if isinstance(event, Tick) and not _are_digits(event.name) else event
+    return event if _name_ranks([event]) else None
+
+
+def _name_ranks(events: Sequence[Event]) -> bool:
+    """Whether the names of all ticks are numbers."""
+    ranks = "".join([event.name for event in events if type(event) is Tick])
+    return not ranks or (ranks.isascii() and ranks.isdigit())
+
+
+def salvage(text: bytes) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the JSON objects with a key "ph" in damaged text, in order, each with its begin and end.
+
+    Text between them is yielded as an empty object. It includes other objects, and events inside another object. Slow.
+    """
+    covered = at = 0
+    while (key := text.find(b'"ph"', at)) >= 0 and (at := text.find(b"{", max(at, key - LONGEST_BYTES))) >= 0:
+        event, end = _object(text, at)
+        if "ph" in event:
+            yield from _damage(text, covered, at)
+            yield at, end, event
+            covered = end
+        at = end
+    yield from _damage(text, covered, len(text))
+
+
+def _object(text: bytes, at: int) -> tuple[dict[str, Any], int]:
+    """Return the object that begins at `at`, and where it ends; an empty one if it cannot be decoded."""
+    for size in (_USUAL_BYTES, LONGEST_BYTES):
+        try:
+            event, length = _OBJECT.raw_decode(text[at : at + size].decode("latin-1"))  # one character per byte
+        except (ValueError, RecursionError) as error:
+            if getattr(error, "pos", size) < size // 2 and "Unterminated" not in str(error):
+                break  # more text does not help
+            continue
+        if not (plain := text[at : at + length]).isascii():
+            event = json.loads(plain.decode("utf-8", "replace"), strict=False)
+        return event, at + length
+    return {}, at + 1
+
+
+def _damage(text: bytes, begin: int, end: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the text between two events, unless it consists of separators."""
+    left = text[begin:end].lstrip(SEPARATORS)
+    if damaged := left.rstrip(SEPARATORS):
+        yield end - len(left), end - len(left) + len(damaged), {}
 
 
 _NUMPY_TYPES = ("uint8", "int8", "bool", "uint16", "int16", "float16", "int32", "float32", "int64", "float64")
@@ -126,39 +169,3 @@ def _nbytes(dtype: str, shape: str) -> int:
     for length in re.findall(r"\d+", shape):
         total *= int(length)
     return total if total < 1 << 62 else -1
-
-
-NAME_HEAD = b'{"name": "process_name"'
-"""The first bytes of a tensor's metadata."""
-
-_OPENING = re.compile(rb'\{"name": "process_name", "ph": "M", "pid": (\d{1,8}), "args": \{"name": "')
-_CLOSING = b'"}},\n{"name": "process_sort_index", "ph": "M", "pid": %s, "args": {"sort_index": %s}},'
-"""The bytes after a name, with the tensor's number. No name contains them by chance."""
-
-
-def find_names(text: bytes) -> Iterator[tuple[int, int, int, str]]:
-    """Yield begin and end of each tensor's metadata, the tensor's number and its name."""
-    at = text.find(NAME_HEAD)
-    while at >= 0:
-        end = at + 1
-        if found := _match(text, at):
-            pid, name, end = found
-            yield at, end, pid, name.decode("utf-8", "replace")
-        at = text.find(NAME_HEAD, end)
-
-
-def unfinished_name(text: bytes, end: int) -> int:
-    """Return where metadata begins that may continue after `end`; -1 if there is none."""
-    head = text.rfind(NAME_HEAD, max(0, end - LONGEST_BYTES), end)
-    found = _match(text, head) if head >= 0 else None
-    return -1 if found and found[2] <= end else head
-
-
-def _match(text: bytes, at: int) -> tuple[int, bytes, int] | None:
-    opening = _OPENING.match(text, at)
-    if opening is None:
-        return None
-    begin = opening.end()
-    closing = _CLOSING % (opening[1], opening[1])
-    end = text.find(closing, begin, begin + LONGEST_BYTES + len(closing))
-    return None if end < 0 else (int(opening[1]), text[begin:end], end + len(closing))

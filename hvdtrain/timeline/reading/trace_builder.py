@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,208 +12,207 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading.damage import Damage
 from hvdtrain.timeline.reading.events import (
-    LONGEST_BYTES,
+    NAME,
+    NAME_HEAD,
     Begin,
     End,
     Event,
+    Mark,
     Metadata,
     Tick,
     as_event,
     decode,
-    find_names,
-    is_foreign,
     nbytes,
+    salvage,
 )
 from hvdtrain.timeline.reading.growing import Column
-from hvdtrain.timeline.reading.salvage import salvage
+from hvdtrain.timeline.wording import counted
 
-_BEGINNING_BYTES = 256
-_SALVAGE_BYTES = 1 << 14
-"""Damaged text up to this size is searched object by object; larger text is split first."""
-
+_EXCERPT_BYTES = 40
 _ONLY_ENDED = ("barrier.noname", "join.noname")
 """Horovod writes end events for these tensors but no begin events."""
 
-_SPANS = {"tensor": "i4", "phase": "i2", "start_us": "f8", "duration_us": "f8", "nbytes": "i8"}
-_TICKS = {"tick_tensor": "i4", "tick_rank": "i4", "tick_us": "f8"}
+SPAN = [("tensor", "i4"), ("phase", "i4"), ("start_us", "f8"), ("duration_us", "f8"), ("nbytes", "i8")]
+TICK = [("tick_tensor", "i4"), ("tick_rank", "i4"), ("tick_us", "f8")]
+"""Columns of a `HorovodTrace`."""
+
 _LATEST_EPOCH_US = 1e18
-_BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*(?=\{)")
+_NEXT_TIMELINE = re.compile(rb'\[\n\{"name": "process_name", "ph": "M", "pid": [01],')
+"""Where a Timeline begins. A file has several where Timelines were concatenated."""
+
+_IGNORED = {
+    "orphans": ("end event", "without a begin event ignored: begun before the trace"),
+    "still_open": ("begin event", "without an end event ignored: still open"),
+    "backwards": ("span", "ignored: the end is before the beginning"),
+    "unnamed": ("tensor", "without a name: listed by number"),
+}
 
 
-def last_boundary(text: bytes, end: int) -> int:
-    """Return where the last event before `end` begins; 0 if there is none near it."""
-    last = 0
-    for found in _BETWEEN_EVENTS.finditer(text, max(0, end - 2 * LONGEST_BYTES), end):
-        last = found.end()
-    return last
+def _rows(values: list[float], dtype: list[tuple[str, str]]) -> NDArray[Any]:
+    """Return values, one row after the other, as rows with named columns."""
+    return np.rec.fromarrays(np.array(values, float).reshape(-1, len(dtype)).T, dtype=dtype)
 
 
-class _Tensors(dict[int, tuple[int, list[Begin]]]):
-    """The tensors of a Timeline: by the number there, the number in the trace and the operations still open.
+class _Tensors(dict[int, int]):
+    """The tensors of a Timeline: the number in the trace by the number there.
 
-    `names` and `unnamed` (those without a name so far) are of all tensors of the file, by number in the trace.
+    All tensors of the file, by number in the trace, are in `names`, `unnamed` (those without a name so far) and
+    `still_open` (their operations that have not ended).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
         self.unnamed: set[int] = set()
+        self.still_open: list[list[Begin]] = []
 
-    def __missing__(self, pid: int) -> tuple[int, list[Begin]]:
+    def __missing__(self, pid: int) -> int:
         self.unnamed.add(len(self.names))
         return self._add(pid, f"tensor {pid}")
 
-    def set_name(self, pid: int, name: str) -> int:
-        """Name a tensor; if it has another name already, a new one begins. Return how many operations that ends."""
-        number, still_open = self.get(pid, (-1, []))
+    def set_name(self, pid: int, name: str) -> None:
+        """Name a tensor; if it has another name already, a new one begins."""
+        number = self.get(pid, -1)
         if number in self.unnamed:
             self.unnamed.remove(number)
             self.names[number] = name
         elif number < 0 or self.names[number] != name:
             self._add(pid, name)
-            return len(still_open)
-        return 0
 
-    def _add(self, pid: int, name: str) -> tuple[int, list[Begin]]:
-        tensor = self[pid] = (len(self.names), [])
+    def _add(self, pid: int, name: str) -> int:
+        self[pid] = len(self.names)
         self.names.append(name)
-        return tensor
+        self.still_open.append([])
+        return self[pid]
 
 
 class TraceBuilder:
-    """Collects the events of one file, its first bytes, whether one event is Horovod's, and what cannot be read."""
+    """Collects the events of one file, and what cannot be read.
+
+    Attributes:
+        size_bytes: of the text so far.
+        is_horovod: one event is Horovod's.
+        is_foreign: one event is another program's.
+        notes: sentences about what cannot be read.
+    """
 
     def __init__(self) -> None:
-        self.is_horovod = False
-        self.beginning = b""
-        self.damage = Damage()
+        self.size_bytes = 0
+        self.is_horovod = self.is_foreign = False
+        self.notes: list[str] = []
+        self._ignored: Counter[str] = Counter()
+        self._damaged_places = self._damaged_bytes = 0
+        self._first_damage, self._damage_end = "", -1
         self._epoch_us: float | None = None
         self._shift_us = 0.0
         self._is_first = True
         self._tensors = _Tensors()
         self._phases = defaultdict[str, int](count().__next__)
-        self._orphans: Counter[int] = Counter()
         self._last_us = -np.inf
         self._in_order = True
-        self._spans = {name: Column(dtype) for name, dtype in _SPANS.items()}
-        self._ticks = {name: Column(dtype) for name, dtype in _TICKS.items()}
+        self._spans, self._ticks = Column(SPAN), Column(TICK)
 
-    def start_timeline(self) -> None:
-        """Begin another Timeline of the same file, with its own clock and tensor numbers."""
-        if not self.is_horovod:
+    def add(self, chunk: bytes) -> None:
+        """Add whole events."""
+        if NAME_HEAD not in chunk:
+            self._add_text(chunk)
             return
-        self._is_first = False
-        self._shift_us = 0.0
-        self.damage.still_open += sum(len(still_open) for _, still_open in self._tensors.values())
-        self._tensors.clear()
+        cuts = [0, *(found.start() for found in _NEXT_TIMELINE.finditer(chunk)), len(chunk)]
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            text = chunk[begin:end]
+            if number and self.is_horovod:  # with its own clock and tensor numbers
+                self._is_first = False
+                self._shift_us = 0.0
+                self._tensors.clear()
+            plain = bytearray(text)
+            for found in NAME.finditer(text):
+                self._tensors.set_name(int(found[1]), found[2].decode("utf-8", "replace"))
+                plain[found.start() : found.end()] = b" " * len(found[0])
+            self._add_text(bytes(plain))
 
-    def add(self, text: bytes, offset: int) -> None:
-        """Add whole events, which begin at byte `offset` of the file."""
-        self._remember_beginning(text)
-        plain = bytearray(text)
-        for begin, end, pid, name in find_names(text):
-            self._set_name(pid, name)
-            plain[begin:end] = b" " * (end - begin)
-        self._add_events(bytes(plain), offset)
-
-    def add_damaged(self, text: bytes, offset: int) -> int:
-        """Add text in which no event seems to end; return how many bytes were used."""
-        used = self._salvage(text, offset, final=False)
-        self._remember_beginning(text[:used])
-        return used
-
-    def finish(self, path: Path, file_bytes: int) -> HorovodTrace:
+    def finish(self, path: Path) -> HorovodTrace:
         """Return the columns."""
-        self.start_timeline()
-        names = self._tensors.names
-        self.damage.orphans = sum(n for number, n in self._orphans.items() if names[number] not in _ONLY_ENDED)
-        self.damage.unnamed = len(self._tensors.unnamed)
-        spans = {name: column.finish() for name, column in self._spans.items()}
+        self._ignored["still_open"] = sum(map(len, self._tensors.still_open))
+        self._ignored["unnamed"] = len(self._tensors.unnamed)
+        spans, ticks = self._spans.finish(), self._ticks.finish()
         if not self._in_order:
-            order = np.argsort(spans["start_us"] + spans["duration_us"], kind="stable")
-            spans = {name: column[order] for name, column in spans.items()}
-        ticks = {name: column.finish() for name, column in self._ticks.items()}
+            spans = spans[np.argsort(spans["start_us"] + spans["duration_us"], kind="stable")]
         return HorovodTrace(
             path=path,
             epoch_us=self._epoch_us,
-            tensors=names,
+            tensors=self._tensors.names,
             phases=list(self._phases),
-            **spans,
-            **ticks,
-            dropped=self.damage.lines(file_bytes),
+            **{name: spans[name] for name, _ in SPAN},
+            **{name: ticks[name] for name, _ in TICK},
+            dropped=self._dropped(),
         )
 
-    def _remember_beginning(self, text: bytes) -> None:
-        self.beginning += text[: max(0, _BEGINNING_BYTES - len(self.beginning))]
+    def _dropped(self) -> list[str]:
+        """Return a sentence for each kind of damage; none if everything was read."""
+        lines = list(self.notes)
+        is_truncated = self._damage_end == self.size_bytes
+        if inside := self._damaged_places - is_truncated:
+            size = f"({self._damaged_bytes} bytes)"
+            lines.append(f"{counted(inside, 'damaged place')} skipped {size}, first {self._first_damage}")
+        if is_truncated:
+            lines.append("the file ends in the middle of an event, as after a killed job")
+        ignored = ((self._ignored[kind], *words) for kind, words in _IGNORED.items())
+        return lines + [f"{counted(number, noun)} {what}" for number, noun, what in ignored if number]
 
-    def _add_events(self, text: bytes, offset: int) -> None:
+    def _add_text(self, text: bytes) -> None:
         events = decode(text)
-        if events is not None:
-            self._add_columns(events)
-        elif len(text) > _SALVAGE_BYTES and (middle := last_boundary(text, len(text) // 2)):
-            self._add_events(text[:middle], offset)
-            self._add_events(text[middle:], offset + middle)
-        else:
-            self._salvage(text, offset, final=True)
+        if events is None:
+            events = []
+            for begin, end, fields in salvage(text):
+                if (event := as_event(fields)) is None:
+                    self.is_foreign |= "tid" in fields or "cat" in fields
+                    self._skip(self.size_bytes + begin, text[begin:end])
+                else:
+                    events.append(event)
+        self._add_events(events)
+        self.size_bytes += len(text)
 
-    def _salvage(self, text: bytes, offset: int, *, final: bool) -> int:
-        pieces, used = salvage(text, final=final)
-        events = []
-        for piece in pieces:
-            event = as_event(piece.event) if piece.event else None
-            if event is None:
-                self.damage.foreign += piece.event is not None and is_foreign(piece.event)
-                self.damage.skip(offset + piece.offset, text[piece.offset : piece.end])
-            else:
-                events.append(event)
-        self._add_columns(events)
-        return used
+    def _skip(self, offset: int, text: bytes) -> None:
+        """Count bytes without an event of Horovod; adjacent ones are one place."""
+        if not self._damaged_places:
+            self._first_damage = f"byte {offset}, {text[:_EXCERPT_BYTES].decode('utf-8', 'replace')!r}"
+        self._damaged_places += offset != self._damage_end
+        self._damaged_bytes += len(text)
+        self._damage_end = offset + len(text)
 
-    def _add_columns(self, events: list[Event]) -> None:
+    def _add_events(self, events: list[Event]) -> None:
         """Pair begin and end events of each tensor by a stack, and add the pairs to the columns."""
-        phases, tensors = self._phases, self._tensors
-        spans: tuple[list[Any], ...] = ([], [], [], [], [])
-        add_tensor, add_phase, add_start, add_duration, add_nbytes = (column.append for column in spans)
-        ticks: tuple[list[Any], ...] = ([], [], [])
-        add_tick_tensor, add_rank, add_tick = (column.append for column in ticks)
+        phases, tensors, still_open = self._phases, self._tensors, self._tensors.still_open
+        spans: list[float] = []
+        ticks: list[float] = []
         for event in events:
             if type(event) is Begin:  # isinstance is slower on these classes, which have a metaclass
-                tensors[event.pid][1].append(event)
+                still_open[tensors[event.pid]].append(event)
             elif type(event) is End:
-                number, still_open = tensors[event.pid]
-                if still_open:
-                    begin = still_open.pop()
-                    add_tensor(number)
-                    add_phase(phases[begin.name])
-                    add_start(begin.ts)
-                    add_duration(event.ts - begin.ts)
-                    add_nbytes(-1 if event.args is None else nbytes(event.args))
+                number = tensors[event.pid]
+                if still_open[number]:
+                    begin = still_open[number].pop()
+                    size = -1 if event.args is None else nbytes(event.args)
+                    spans += number, phases[begin.name], begin.ts, event.ts - begin.ts, size
                 else:
-                    self._orphans[number] += 1
+                    self._ignored["orphans"] += tensors.names[number] not in _ONLY_ENDED
             elif type(event) is Tick:
-                add_tick_tensor(tensors[event.pid][0])
-                add_rank(int(event.name))
-                add_tick(event.ts)
+                ticks += tensors[event.pid], int(event.name), event.ts
             elif type(event) is Metadata:
                 self._add_metadata(event)
-        self.is_horovod |= any(type(event) is not Metadata for event in events)
-        self._add_arrays([np.array(column) for column in spans], [np.array(column) for column in ticks])
-
-    def _add_arrays(self, spans: list[NDArray[Any]], ticks: list[NDArray[Any]]) -> None:
-        """Add spans (tensor, phase, start, duration, bytes) and ticks (tensor, rank, time) by the Timeline's clock."""
-        tick_tensor, rank, tick_us = ticks
-        for column, values in zip(self._ticks.values(), (tick_tensor, rank, tick_us + self._shift_us), strict=True):
-            column.add(values)
-        is_forward = spans[3] >= 0
-        self.damage.backwards += int(np.sum(~is_forward))
-        tensor, phase, start_us, duration_us, sizes = (values[is_forward] for values in spans)
-        start_us = start_us + self._shift_us
-        for column, values in zip(self._spans.values(), (tensor, phase, start_us, duration_us, sizes), strict=True):
-            column.add(values)
-        if len(start_us):
-            ends_us = start_us + duration_us
+        self.is_horovod |= bool(tensors.names) or any(type(event) is Mark for event in events)
+        rows = _rows(ticks, TICK)
+        rows["tick_us"] += self._shift_us
+        self._ticks.add(rows)
+        rows = _rows(spans, SPAN)
+        forward = rows["duration_us"] >= 0
+        self._ignored["backwards"] += int(np.sum(~forward))
+        rows = rows[forward]
+        rows["start_us"] += self._shift_us
+        self._spans.add(rows)
+        if len(rows):
+            ends_us = rows["start_us"] + rows["duration_us"]
             self._in_order &= bool(np.all(np.diff(ends_us, prepend=self._last_us) >= 0))
             self._last_us = ends_us[-1]
 
@@ -228,8 +227,4 @@ class TraceBuilder:
             elif self._epoch_us is not None:
                 self._shift_us = epoch_us - self._epoch_us
         elif isinstance(tensor, str):
-            self._set_name(event.pid, tensor)
-
-    def _set_name(self, pid: int, name: str) -> None:
-        self.is_horovod = True
-        self.damage.still_open += self._tensors.set_name(pid, name)
+            self._tensors.set_name(event.pid, tensor)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
@@ -175,16 +176,13 @@ def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
     found, end = [], 0
     for lane in lanes:
         row: list[int] = []
-        steps: list[list[int]] = []
         before = 0
-        for one in sorted(lane.slices, key=lambda s: (s.start_ms, -s.end_ms))[:MOST_SLICES]:
+        ordered = sorted(lane.slices, key=lambda s: (s.start_ms, -s.end_ms))[:MOST_SLICES]
+        for one in ordered:
             start, until = round(one.start_ms * _US), round(one.end_ms * _US)
             row += [numbers.setdefault(one.name, len(numbers)), start - before, until - start]
             before, end = start, max(end, until)
-            if steps and steps[-1][0] == one.step:
-                steps[-1][1] += 1
-            else:
-                steps.append([one.step, 1])
+        steps = [(step, len(list(those))) for step, those in groupby(one.step for one in ordered)]
         found.append([lane.label, row, [number for pair in steps for number in pair]])
     return {"names": [[name, hue(name)] for name in numbers], "lanes": found, "end": end}
 
@@ -196,9 +194,8 @@ def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[floa
     for lane in lanes:
         of_lane: defaultdict[str, float] = defaultdict(float)
         for one in lane.slices:
-            of_lane[one.name] += one.end_ms - one.start_ms
-        for name, ms in of_lane.items():
-            totals[name] += ms
+            for sums in (of_lane, totals):
+                sums[one.name] += one.end_ms - one.start_ms
         rows.append((lane.label, of_lane, len({one.step for one in lane.slices}) or 1))
     names = sorted(totals, key=lambda name: (name != "step", -totals[name]))[:_MOST_NAMES]
     return names, [(label, [of[n] / steps if n in of else None for n in names]) for label, of, steps in rows]
