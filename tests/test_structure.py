@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_rooms_import_downwards() -> None:
             if ours == "hvdtrain" and other in layer and other != room and layer[other] >= layer[room]:
                 wrong.append(f"{_name(file)} imports {module}")
     assert not wrong
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Those within functions and for type checkers count, too. `hvdtrain` itself only names what others have."""
+    modules = {_name(file).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): file for file in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        imports = [node for node in _nodes(file) if isinstance(node, ast.ImportFrom) and node.module]
+        named = {(str(node.module)[9:], f"{node.module}.{alias.name}"[9:]) for node in imports for alias in node.names}
+        graph[module] = {inner if inner in modules else outer for outer, inner in named} & modules.keys() - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError, with a circle
 
 
 def test_one_module_imports_horovod() -> None:
