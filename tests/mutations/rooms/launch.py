@@ -165,8 +165,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/rendezvous.py",
-        "            if len(self._strangers) > MOST_STRANGERS:\n                next(iter(self._strangers)).close()",
-        "            if len(self._strangers) > MOST_STRANGERS:\n                connection.close()",
+        "            if len(self._strangers) > MOST_STRANGERS:\n                self._close_oldest()",
+        "            if len(self._strangers) > MOST_STRANGERS:\n                task.cancel()",
         "idle connections of strangers keep ranks out of the store",
         "tests/launch/test_rendezvous.py",
     ),
