@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, TORCHRUN, RankInfo
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
 
@@ -57,7 +57,7 @@ class Facts:
             self.mpi is not None
             and self.mpi.family == "openmpi"
             and self.info.size > 1
-            and self.info.launcher not in (NO_LAUNCHER, GLOO_LAUNCHER, TORCHRUN)
+            and self.info.started_by.mpi != ""
         )
 
     @property

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.channel import VARIABLE
-from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, environ, rank_info, rank_label
+from hvdtrain.runtime.environment import (
+    ALONE,
+    LAUNCHERS,
+    RankInfo,
+    environ,
+    rank_info,
+    rank_label,
+    refuse_unused_launcher,
+)
 from hvdtrain.runtime.gloo import describe_exposure
-from hvdtrain.runtime.other_launchers import ALONE, refuse_unused_launcher
 from tests.runtime.launched import LAUNCHED, mpich, one_task, open_mpi_4, salloc_shell, sbatch_script, srun
 
 
