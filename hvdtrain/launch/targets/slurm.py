@@ -41,4 +41,4 @@ _IMAGE_S = 1800
 """The same where each node first fetches the image."""
 
 _TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight", "pmi"}
-TARGET = Target("slurm", render, takes=_TAKES, even=True, by_srun=True, shows_variables=True)
+TARGET = Target("slurm", render, takes=_TAKES, choose=srun.choose, even=True, by_srun=True, shows_variables=True)
