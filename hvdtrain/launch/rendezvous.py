@@ -62,6 +62,7 @@ class Rendezvous:
         self._listener = socket.create_server((host, 0), backlog=4096)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, context: log(f"rendezvous: {context.get('exception', context)!r}"))
         self._until_s: dict[asyncio.Task[None], float] = {}  # the deadlines of all connections
         self._strangers: dict[asyncio.Task[None], str] = {}  # their addresses, "" once refused
         self._counts: Counter[str] = Counter()

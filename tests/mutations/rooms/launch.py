@@ -151,8 +151,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/own_task.py",
-        "elif received and code in (-received[-1], 128 + received[-1]):",
         "elif received and code == 128 + received[-1]:",
+        "elif received and code == -received[-1]:",
         "a program that a forwarded signal ended counts as failed",
         "tests/cli/test_launch_program.py",
     ),
