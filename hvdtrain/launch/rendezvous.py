@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.launch.rendezvous_store import ABSENT, FOUND, MOST_BYTES, RoundStore
+from hvdtrain.launch.rendezvous_store import FOUND, MOST_BYTES, RoundStore
 
 Put = Callable[[int, str, bytes], None]
 
@@ -189,7 +189,7 @@ class Rendezvous:
         number, key = int(part[2]), part[3].decode()
         status, value = FOUND, b""
         if method == "GET":
-            status, value = await self._find(number, key)
+            status, value = await self._store.get(number, key, _POLL_S)
         elif method == "PUT":
             length = _LENGTH.search(head + b"\r\n")
             if length is None or int(length[1]) > MOST_BYTES:
@@ -203,20 +203,6 @@ class Rendezvous:
                 self._put(number, key, body)
         self._until_s[task] = self._loop.time() + _REQUEST_S
         await self._send(peer, status, value)
-
-    async def _find(self, number: int, key: str) -> tuple[int, bytes]:
-        """Return status and value of a key, after a short wait where it is not there yet."""
-        answer = self._loop.create_future()
-
-        def reply(status: int, value: bytes) -> None:
-            answer.set_result((status, value))
-
-        try:
-            if not self._store.get(number, key, reply):
-                await asyncio.wait([answer], timeout=_POLL_S)
-        finally:
-            self._store.forget(key, reply)
-        return answer.result() if answer.done() else (ABSENT, b"")
 
     async def _refuse(self, task: asyncio.Task[None], peer: socket.socket, method: str, status: int) -> None:
         """Refuse the request and log it, without the path, which may contain the token."""

@@ -109,8 +109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/rendezvous_store.py",
-        '        if not number or number != self._round:\n            reply(GONE, b"")\n        elif key',
-        "        if key",
+        '        if not number or number != self._round:\n            return GONE, b""\n',
+        "",
         "a rank that is late asks the store of a closed round without end",
         "tests/launch/test_rendezvous_store.py",
     ),
