@@ -110,7 +110,7 @@ class Hosts:
         self._relay = Relay(self._send)
         for link in self._links:
             link.start()
-            link.send("hello", host=link.host, folder=".", environment={}, remote=False)
+            link.send("hello", host=link.host, folder=".", environment={}, remote=False, driver="")
         while not all(link.store for link in self._links):
             link, message = self._inbox.get()
             link.store = message.get("store", link.store)

@@ -120,7 +120,9 @@ def read_stat(pid: int, root: Path = Path("/proc")) -> ProcessStat:
 
 
 def wait_with_signals(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process and return its exit code. Signal handlers of Python run within a second meanwhile.
+    """Wait for a process and return its exit code, 128 + N where signal N ended it.
+
+    Signal handlers of Python run within a second meanwhile.
 
     A plain ``wait()`` can miss a signal: one that arrives just before the system call begins does not interrupt it, and
     Python runs the handler only when the call returns, which is at the end of the process.
@@ -129,4 +131,5 @@ def wait_with_signals(process: subprocess.Popen[bytes]) -> int:
     waiter.start()
     while waiter.is_alive():
         waiter.join(1.0)
-    return process.wait()
+    code = process.wait()
+    return code if code >= 0 else 128 - code

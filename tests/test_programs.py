@@ -64,7 +64,7 @@ def test_a_signal_is_handled_though_it_does_not_interrupt_the_wait() -> None:
 
     try:
         threading.Thread(target=signal_this_thread).start()
-        assert wait_with_signals(process) == -signal.SIGTERM
+        assert wait_with_signals(process) == 128 + signal.SIGTERM
     finally:
         process.kill()
         signal.signal(signal.SIGUSR2, before)

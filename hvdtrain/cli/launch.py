@@ -34,7 +34,8 @@ from hvdtrain.launch.hosts import find_unknown_host, run_script
 from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.site import NO_SITE, Site, find_site
 from hvdtrain.launch.spec import Command, JobSpec, Script
-from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
+from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.targets.base import Target
 from hvdtrain.launch.variables import secret_variables, submit_environment
 from hvdtrain.launch.worker_plan import WorkerPlan, describe_plan
 from hvdtrain.observe.output import unfailing
@@ -65,7 +66,8 @@ def main(argv: list[str]) -> int:
             say(note)
         if plan is not None:
             return _drive(plan, options.dry_run)
-        start = TARGETS[choice.target].render(spec)
+        target = TARGETS[choice.target]
+        start = target.render(spec)
         if isinstance(start, Command):
             start = _found(Command(start.argv, {**spec.site_variables, **start.variables}))
         if options.dry_run or isinstance(start, Script):
@@ -73,17 +75,17 @@ def main(argv: list[str]) -> int:
         if options.dry_run:
             print(start)
             return 0
-        if choice.target in SHOW_VARIABLES and (hidden := secret_variables(environ())):
+        if target.shows_variables and (hidden := secret_variables(environ())):
             say(f"not passed to the ranks, because other users could read them: {', '.join(hidden)}")
         if isinstance(start, Command):
             if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
                 where = "it has no address, and is not in ssh's configuration"
                 say(f"unknown host {host}: {where}; if the start fails: {_doctor(spec)}")
-            return _run(own, start, choice.target)
-        if spec.trains and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
+            return _run(own, start, target)
+        if spec.trains and not target.elsewhere and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
             return USAGE
-        return _submit(start, choice.target)
+        return _submit(start, target)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         if site is not NO_SITE:
@@ -177,10 +179,10 @@ def _doctor(spec: JobSpec) -> str:
     return command_line("hvdtrain", "doctor", *words)
 
 
-def _run(own: Sequence[str], start: Command, target: str) -> int:
+def _run(own: Sequence[str], start: Command, target: Target) -> int:
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
-    for name in secret_variables(variables) if target in SHOW_VARIABLES else ():
+    for name in secret_variables(variables) if target.shows_variables else ():
         del variables[name]
     # As a shell does. MPICH 5.0.2 does not pass the very last variable to ranks on other hosts.
     variables.pop("_", None)
@@ -200,7 +202,7 @@ def _takes_arguments(spec: JobSpec) -> bool:
     return done.code != USAGE
 
 
-def _submit(start: Script, target: str) -> int:
+def _submit(start: Script, target: Target) -> int:
     program = start.submit[0]
     if shutil.which(program, path=search_path(environ())) is None:
         next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"
@@ -212,5 +214,5 @@ def _submit(start: Script, target: str) -> int:
             found=found.strip()[:100] or "nothing",
             next_step="Torque and Grid Engine are not supported: run mpirun in a script of your own",
         )
-    variables = submit_environment(environ()) if target in SHOW_VARIABLES else environ()
+    variables = submit_environment(environ()) if target.shows_variables else environ()
     return subprocess.run(start.submit, input=start.text, env=variables, text=True, check=False).returncode

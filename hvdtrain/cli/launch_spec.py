@@ -20,7 +20,7 @@ from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.launch.agent_starter import allocation_slots, find_starter
-from hvdtrain.launch.choose import AUTO, OWN, Choice
+from hvdtrain.launch.choose import AUTO, OWN, Choice, options_of
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots
@@ -28,7 +28,7 @@ from hvdtrain.launch.pod_patch import read_pod_patch
 from hvdtrain.launch.site import NO_SITE, Site
 from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
-from hvdtrain.launch.targets import SHOW_VARIABLES, TARGETS
+from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables
 from hvdtrain.launch.worker_plan import WorkerPlan
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
@@ -73,7 +73,7 @@ def spec_of(
         ssh_options=tuple(options.ssh_option),
         mpi=choice.mpi,
         launcher_arguments=tuple(options.launcher_arg),
-        in_step=choice.target == "srun" and "SLURM_STEP_ID" in environ,
+        in_step=_starts_inside(choice.target) and "SLURM_STEP_ID" in environ,
         slurm_mpi=machine.slurm_mpi_for(choice.mpi),
         is_program=is_program,
         is_root=os.geteuid() == 0,
@@ -151,7 +151,7 @@ def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tu
     if missing is not None:
         what = f"--env {missing}: the variable is not set in this environment"
         raise LaunchError(what, next_step=f"export {missing}=...")
-    hidden = secret_variables(environ) if target in SHOW_VARIABLES else []
+    hidden = secret_variables(environ) if target != OWN and TARGETS[target].shows_variables else []
     shown = next((name for name in asked if name in hidden), None)
     if shown is not None:
         raise LaunchError(
@@ -175,7 +175,7 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
 
 def _starts_inside(target: str) -> bool:
     """Check whether a target starts ranks in the allocation of this process."""
-    return target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
+    return "time" not in options_of(target)
 
 
 def _container(options: argparse.Namespace, target: str, environ: Mapping[str, str]) -> Container | None:
@@ -186,7 +186,9 @@ def _container(options: argparse.Namespace, target: str, environ: Mapping[str, s
     image = str(options.container)
     return Container(
         image=str(Path(image).resolve()) if image.startswith(("./", "../")) else image,
-        runtime=find_container_runtime(options.container_runtime, image, target, environ),
+        runtime=find_container_runtime(
+            options.container_runtime, image, target, environ, by_srun=TARGETS[target].by_srun
+        ),
         mounts=tuple(options.container_mount),
         gpus=bool(options.gpus_per_node) or here,
         override=tuple(options.env),

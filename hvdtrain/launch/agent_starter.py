@@ -110,11 +110,7 @@ def find_starter(asked: str, environ: Mapping[str, str], path: str) -> Starter:
     in_slurm = by == "srun"
     nodes = environ.get("SLURM_JOB_NODELIST")
     names = (node_names(nodes) if nodes else []) if in_slurm else allocation_slots(environ)
-    return Starter(by, _by_short_name(names), _gpus(environ) if in_slurm else {}, asked != AUTO)
-
-
-def _by_short_name(names: Iterable[str]) -> dict[str, str]:
-    return {short_name(name): name for name in names}
+    return Starter(by, {short_name(name): name for name in names}, _gpus(environ) if in_slurm else {}, asked != AUTO)
 
 
 def _gpus(environ: Mapping[str, str]) -> dict[str, int]:

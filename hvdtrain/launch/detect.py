@@ -13,8 +13,8 @@ from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.install import record
 from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
+from hvdtrain.install.versions import MPI_NAMES
 from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
-from hvdtrain.launch.targets import BY_SRUN
 from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
@@ -49,6 +49,51 @@ class Machine:
         names = (*first, wanted.get(mpi.flavour, "") if mpi is not None else "")
         fitting = (kind for name in names if name for kind in sorted(self.slurm_mpi) if kind.startswith(name))
         return next(fitting, "")
+
+    @property
+    def own_mpi(self) -> Mpi | None:
+        """The MPI that starts ranks which Horovod can join."""
+        return next((mpi for mpi in self.mpis if _family(mpi) == self.family), None)
+
+    @property
+    def mpi_for_image(self) -> Mpi | None:
+        """The MPI for ranks in containers on a machine without Horovod; None if it has Horovod or no MPI."""
+        return next(iter(self.mpis), None) if not self.horovod else None
+
+    def mpi_named(self, flavour: str, in_image: bool) -> Mpi:
+        """Return the MPI of this flavour.
+
+        Errors:
+            LaunchError: there is none, or Horovod uses another.
+        """
+        name = MPI_NAMES[flavour]
+        found = next((mpi for mpi in self.mpis if mpi.flavour == flavour), None)
+        if found is None:
+            raise LaunchError(
+                f"--to {flavour} needs mpirun of {name}.",
+                expected=f"mpirun of {name} on PATH",
+                found=", ".join(f"{mpi} ({mpi.mpirun})" for mpi in self.mpis) or "no mpirun",
+                next_step="load the module of that MPI, or omit --to: hvdtrain launch chooses what fits this machine",
+            )
+        if self.horovod and not in_image and self.family not in (_family(found), "unknown"):
+            used = {None: "no MPI", "openmpi": "Open MPI"}.get(self.family, "MPICH or Intel MPI")
+            raise LaunchError(
+                f"Horovod uses another MPI than {found}: ranks that it starts cannot find each other.",
+                expected=f"a Horovod built for {name}",
+                found=f"one built for {used}",
+                next_step=f"{record.BUILD_COMMAND}, with {found.mpirun}'s mpicxx first on PATH; or omit --to",
+            )
+        return found
+
+
+def needs_in_image(mpi: Mpi) -> str:
+    """Return why an MPI is chosen for ranks in containers."""
+    return f"there is no Horovod here, and that of the image must be built for {MPI_NAMES[mpi.flavour]}"
+
+
+def _family(mpi: Mpi) -> str:
+    """Return the family of an MPI: MPICH and Intel MPI share one binary interface."""
+    return "openmpi" if mpi.flavour == "openmpi" else "mpich"
 
 
 def detect_machine(environ: Mapping[str, str]) -> Machine:
@@ -97,7 +142,7 @@ def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE))
 
 
-def find_container_runtime(asked: str, image: str, target: str, environ: Mapping[str, str]) -> str:
+def find_container_runtime(asked: str, image: str, target: str, environ: Mapping[str, str], *, by_srun: bool) -> str:
     """Return what starts containers. Its name decides alone where it is asked for, as the job may run elsewhere.
 
     Args:
@@ -105,12 +150,13 @@ def find_container_runtime(asked: str, image: str, target: str, environ: Mapping
         image: the image; pyxis cannot open a file of Apptainer.
         target: what starts the ranks.
         environ: variables of this process.
+        by_srun: whether srun starts the ranks.
 
     Errors:
         LaunchError: auto found none; or pyxis cannot be used.
     """
     names = [name for name in (APPTAINER, SINGULARITY) if shutil.which(name, path=environ.get("PATH", os.defpath))]
-    by_srun, is_sif = target in BY_SRUN, image.endswith(".sif")
+    is_sif = image.endswith(".sif")
     if asked == PYXIS and (is_sif or not by_srun):
         raise LaunchError(
             "pyxis cannot start this container",

@@ -11,7 +11,7 @@ A round is a membership: ranks 0 to size - 1 from one start of Horovod to its en
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvdtrain.launch import faults, job_end, round_changes, worker_starts
@@ -31,9 +31,7 @@ class Membership:
 
     def hosts_discovered(self, hosts: dict[str, int], now_s: float) -> list[Command]:
         """Set the slots by host that may be used from now on."""
-        self._begin(now_s)
-        worker_starts.set_hosts(self.job, hosts, self._local)
-        return self._advance()
+        return self._apply(now_s, worker_starts.set_hosts, hosts, self._local)
 
     def agent_ready(self, host: str, now_s: float) -> list[Command]:
         """Handle an agent that is ready to start workers."""
@@ -63,26 +61,15 @@ class Membership:
 
     def agent_lost(self, host: str, why: str, now_s: float) -> list[Command]:
         """Handle the loss of a host's agent."""
-        self._begin(now_s)
-        if host in self.job.hosts:
-            faults.lose_host(self.job, self.job.hosts[host], why)
-        return self._advance()
+        return self._apply(now_s, faults.lose_host, self.job.hosts.get(host), why)
 
     def worker_dying(self, number: int, now_s: float) -> list[Command]:
         """Handle the start of a worker's end in the kernel; `worker_exited` follows with the exit code."""
-        self._begin(now_s)
-        worker = self.job.workers.get(number)
-        if worker is not None:
-            faults.mark_dying(self.job, worker)
-        return self._advance()
+        return self._apply(now_s, faults.mark_dying, self.job.workers.get(number))
 
     def worker_exited(self, number: int, code: int, now_s: float) -> list[Command]:
         """Handle the exit of a worker. `code`: negative for the signal that ended it."""
-        self._begin(now_s)
-        worker = self.job.workers.get(number)
-        if worker is not None:
-            faults.handle_exit(self.job, worker, code)
-        return self._advance()
+        return self._apply(now_s, faults.handle_exit, self.job.workers.get(number), code)
 
     def worker_message(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
         """Handle a worker's message. The next tick acts on a heartbeat."""
@@ -97,13 +84,18 @@ class Membership:
 
     def signal_received(self, name: str, now_s: float) -> list[Command]:
         """Handle SIGTERM or SIGINT to the driver."""
-        self._begin(now_s)
-        job_end.stop_job(self.job, name)
-        return self._advance()
+        return self._apply(now_s, job_end.stop_job, name)
 
     def tick(self, now_s: float) -> list[Command]:
         """Advance the time."""
         self._begin(now_s)
+        return self._advance()
+
+    def _apply(self, now_s: float, rule: Callable[..., None], subject: object, *facts: object) -> list[Command]:
+        """Apply a rule to its subject, unless that is unknown, and then all rules."""
+        self._begin(now_s)
+        if subject is not None:
+            rule(self.job, subject, *facts)
         return self._advance()
 
     def _begin(self, now_s: float) -> None:

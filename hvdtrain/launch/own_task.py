@@ -58,9 +58,9 @@ def main(program: Sequence[str]) -> int:
     code = wait_with_signals(process)
     if code == 0:
         client.report_leaving("finished")
-    elif received and code in (-received[-1], 128 + received[-1]):
+    elif received and code == 128 + received[-1]:
         client.report_leaving(received[-1].name)
-    return code if code >= 0 else 128 - code
+    return code
 
 
 def _say(text: str, code: int) -> int:

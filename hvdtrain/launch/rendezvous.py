@@ -5,33 +5,45 @@ path is ``/TOKEN/ROUND:0/SCOPE/KEY``: each request carries the token, and each r
 
 Anybody can connect. A connection that has not shown the token is a stranger. Strangers have few places and a few
 seconds, however slowly they send, and a new one replaces the oldest. So there is always a place for a rank.
+
+Not `http.server`: it uses a thread per connection, and a client that sends slowly occupies it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import re
 import secrets
-import selectors
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from hvdtrain.launch.rendezvous_store import RoundStore
-from hvdtrain.launch.request import Request
+from hvdtrain.launch.rendezvous_store import FOUND, MOST_BYTES, RoundStore
 
 Put = Callable[[int, str, bytes], None]
 
 MOST_STRANGERS = 128
+STRANGER_S = 5.0
+"""Time from the connection to the end of the request's head, without the token."""
+
+_POLL_S = 4.0
+"""A request for a missing key is answered after this time; Horovod asks again."""
+_REQUEST_S = 30.0
+"""Time for a rank to send or read a value."""
 _TICK_S = 0.25
 _ACCEPTED_AT_ONCE = 32
 """Less than the places of strangers, so that a rank's request is read before the connection could be replaced."""
 _LOGGED = 20
 """Refused requests that are all logged; afterwards each power of two."""
+
+_MOST_HEAD_BYTES = 1 << 14
+_HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
+_PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
 
 
 class Rendezvous:
@@ -49,15 +61,11 @@ class Rendezvous:
         self._store = RoundStore()
         self._listener = socket.create_server((host, 0), backlog=4096)
         self._listener.setblocking(False)
-        self._woken, self._wake = socket.socketpair()
-        self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._do)
-        self._listening = False
-        self._open: dict[Request, None] = {}
-        self._strangers: dict[Request, None] = {}
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, context: log(f"rendezvous: {context.get('exception', context)!r}"))
+        self._until_s: dict[asyncio.Task[None], float] = {}  # the deadlines of all connections
+        self._strangers: dict[asyncio.Task[None], str] = {}  # their addresses, "" once refused
         self._counts: Counter[str] = Counter()
-        self._over = False
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
 
     @property
@@ -72,7 +80,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stop serving."""
-        self._run_in_thread(None)
+        self._run_in_thread(self._loop.stop)
         self._thread.join()
 
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
@@ -83,37 +91,34 @@ class Rendezvous:
         """Store values from ranks of other hosts."""
         self._run_in_thread(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
 
-    def _run_in_thread(self, act: Callable[[], object] | None) -> None:
-        self._todo.put(act)
-        with suppress(OSError):
-            self._wake.send(b"\0")
-
-    def _do(self) -> None:
-        self._woken.recv(1 << 12)
-        with suppress(Empty):
-            while (act := self._todo.get_nowait()) is not None:
-                act()
-            self._over = True
+    def _run_in_thread(self, act: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(act)
 
     def _serve(self) -> None:
-        ticked_s = 0.0
-        while not self._over:
-            if (now := time.monotonic()) - ticked_s >= _TICK_S:
-                ticked_s = now
-                for connection in [c for c in self._open if now >= c.until_s]:
-                    connection.time_out()
-                self._listen()
-            for key, _ in self._selector.select(_TICK_S):
-                key.data()
-        for connection in list(self._open):
-            connection.close()
-        for one in (self._selector, self._listener, self._woken, self._wake):
-            one.close()
+        self._listen()
+        self._tick()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._close_all())
+        self._loop.close()
+        self._listener.close()
+
+    async def _close_all(self) -> None:
+        await asyncio.sleep(0)  # a task that is cancelled before its start would not close its connection
+        for task in self._until_s:
+            task.cancel()
+        while self._until_s:
+            await asyncio.sleep(0)
+
+    def _tick(self) -> None:
+        for task in [task for task, until_s in self._until_s.items() if self._loop.time() >= until_s]:
+            if sender := self._strangers.get(task):
+                self.log_limited("late", f"closed a connection from {sender} without a request in {STRANGER_S:.0f} s")
+            task.cancel()
+        self._loop.call_later(_TICK_S, self._tick)
 
     def _listen(self) -> None:
-        if not self._listening:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._listening = True
+        self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -124,17 +129,23 @@ class Rendezvous:
             except OSError as error:  # most often too many open files
                 self.log_limited("crowd", f"no connection can be accepted: {error.strerror}", self._describe_owners)
                 if self._strangers:
-                    return next(iter(self._strangers)).close()
-                self._selector.unregister(self._listener)  # for a tick: select would return at once
-                self._listening = False
+                    return self._close_oldest()
+                self._loop.remove_reader(self._listener)  # for a tick: it would be called again at once
+                self._loop.call_later(_TICK_S, self._listen)
                 return
-            connection = Request(self, peer, sender[0])
-            self._open[connection] = self._strangers[connection] = None
-            connection.advance()
+            peer.setblocking(False)
+            task = self._loop.create_task(self._serve_client(peer))
+            self._strangers[task] = sender[0]
+            self._until_s[task] = self._loop.time() + STRANGER_S
             if len(self._strangers) > MOST_STRANGERS:
-                next(iter(self._strangers)).close()
+                self._close_oldest()
                 text = f"more than {MOST_STRANGERS} connections have sent no request"
                 self.log_limited("crowd", text, self._describe_owners)
+
+    def _close_oldest(self) -> None:
+        task = next(iter(self._strangers))
+        del self._strangers[task]
+        task.cancel()
 
     def _describe_owners(self) -> str:
         """Describe the owners of the connections in words."""
@@ -143,35 +154,70 @@ class Rendezvous:
         holders = f"Another program holds them ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
         return f"; the oldest are closed to make room for ranks. {holders}"
 
-    def mark_authenticated(self, connection: Request) -> None:
-        """Note that a connection has shown the token."""
-        self._strangers.pop(connection, None)
+    async def _serve_client(self, peer: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with peer, suppress(OSError):
+            try:
+                await self._answer(task, peer)
+            finally:
+                del self._until_s[task]
+                self._strangers.pop(task, None)
 
-    def forget(self, connection: Request) -> None:
-        """Note that a connection is closed."""
-        self._open.pop(connection, None)
-        self._strangers.pop(connection, None)
+    async def _answer(self, task: asyncio.Task[None], peer: socket.socket) -> None:
+        """Read the one request of a connection, and answer it."""
+        data, sender = b"", self._strangers[task]
+        while b"\r\n\r\n" not in data:
+            if len(data) > _MOST_HEAD_BYTES:
+                return await self._refuse(task, peer, "request", 431)
+            if not (more := await self._loop.sock_recv(peer, 1 << 16)):
+                return
+            data += more
+        head, _, body = data.partition(b"\r\n\r\n")
+        found = _HEAD.match(head + b"\r\n")
+        if found is None:
+            return self.log_limited("refused", f"refused an invalid request from {sender}")
+        method, part = found[1].decode(), _PATH.fullmatch(found[2])
+        if method not in ("GET", "PUT", "DELETE"):
+            return await self._refuse(task, peer, method, 501)
+        if part is None:
+            return await self._refuse(task, peer, method, 404)
+        if not hmac.compare_digest(part[1], self.token.encode()):
+            return await self._refuse(task, peer, method, 403)
+        self._strangers.pop(task, None)
+        self._until_s[task] = self._loop.time() + _REQUEST_S
+        number, key = int(part[2]), part[3].decode()
+        status, value = FOUND, b""
+        if method == "GET":
+            status, value = await self._store.get(number, key, _POLL_S)
+        elif method == "PUT":
+            length = _LENGTH.search(head + b"\r\n")
+            if length is None or int(length[1]) > MOST_BYTES:
+                return await self._refuse(task, peer, method, 413)
+            while len(body) < int(length[1]):
+                if not (more := await self._loop.sock_recv(peer, 1 << 16)):
+                    return
+                body += more
+            body = body[: int(length[1])]
+            if self._store.put(number, key, body) and self._put is not None:
+                self._put(number, key, body)
+        self._until_s[task] = self._loop.time() + _REQUEST_S
+        await self._send(peer, status, value)
 
-    def select_events(self, connection: Request, events: int) -> None:
-        """Set the events at which a connection advances; 0: none."""
-        if connection.events == events:
-            return
-        if connection.events and events:
-            self._selector.modify(connection.peer, events, connection.advance)
-        elif events:
-            self._selector.register(connection.peer, events, connection.advance)
-        else:
-            self._selector.unregister(connection.peer)
-        connection.events = events
+    async def _refuse(self, task: asyncio.Task[None], peer: socket.socket, method: str, status: int) -> None:
+        """Refuse the request and log it, without the path, which may contain the token."""
+        sender, _ = peer.getpeername()
+        self.log_limited("refused", f"refused a {method} from {sender} with {status}")
+        if task in self._strangers:
+            self._strangers[task] = ""
+        await self._send(peer, status, b"")
+        peer.shutdown(socket.SHUT_WR)
+        while await self._loop.sock_recv(peer, 1 << 16):  # closing with unread data would reset the connection
+            pass
 
-    def put(self, number: int, key: str, value: bytes) -> None:
-        """Store a value of a rank of this host."""
-        if self._store.put(number, key, value) and self._put is not None:
-            self._put(number, key, value)
-
-    def get(self, number: int, key: str, reply: Callable[[int, bytes], None]) -> Callable[[], None] | None:
-        """Reply now or later; return a function that cancels a waiting request, None if there was a reply."""
-        return None if self._store.get(number, key, reply) else partial(self._store.forget, key, reply)
+    async def _send(self, peer: socket.socket, status: int, body: bytes) -> None:
+        head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        await self._loop.sock_sendall(peer, head.encode() + body)
 
     def log_limited(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
         """Log a line; the more lines of a kind, the rarer."""

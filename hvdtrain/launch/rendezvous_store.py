@@ -6,9 +6,11 @@ each value once, packed, and serves its own ranks from its copy.
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 FOUND, ABSENT, GONE = 200, 404, 410
 
@@ -21,9 +23,6 @@ MOST_KEYS = 1 << 18
 _MESSAGE_BYTES = 1 << 20
 """Values per message; with one more value the line is still within `json_lines.MOST_BYTES`."""
 
-Reply = Callable[[int, bytes], None]
-"""Called once, with an HTTP status and the value."""
-
 
 class RoundStore:
     """The keys of the newest round. Requests for other rounds fail, so that a late rank learns of it at once."""
@@ -31,42 +30,32 @@ class RoundStore:
     def __init__(self) -> None:
         self._round = 0
         self._keys: dict[str, bytes] = {}
-        self._asking: dict[str, list[Reply]] = {}
+        self._wanted: dict[str, asyncio.Event] = {}
 
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
         """Begin a round with `keys`; refuse waiting requests of the round before. Number 0: no round."""
-        asking, self._asking = self._asking, {}
+        wanted, self._wanted = self._wanted, {}
         self._round, self._keys = number, dict(keys)
-        for reply in (reply for replies in asking.values() for reply in replies):
-            reply(GONE, b"")
+        for event in wanted.values():
+            event.set()
 
     def put(self, number: int, key: str, value: bytes) -> bool:
         """Store a value and answer the requests that wait for it; return whether it was stored."""
         if not number or number != self._round or len(self._keys) >= MOST_KEYS:
             return False
         self._keys[key] = value
-        for reply in self._asking.pop(key, ()):
-            reply(FOUND, value)
+        if event := self._wanted.pop(key, None):
+            event.set()
         return True
 
-    def get(self, number: int, key: str, reply: Reply) -> bool:
-        """Reply now, or when the key is put; return whether it was now."""
+    async def get(self, number: int, key: str, wait_s: float) -> tuple[int, bytes]:
+        """Return HTTP status and value of a key; wait up to `wait_s` until it is put."""
+        if number == self._round > 0 and key not in self._keys:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wanted.setdefault(key, asyncio.Event()).wait(), wait_s)
         if not number or number != self._round:
-            reply(GONE, b"")
-        elif key in self._keys:
-            reply(FOUND, self._keys[key])
-        else:
-            self._asking.setdefault(key, []).append(reply)
-            return False
-        return True
-
-    def forget(self, key: str, reply: Reply) -> None:
-        """Cancel a waiting request."""
-        replies = self._asking.get(key, [])
-        if reply in replies:
-            replies.remove(reply)
-            if not replies:
-                del self._asking[key]
+            return GONE, b""
+        return (FOUND, self._keys[key]) if key in self._keys else (ABSENT, b"")
 
 
 class Relay:

@@ -62,8 +62,7 @@ class Restarts:
             return CANNOT_START
         if self._ended.is_set():  # the signal came before the start
             self._process.terminate()
-        code = wait_with_signals(self._process)
-        return code if code >= 0 else 128 - code
+        return wait_with_signals(self._process)
 
 
 def _say(text: str) -> None:

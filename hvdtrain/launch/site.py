@@ -98,7 +98,7 @@ def parse_site(text: bytes, path: Path) -> Site:
             near = get_close_matches(str(key), _KEYS, 1)
             next_step = f"did you mean {near[0]}?" if near else "options of hvdtrain launch belong under options:"
             raise wrong(path, f"{key!r} is not a part of a profile", expected=", ".join(_KEYS), next_step=next_step)
-    if bad := next((text for text in _strings(content) if not _is_plain(text)), None):
+    if bad := next((text for text in _strings(content) if re.search("[\0\ud800-\udfff]", text)), None):
         raise wrong(path, "a text has a null character or no Unicode character", found=repr(bad)[:100])
     lists = {key: _texts(path, key, content.get(key) or []) for key in ("hosts", "modules", "setup")}
     modules = lists["modules"]
@@ -118,10 +118,6 @@ def _strings(value: Any) -> Iterator[str]:
         (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     ):
         yield from _strings(part)
-
-
-def _is_plain(text: str) -> bool:
-    return "\0" not in text and not re.search("[\ud800-\udfff]", text)
 
 
 def wrong(

@@ -65,9 +65,7 @@ class Container:
     runtime: str  # one of `RUNTIMES`
     mounts: tuple[str, ...] = ()  # SRC:DST or SRC:DST:ro; the working folder is mounted too
     gpus: bool = False  # whether the ranks use GPUs of NVIDIA
-    override: tuple[
-        str, ...
-    ] = ()  # names of variables of the host that reach the ranks; with pyxis, even if the image sets them
+    override: tuple[str, ...] = ()  # names of the host's variables for ranks; with pyxis, also if the image sets them
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,7 @@ def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
         return 1
     for number in early:
         heard(number, None)
-    code = wait_with_signals(process)
-    return code if code >= 0 else 128 - code
+    return wait_with_signals(process)
 
 
 def _say(text: str) -> None:

@@ -10,15 +10,8 @@ from pathlib import Path
 
 from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, TORCHRUN, RankInfo, by_srun, launch_options
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
 
-_STARTED_BY = {
-    GLOO_LAUNCHER: "horovodrun --gloo",
-    "slurm": "srun",
-    "hydra": "mpirun or mpiexec",
-    "openmpi": "mpirun",
-    TORCHRUN: "torchrun",
-}
 _LONGEST = 400
 """Characters of a program's command line at most. A longer one, or one with several lines, is not shown."""
 
@@ -74,7 +67,7 @@ def _launched(line: str, info: RankInfo, note: str = "") -> str:
             line = f"{settings}{shlex.quote(program_path('mpirun'))}{as_root} -np {info.size} {line}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
-            started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)
+            started_by = "srun" if over_gloo_by_srun else info.started_by.command
             notes.append(f"on {info.size} ranks, started by {started_by} as before")
     if not notes:
         return line

@@ -109,8 +109,8 @@ def pin_process(cpus: frozenset[int]) -> None:
     Threads of torch and Horovod that start later inherit the mask of the thread that starts them.
     """
     _narrow(0, cpus)  # first: threads that it starts from now on need no further look
-    seen: set[int] = set()
-    while new := {task for process in _with_children() for task in thread_ids(process)} - seen:
+    me, seen = psutil.Process(), set[int]()
+    while new := {task for one in (me, *me.children(recursive=True)) for task in thread_ids(one.pid)} - seen:
         for task in new:
             _narrow(task, cpus)
         seen |= new
@@ -120,11 +120,6 @@ def _narrow(thread: int, cpus: frozenset[int]) -> None:
     with suppress(OSError):  # it has ended
         if both := os.sched_getaffinity(thread) & cpus:
             os.sched_setaffinity(thread, both)
-
-
-def _with_children() -> list[int]:
-    me = psutil.Process()
-    return [me.pid, *(child.pid for child in me.children(recursive=True))]
 
 
 def binding_map(hosts: Sequence[str], bindings: Sequence[Binding]) -> list[dict[str, Any]]:

@@ -1,19 +1,16 @@
 """Detect this process's rank; the only reader and writer of ``os.environ`` in the package.
 
-Each launcher sets its own variables for rank and size: a line of `LAUNCHERS`. A process may have variables of several
-launchers, as they nest: horovodrun in a Slurm job, mpirun in srun. The first line with a matching sign wins; lines are
-ordered from the innermost launcher to the outermost:
+A process may have variables of several launchers, as they nest: horovodrun in a Slurm job, mpirun in srun. So the first
+line of `LAUNCHERS` with a matching sign wins; lines are ordered from the innermost launcher to the outermost:
 
-1. ``TORCHELASTIC_RUN_ID``: set by torchrun, which mpirun or srun may have started once a host.
+1. ``TORCHELASTIC_RUN_ID``: set by torchrun, which mpirun or srun may have started once a host. Its ranks are those of
+   an engine that needs no Horovod; for others it is refused.
 2. ``HOROVOD_RANK``: set by ``horovodrun --gloo`` per rank. (horovodrun over MPI calls mpirun.)
 3. ``OMPI_COMM_WORLD_RANK``: set by Open MPI's daemon, which may itself be a task of srun.
 4. ``MPI_LOCALRANKID``: set by MPICH's and Intel's Hydra, which may have used srun in the same way.
 5. ``SLURM_STEP_NUM_TASKS``: set inside an srun step. ``SLURM_PROCID`` alone is no sign: batch scripts and salloc shells
    have it too, and the programs that they start are not ranks.
 6. ``PMI_RANK`` without any of these: an unknown launcher, and an error instead of N separate jobs of one rank.
-
-Others are only detected to be refused: `runtime.other_launchers`. torchrun's ranks are those of an engine that needs no
-Horovod; for others it is refused there, too.
 """
 
 from __future__ import annotations
@@ -43,6 +40,7 @@ STOP_ON_USR1 = "HVDTRAIN_STOP_ON_USR1"
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
 TORCHRUN = "torchrun"
+ANY_MPI = "any"
 
 ALONE = "HVDTRAIN_ALONE"
 """Set to 1: train in this process alone, although torchrun or a launcher that we do not support started it."""
@@ -66,6 +64,11 @@ class RankInfo:
     folder: Path = field(default=Path(), compare=False, repr=False)
 
     @property
+    def started_by(self) -> Launcher:
+        """The line of the launcher in `LAUNCHERS`; without one, a line without variables."""
+        return next((line for line in LAUNCHERS if line.name == self.launcher), Launcher(self.launcher, self.launcher))
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks are on one host: the same value on every rank."""
         return self.local_size == self.size
@@ -78,32 +81,45 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables that one launcher sets."""
+    """A launcher, and the variables that it sets."""
 
     name: str
-    signs: tuple[str, ...]  # any of them shows that this launcher started the process
-    rank: str  # the variable with this number; the next three likewise
-    size: str
-    local_rank: str
-    local_size: str
+    command: str  # its programs, for messages
+    mpi: str = ""  # family of the MPI that its ranks need, as of `MpiLibrary`; `ANY_MPI` by PMI; "" for none
+    signs: tuple[str, ...] = ()  # any of them shows that this launcher started the process
+    rank: str = ""  # the variable with this number; the next three likewise
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
     node: str | None = None  # set where local_size lists all hosts, as in ``2(x3),1``: the index of this host
 
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GLOO = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
 LAUNCHERS = (
-    Launcher(TORCHRUN, ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
-    Launcher(GLOO_LAUNCHER, _GLOO, *_GLOO),
-    Launcher("openmpi", _OPEN_MPI, *_OPEN_MPI),
-    Launcher("hydra", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), *_HYDRA),
-    Launcher("slurm", ("SLURM_STEP_NUM_TASKS",), *_SLURM),
-    Launcher("hydra", ("PMI_RANK", "PMI_SIZE"), *_HYDRA),
+    Launcher(TORCHRUN, "torchrun", "", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
+    Launcher(GLOO_LAUNCHER, "horovodrun --gloo", "", _GLOO, *_GLOO),
+    Launcher("openmpi", "mpirun", "openmpi", _OPEN_MPI, *_OPEN_MPI),
+    Launcher("hydra", "mpirun or mpiexec", "mpich", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), *_HYDRA),
+    Launcher("slurm", "srun", ANY_MPI, ("SLURM_STEP_NUM_TASKS",), *_SLURM),
+    Launcher("hydra", "mpirun or mpiexec", "mpich", ("PMI_RANK", "PMI_SIZE"), *_HYDRA),
 )
+
+_SIZES_OF_OTHERS = {
+    "WORLD_SIZE": "torchrun",
+    "PMI_SIZE": "an MPI launcher",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+}
+"""Variables with the number of processes of unsupported launchers, and the launchers' names."""
+
+_RANKS_OF_OTHERS = {"PMIX_RANK": "a PMIx launcher", "PALS_RANKID": "Cray's mpiexec", "ALPS_APP_PE": "aprun"}
+"""Variables of launchers that set a rank, but not the number of processes."""
 
 
 def environ() -> Mapping[str, str]:
@@ -153,6 +169,52 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     if local_size > size:
         raise _wrong(launcher, launcher.local_size, f"at most {launcher.size}={size}", str(local_size))
     return RankInfo(launcher.name, rank, size, local_rank, local_size, host, environ)
+
+
+def _unused_launcher(info: RankInfo, *, horovod: bool) -> tuple[str, str] | None:
+    """Return the variable that shows an unsupported launcher of several processes, and the launcher's name.
+
+    Each process would train alone, or take the rank of another. None without such a variable, or with `ALONE`.
+    """
+    variables = info.variables
+    if variables.get(ALONE) == "1" or elastic(variables):  # or our agents are tasks of srun
+        return None
+    if info.size > 1:
+        return ("WORLD_SIZE", TORCHRUN) if info.launcher == TORCHRUN and horovod else None
+    if info.launcher == TORCHRUN:
+        return None
+    sizes = _SIZES_OF_OTHERS
+    if info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables:
+        sizes = {**sizes, "SLURM_NTASKS": "srun"}  # without a step it is the size of the allocation
+    for variable, launcher in sizes.items():
+        text = variables.get(variable, "").strip()
+        if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 1:
+            return variable, launcher
+    ranks = _RANKS_OF_OTHERS.items() if info.launcher == NO_LAUNCHER else ()
+    return next((found for found in ranks if found[0] in variables), None)
+
+
+def refuse_unused_launcher(info: RankInfo, *, horovod: bool = True) -> None:
+    """Raise LaunchError where a launcher of several processes started this one, but they are not ranks of one job.
+
+    `horovod`: whether the ranks communicate by Horovod, so that torchrun's are not those of one job.
+    """
+    if (found := _unused_launcher(info, horovod=horovod)) is None:
+        return
+    variable, launcher = found
+    value = info.variables.get(variable, "")
+    supported = info.launcher not in (NO_LAUNCHER, TORCHRUN)
+    joined = f"{info.size} rank(s) by {info.launcher}" if supported else "no launcher that hvdtrain supports"
+    number = value if variable in _SIZES_OF_OTHERS else "N"
+    with_torch = "--parallel.engine ddp, which torchrun can start; or " if info.launcher == TORCHRUN else ""
+    raise LaunchError(
+        f"{launcher} seems to have started this process, but not as a rank of a Horovod job: each process would train"
+        " on its own",
+        expected="ranks started by hvdtrain launch, horovodrun, mpirun or srun",
+        found=f"{variable}={value}, and {joined}",
+        next_step=f"{with_torch}hvdtrain launch -np {number} -- OPTIONS, without {launcher}; to train in this process"
+        f" alone: {ALONE}=1",
+    )
 
 
 def refuse_early_completion() -> None:

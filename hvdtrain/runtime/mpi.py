@@ -22,7 +22,7 @@ from hvdtrain.install.mpirun import own_mpirun, version_text, wheel_prefix
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.elf import find_needed, read_linkage
-from hvdtrain.runtime.environment import RankInfo, environ, rank_label
+from hvdtrain.runtime.environment import ANY_MPI, RankInfo, environ, rank_label
 
 # the soname identifies the family: MPICH, Intel, MVAPICH and Cray share one ABI; Cray's names the compiler, as gnu_123
 _SONAMES = (
@@ -98,20 +98,22 @@ def check_launch(info: RankInfo, library: Path | None = None) -> None:
     ``library`` is Horovod's (default: the installed one). Errors: LaunchError if mpirun of another MPI than Horovod's
     has started it, or srun without PMI, or Horovod has no MPI.
     """
-    if info.launcher not in ("openmpi", "hydra", "slurm"):
+    by = info.started_by
+    if not by.mpi:
         return
     library = horovod_library() if library is None else library
     if library is None:
         return  # install.record reports that Horovod is missing
     variables = info.variables
     mpi = mpi_library(library, variables)
-    if info.launcher == "slurm":
+    if by.mpi == ANY_MPI:
         return _check_srun(info, mpi)
-    if mpi is not None and (mpi.family == "unknown" or _serves(mpi, info.launcher, variables)):
+    is_5 = "PRTE_LAUNCHED" in variables or variables.get("OMPI_VERSION", "").startswith("5.")
+    if mpi is not None and mpi.family in (by.mpi, "unknown") and not (mpi.major == 4 and is_5):
         return
-    started = _NAMES["mpich"]
-    if info.launcher == "openmpi":
-        started = f"Open MPI {variables.get('OMPI_VERSION', '5') if _is_open_mpi_5(variables) else '4'}"
+    started = _NAMES[by.mpi]
+    if by.mpi == "openmpi":
+        started = f"Open MPI {variables.get('OMPI_VERSION', '5') if is_5 else '4'}"
     raise LaunchError(
         f"{rank_label(info)}: this process was started by another MPI than Horovod's",
         expected=f"mpirun of {mpi}" if mpi else "a Horovod with MPI, or a start by horovodrun --gloo",
@@ -131,16 +133,6 @@ def _check_srun(info: RankInfo, mpi: MpiLibrary | None) -> None:
         found=f"none of {', '.join(_PMI)} in the environment",
         next_step="hvdtrain launch --to srun, which uses Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
     )
-
-
-def _serves(mpi: MpiLibrary, launcher: str, variables: Mapping[str, str]) -> bool:
-    if mpi.family == "openmpi" and launcher == "openmpi":
-        return not (mpi.major == 4 and _is_open_mpi_5(variables))
-    return (mpi.family, launcher) == ("mpich", "hydra")
-
-
-def _is_open_mpi_5(variables: Mapping[str, str]) -> bool:
-    return "PRTE_LAUNCHED" in variables or variables.get("OMPI_VERSION", "").startswith("5.")
 
 
 def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:

@@ -21,7 +21,7 @@ from hvdtrain.runtime.environment import RankInfo, rank_info
 from hvdtrain.runtime.host import HostFacts, read_host
 from hvdtrain.runtime.memory import keep_freed_memory
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.rules import KEEP_MEMORY, RULES, Facts, Setting
+from hvdtrain.runtime.rules import KEEP_MEMORY, Facts, Setting, settings
 
 RECORD = "HVDTRAIN_SET"
 _PREFIX = "OMPI_MCA_"
@@ -58,7 +58,7 @@ def choose(
     """
     facts = Facts(info, host, library, environ)
     choices = []
-    for setting in (setting for rule in RULES for setting in rule(facts)):
+    for setting in settings(facts):
         kept = _kept(setting, environ, site or {})
         late = kept is None and setting.before in loaded and (ours or {}).get(setting.variable) != setting.value
         choices.append(Choice(setting, f"too late, {setting.before} is loaded" if late else kept, late))

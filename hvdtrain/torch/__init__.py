@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.runtime.other_launchers import refuse_unused_launcher
+from hvdtrain.runtime.environment import refuse_unused_launcher
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import choices, info  # first: it prepares the environment for the next imports
 

@@ -55,7 +55,7 @@ def test_what_starts_containers_is_found(
     for name in here:
         make_runtime(tmp_path, *(("srun", "/bin/false") if name == "pyxis" else (name,)))
     environ = {"PATH": str(tmp_path / "runtime")}
-    assert find_container_runtime(asked, image, target, environ) == found
+    assert find_container_runtime(asked, image, target, environ, by_srun=TARGETS[target].by_srun) == found
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_starts_containers_is_found(
 )
 def test_what_starts_no_container_is_refused(asked: str, image: str, target: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=said):
-        find_container_runtime(asked, image, target, {"PATH": str(tmp_path)})
+        find_container_runtime(asked, image, target, {"PATH": str(tmp_path)}, by_srun=TARGETS[target].by_srun)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import node_store, request
+from hvdtrain.launch import node_store, rendezvous
 from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find_node_store
 from hvdtrain.launch.node_store import request as ask
 from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
@@ -57,7 +57,7 @@ def served() -> Iterator[Served]:
 
 def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.address.startswith("127.0.0.1:"), "this host alone"
-    monkeypatch.setattr(request, "_POLL_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
     value = random.Random(0).randbytes(136 * 1023)  # the addresses of a thousand ranks
     assert served.ask("GET", path) == (404, b"")
@@ -69,7 +69,7 @@ def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_early_request_gets_the_value_when_it_is_set(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
     here, of_another_host = (f"/{served.token}/3:0/global/{rank}" for rank in (0, 1))
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(served.ask, "GET", path) for path in (here, of_another_host)]
@@ -82,7 +82,7 @@ def test_an_early_request_gets_the_value_when_it_is_set(served: Served, monkeypa
 
 def test_each_node_of_an_srun_gets_the_values_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod asks the store of its own node; values travel by the store of srun_job."""
-    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
     monkeypatch.setattr(node_store, "_AGAIN_S", 0.0)
     main = Rendezvous(pytest.fail, put=lambda number, key, value: batches.put(key, value))
     batches = Batches(main.add)
@@ -158,7 +158,7 @@ def test_repeated_refusals_do_not_fill_the_log(served: Served) -> None:
 
 def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
-    monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
+    monkeypatch.setattr(rendezvous, "STRANGER_S", TIMEOUT_S)
     drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
     connections = []
     for number in range(3 * MOST_STRANGERS):
@@ -175,7 +175,7 @@ def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.Monk
 
 
 def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "STRANGER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.1)
     with served.connect() as connection, suppress(ConnectionError):
         while not served.log:
             connection.sendall(b"x")
@@ -185,7 +185,7 @@ def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
     waiting, sending = served.connect(), served.connect()
     waiting.sendall(f"GET /{served.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
     sending.sendall(f"PUT /{served.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())

@@ -2,75 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import struct
-from functools import partial
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.launch.rendezvous_store import FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
+from hvdtrain.launch.rendezvous_store import ABSENT, FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
 from hvdtrain.runtime import json_lines as lines
+from tests.support.launch import TIMEOUT_S
 
 
 class Asking:
-    """A store of round 1, and what was replied to each request by its number."""
+    """A store of round 1, and the requests to it."""
 
     def __init__(self, number: int = 1, **keys: bytes) -> None:
         self.store = RoundStore()
         self.store.open(number, keys)
-        self.replies: list[tuple[int, int, bytes]] = []
-        self.asked: list[str] = []
+        self.asked: list[asyncio.Task[tuple[int, bytes]]] = []
 
-    def ask(self, key: str, number: int = 1) -> bool:
-        self.asked.append(key)
-        return self.store.get(number, key, partial(self._reply, len(self.asked) - 1))
-
-    def _reply(self, request: int, status: int, value: bytes) -> None:
-        self.replies.append((request, status, value))
+    async def ask(self, key: str, number: int = 1, wait_s: float = TIMEOUT_S) -> bool:
+        """Whether there is an answer at once."""
+        self.asked.append(asyncio.create_task(self.store.get(number, key, wait_s), name=key))
+        await asyncio.sleep(0)
+        return self.asked[-1].done()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("xyz")), max_size=30))
-def test_every_request_is_answered_once_by_the_value(events: list[tuple[bool, str]]) -> None:
-    asking, put = Asking(), set()
-    for is_put, key in events:
-        if is_put:
-            assert asking.store.put(1, key, f"value of {key}".encode())
-            put.add(key)
-        else:
-            assert asking.ask(key) == (key in put)
-    found = list(asking.replies)
-    assert found == [(n, FOUND, f"value of {asking.asked[n]}".encode()) for n, _, _ in found]
-    asking.store.open(0, {})
-    gone = asking.replies[len(found) :]
-    assert gone == [(n, GONE, b"") for n, _, _ in gone] and put.isdisjoint(asking.asked[n] for n, _, _ in gone)
-    assert sorted(n for n, _, _ in asking.replies) == list(range(len(asking.asked)))
+def test_every_request_is_answered_by_the_value(events: list[tuple[bool, str]]) -> None:
+    async def run() -> None:
+        asking, put = Asking(), set()
+        for is_put, key in events:
+            if is_put:
+                assert asking.store.put(1, key, f"value of {key}".encode())
+                put.add(key)
+            else:
+                assert await asking.ask(key) == (key in put)
+        found = [one for one in asking.asked if one.get_name() in put]
+        assert await asyncio.gather(*found) == [(FOUND, f"value of {one.get_name()}".encode()) for one in found]
+        asking.store.open(0, {})
+        gone = [one for one in asking.asked if one.get_name() not in put]
+        assert await asyncio.gather(*gone) == [(GONE, b"")] * len(gone)
+
+    asyncio.run(run())
 
 
 def test_rounds_do_not_share_keys() -> None:
-    asking = Asking(key=b"old")
-    assert not asking.ask("other")
-    asking.store.open(2, {"own": b"new"})
-    assert asking.ask("key") and not asking.ask("key", 2) and asking.ask("own", 2)
-    assert asking.replies == [(0, GONE, b""), (1, GONE, b""), (3, FOUND, b"new")]
-    assert not asking.store.put(1, "key", b"late")
+    async def run() -> None:
+        asking = Asking(key=b"old")
+        assert not await asking.ask("other")
+        asking.store.open(2, {"own": b"new"})
+        assert await asking.ask("key") and await asking.ask("own", 2) and not await asking.ask("key", 2, wait_s=0.01)
+        assert await asyncio.gather(*asking.asked) == [(GONE, b""), (GONE, b""), (FOUND, b"new"), (ABSENT, b"")]
+        assert not asking.store.put(1, "key", b"late")
+
+    asyncio.run(run())
 
 
 def test_without_a_round_nothing_is_kept() -> None:
-    asking = Asking(0, key=b"value")
-    assert not asking.store.put(0, "key", b"value") and asking.ask("key", 0)
-    assert asking.replies == [(0, GONE, b"")]
-
-
-def test_a_cancelled_request_gets_no_reply() -> None:
-    asking, replies = Asking(), list[int]()
-    one, other = (lambda status, value: replies.append(1)), (lambda status, value: replies.append(2))
-    asking.store.get(1, "key", one)
-    asking.store.get(1, "key", other)
-    asking.store.forget("key", one)
-    asking.store.put(1, "key", b"")
-    asking.store.forget("key", other)
-    assert replies == [2]
+    store = Asking(0, key=b"value").store
+    assert not store.put(0, "key", b"value")
+    assert asyncio.run(store.get(0, "key", TIMEOUT_S)) == (GONE, b"")
 
 
 def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:

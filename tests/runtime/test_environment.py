@@ -16,7 +16,6 @@ from hvdtrain.runtime import environment
 from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, environ, rank_info, rank_label
 from hvdtrain.runtime.gloo import describe_exposure
-from hvdtrain.runtime.other_launchers import ALONE, refuse_unused_launcher
 from tests.runtime.launched import LAUNCHED, mpich, one_task, open_mpi_4, salloc_shell, sbatch_script, srun
 
 
@@ -124,17 +123,17 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", **TWO_RANKS}
 def test_ranks_of_a_launcher_that_is_not_understood_do_not_train_alone(variables, launcher: str) -> None:
     info = dataclasses.replace(rank_info(variables, "node"), variables=variables)
     with pytest.raises(LaunchError, match=f"{launcher}(?s:.*)hvdtrain launch -np"):
-        refuse_unused_launcher(info)
-    refuse_unused_launcher(rank_info({**variables, ALONE: "1"}, "node"))
+        environment.refuse_unused_launcher(info)
+    environment.refuse_unused_launcher(rank_info({**variables, environment.ALONE: "1"}, "node"))
 
 
 def test_torchrun_starts_the_ranks_of_an_engine_without_horovod() -> None:
     info = rank_info(srun(0) | TORCHRUN, "node")
     assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == ("torchrun", 1, 2, 1, 2)
-    refuse_unused_launcher(info, horovod=False)
+    environment.refuse_unused_launcher(info, horovod=False)
     with pytest.raises(LaunchError, match=r"--parallel\.engine ddp"):
-        refuse_unused_launcher(info)
-    assert rank_info(TORCHRUN | {ALONE: "1"}, "node") == RankInfo(host="node")
+        environment.refuse_unused_launcher(info)
+    assert rank_info(TORCHRUN | {environment.ALONE: "1"}, "node") == RankInfo(host="node")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_torchrun_starts_the_ranks_of_an_engine_without_horovod() -> None:
     ],
 )
 def test_ranks_of_one_job_are_not_refused(variables) -> None:
-    refuse_unused_launcher(rank_info(variables, "node"))
+    environment.refuse_unused_launcher(rank_info(variables, "node"))
 
 
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])

@@ -40,8 +40,8 @@ def stale_launcher(facts: DoctorFacts) -> Finding | None:
     """Check that no variables of another launcher are left over from a shell or a job script."""
     if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
         return None
-    ours, *others = (line for line in LAUNCHERS if line.name in (GLOO_LAUNCHER, "openmpi", "hydra"))
-    values = {line: (facts.environ.get(line.rank), facts.environ.get(line.size)) for line in (ours, *others)}
+    values = {line: (facts.environ.get(line.rank), facts.environ.get(line.size)) for line in LAUNCHERS}
+    ours, others = facts.info.started_by, [line for line in LAUNCHERS if line.mpi in ("openmpi", "mpich")]
     theirs = next((line for line in others if None not in values[line] and values[line] != values[ours]), None)
     if theirs is None:
         return None

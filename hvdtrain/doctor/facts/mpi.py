@@ -15,9 +15,8 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import own_mpirun
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import read_linkage
-from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.environment import RankInfo, refuse_unused_launcher
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.runtime.tuning import site_settings
 
 _MPI4PY = f"""

@@ -19,6 +19,3 @@ TARGETS: dict[str, Target] = {
         mpijob.TARGET,
     )
 }
-
-SHOW_VARIABLES = frozenset(name for name, target in TARGETS.items() if target.shows_variables)
-BY_SRUN = frozenset(name for name, target in TARGETS.items() if target.by_srun)

@@ -11,7 +11,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.spec import Command, JobSpec, Script, join
+from hvdtrain.launch.detect import Machine, needs_in_image
+from hvdtrain.launch.spec import Command, JobSpec, Mpi, Script, join
 
 CONTAINER = frozenset({"container", "container_mount", "container_runtime"})
 """Options of targets that can start ranks in containers."""
@@ -77,6 +78,17 @@ def clock(seconds: int) -> str:
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
+Pick = tuple[Mpi | None, str]
+"""The MPI of the ranks, and a note about it, "" or beginning with "; "."""
+
+
+def own_mpi(machine: Machine, in_image: bool) -> Pick:
+    """Pick the MPI that Horovod uses here, or for images one where there is no Horovod. A script needs neither."""
+    if in_image and (first := machine.mpi_for_image):
+        return first, f"; {needs_in_image(first)}"
+    return machine.own_mpi, ""
+
+
 @dataclass(frozen=True)
 class Target:
     """A way to start a job."""
@@ -84,8 +96,15 @@ class Target:
     name: str  # of ``--to``
     render: Callable[[JobSpec], Command | Script]  # renders the start. Pure
     takes: frozenset[str]  # options of `hvdtrain launch` that it uses, besides the common ones
-    mpi: tuple[str, ...] = ()  # flavours of MPI of its ranks; () where it needs none
+    choose: Callable[[Machine, bool], Pick] = own_mpi  # picks the MPI; the second: whether ranks run in containers
+    auto: Callable[[Machine], str] = lambda machine: ""  # why ``--to auto`` chooses it on this machine; "" if not
+    refuse: Callable[[JobSpec, str], None] = lambda spec, to: None  # raises LaunchError for jobs that it cannot start
     even: bool = False  # whether all hosts get equally many ranks
     by_srun: bool = False  # whether srun starts the ranks
     shows_variables: bool = False  # whether other users can see variables: in the list of jobs, or on command lines
     elsewhere: bool = False  # whether ranks run in an image, with other variables than this process
+
+
+def mpirun(flavour: str, render: Callable[[JobSpec], Command], *, even: bool = False) -> Target:
+    """Return the target of the mpirun of an MPI; ``--to`` has the name of its flavour."""
+    return Target(flavour, render, BY_MPI, lambda here, in_image: (here.mpi_named(flavour, in_image), ""), even=even)

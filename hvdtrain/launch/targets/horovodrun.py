@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import Target
+from hvdtrain.launch.targets.base import Pick, Target
 from hvdtrain.launch.targets.openmpi import variables
 
 
@@ -42,5 +43,13 @@ def render(spec: JobSpec) -> Command:
     return Command((*words, *spec.program), variables(spec) if over_mpi else {})
 
 
+def choose(machine: Machine, in_image: bool) -> Pick:
+    """Pick an Open MPI 4, the only MPI that horovodrun supports."""
+    mpi = machine.own_mpi
+    if mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4):
+        return None, "; over Gloo, as horovodrun supports only Open MPI 4"
+    return mpi, ""
+
+
 _TAKES = frozenset({"hosts", "interface", "ssh_port", "elastic", "discover"})
-TARGET = Target("horovodrun", render, takes=_TAKES, shows_variables=True)
+TARGET = Target("horovodrun", render, takes=_TAKES, choose=choose, shows_variables=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
+from hvdtrain.launch.targets.base import for_ssh, mpirun, network_variables
 from hvdtrain.launch.targets.container import rank_argv
 
 
@@ -56,5 +56,5 @@ def variables(spec: JobSpec) -> dict[str, str]:
     return own
 
 
-MPICH = Target("mpich", render, takes=BY_MPI, mpi=("mpich",))
-INTEL = Target("intelmpi", render, takes=BY_MPI, mpi=("intelmpi",), even=True)
+MPICH = mpirun("mpich", render)
+INTEL = mpirun("intelmpi", render, even=True)

@@ -55,6 +55,22 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     }
 
 
+def refuse_start(spec: JobSpec, to: str) -> None:
+    """Raise LaunchError for containers without an MPI, and for GPUs with one core a rank, the default here."""
+    if spec.gpus_per_node and not spec.cpus_per_rank and (to == "pbs" or spec.batch.jsrun):
+        raise LaunchError(
+            f"--to {to} would give each rank one core, which is too little to load data for a GPU",
+            expected="the cores of each rank: those of a host divided by its ranks",
+            next_step="--cpus-per-rank 8, for example",
+        )
+    if spec.container and spec.mpi is None and (to == "pbs" or not spec.batch.jsrun):
+        raise LaunchError(
+            f"--to {to} needs an mpirun to start ranks in containers, and found none that Horovod uses",
+            expected="an MPI on PATH, of a version that fits the MPI in the image",
+            next_step="load the module of that MPI",
+        )
+
+
 def stop_variables(spec: JobSpec) -> dict[str, str]:
     """Return the variables by which SIGUSR1 makes ranks of MPI save and stop, in a job that submits itself again.
 

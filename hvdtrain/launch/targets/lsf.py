@@ -12,7 +12,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets.base import SCHEDULED, Target, fill, network_variables
 from hvdtrain.launch.targets.container import rank_argv
-from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values, stop_variables
+from hvdtrain.launch.targets.in_hosts import insert_array_index, refuse_start, start_values, stop_variables
 
 
 def render(spec: JobSpec) -> Script:
@@ -38,10 +38,5 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
 _AGAIN: dict[str, Any] = {"id": "LSB_JOBID", "submit": 'bsub -w "ended($LSB_JOBID)"'}
 """How a job submits itself again, to start once it has ended: bsub(1), ``-w``."""
 
-TARGET = Target(
-    "lsf",
-    render,
-    takes=SCHEDULED | {"array", "notice", "interface", "requeues", "agents"},
-    even=True,
-    shows_variables=True,
-)
+_TAKES = SCHEDULED | {"array", "notice", "interface", "requeues", "agents"}
+TARGET = Target("lsf", render, _TAKES, refuse=refuse_start, even=True, shows_variables=True)

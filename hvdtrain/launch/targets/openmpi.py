@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.install.mpirun import start_variables
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
-from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh, network_variables
+from hvdtrain.launch.targets.base import for_ssh, mpirun, network_variables
 from hvdtrain.launch.targets.container import rank_argv
 
 
@@ -50,4 +50,4 @@ def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:
         yield from (*own, to_ssh)
 
 
-TARGET = Target("openmpi", render, takes=BY_MPI, mpi=("openmpi",))
+TARGET = mpirun("openmpi", render)

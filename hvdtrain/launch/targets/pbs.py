@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec, Script
 from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
-from hvdtrain.launch.targets.in_hosts import start_values
+from hvdtrain.launch.targets.in_hosts import refuse_start, start_values
 
 
 def render(spec: JobSpec) -> Script:
@@ -26,4 +26,4 @@ _AGAIN: dict[str, Any] = {"id": "PBS_JOBID", "submit": 'qsub -W "depend=afterany
 """How a job submits itself again, to start once it has ended: qsub(1B), ``-W depend``."""
 
 _TAKES = SCHEDULED | {"array", "notice", "interface", "mem", "chunk", "requeues", "agents"}
-TARGET = Target("pbs", render, takes=_TAKES, even=True, shows_variables=True)
+TARGET = Target("pbs", render, _TAKES, refuse=refuse_start, even=True, shows_variables=True)

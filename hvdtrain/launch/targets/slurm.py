@@ -18,21 +18,15 @@ def render(spec: JobSpec) -> Script:
     batch = spec.batch
     line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     values = {"spec": spec, "batch": batch, "line": line, "variables": srun.variables(spec)}
-    preflight = join(srun.argv(_preflight(spec))) if batch.preflight else ""
+    check = replace(spec, arguments=("preflight", "--write", Shell('"$bad"')), is_program=False)
     text = fill(
         "slurm.sh.j2",
         **values,
         clock=clock,
-        preflight=preflight,
+        preflight=join(srun.argv(check)) if batch.preflight else "",
         preflight_s=_IMAGE_S if spec.container else _PREFLIGHT_S,
     )
     return Script(text, ("sbatch",))
-
-
-def _preflight(spec: JobSpec) -> JobSpec:
-    """Return the job that checks the hosts of `spec` before."""
-    words = ("preflight", "--write", Shell('"$bad"'))
-    return replace(spec, arguments=words, is_program=False)
 
 
 _PREFLIGHT_S = 180
@@ -41,4 +35,4 @@ _IMAGE_S = 1800
 """The same where each node first fetches the image."""
 
 _TAKES = SCHEDULED | {"array", "notice", "requeues", "interface", "mem", "preflight", "pmi"}
-TARGET = Target("slurm", render, takes=_TAKES, even=True, by_srun=True, shows_variables=True)
+TARGET = Target("slurm", render, takes=_TAKES, choose=srun.choose, even=True, by_srun=True, shows_variables=True)

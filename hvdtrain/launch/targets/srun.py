@@ -6,8 +6,10 @@ they are repeated. A step inside a step, as in ``srun --pty bash``, waits for ev
 
 from __future__ import annotations
 
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.detect import NO_PMI, Machine
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import CONTAINER, Target, network_variables
+from hvdtrain.launch.targets.base import CONTAINER, Pick, Target, network_variables
 from hvdtrain.launch.targets.container import rank_argv, srun_argv
 
 
@@ -44,5 +46,36 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     return (*own, *words, *rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
 
 
+def choose(machine: Machine, in_image: bool) -> Pick:
+    """Pick the MPI of ranks that srun starts: it needs no mpirun. The note says where they use Gloo instead.
+
+    Errors:
+        LaunchError: a PMI was requested for containers, and this machine has no MPI.
+    """
+    mpi = machine.own_mpi or machine.srun_mpi
+    if mpi is None and in_image and machine.pmi not in ("", NO_PMI):
+        mpi = machine.mpi_for_image
+        if mpi is None:
+            raise LaunchError(
+                f"--pmi {machine.pmi} connects the ranks of an MPI, and this machine has none",
+                expected="an MPI on PATH of the same kind as that of the image",
+                next_step="load its module; or --pmi none, for Gloo",
+            )
+    if mpi is None or machine.slurm_mpi_for(mpi):
+        return mpi, ""
+    if machine.pmi:
+        return mpi, f"; over Gloo, by --pmi {machine.pmi}"
+    if mpi.flavour == "intelmpi" and not machine.intel_pmi:
+        why = f"{mpi} needs Slurm's PMI library (export I_MPI_PMI_LIBRARY=/path/to/libpmi2.so)"
+    else:
+        why = f"srun has no PMI of {mpi} (srun --mpi=list: {', '.join(machine.slurm_mpi) or 'none'})"
+    return mpi, f"; over Gloo, as {why}"
+
+
+def inside_slurm(machine: Machine) -> str:
+    """Return why ``--to auto`` chooses it; "" outside of an allocation."""
+    return "inside an allocation of Slurm" if machine.in_slurm and "srun" in machine.programs else ""
+
+
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"})
-TARGET = Target("srun", render, takes=_TAKES | CONTAINER, by_srun=True)
+TARGET = Target("srun", render, takes=_TAKES | CONTAINER, choose=choose, auto=inside_slurm, by_srun=True)

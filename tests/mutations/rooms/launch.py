@@ -109,8 +109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/rendezvous_store.py",
-        '        if not number or number != self._round:\n            reply(GONE, b"")\n        elif key',
-        "        if key",
+        '        if not number or number != self._round:\n            return GONE, b""\n',
+        "",
         "a rank that is late asks the store of a closed round without end",
         "tests/launch/test_rendezvous_store.py",
     ),
@@ -151,8 +151,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/own_task.py",
-        "elif received and code in (-received[-1], 128 + received[-1]):",
         "elif received and code == 128 + received[-1]:",
+        "elif received and code == -received[-1]:",
         "a program that a forwarded signal ended counts as failed",
         "tests/cli/test_launch_program.py",
     ),
@@ -165,8 +165,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/rendezvous.py",
-        "            if len(self._strangers) > MOST_STRANGERS:\n                next(iter(self._strangers)).close()",
-        "            if len(self._strangers) > MOST_STRANGERS:\n                connection.close()",
+        "            if len(self._strangers) > MOST_STRANGERS:\n                self._close_oldest()",
+        "            if len(self._strangers) > MOST_STRANGERS:\n                task.cancel()",
         "idle connections of strangers keep ranks out of the store",
         "tests/launch/test_rendezvous.py",
     ),
