@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import sample_indices
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.balance import Balance, make_balance, speed_shares
 from hvdtrain.verify.data import verify_data
@@ -81,9 +81,8 @@ def test_reading_data_is_work_of_a_rank_unless_a_gpu_computes_meanwhile(device: 
 )
 def test_too_few_micro_batches_are_refused_or_reported_in_an_elastic_job(global_batch: int, advice: str) -> None:
     warnings: list[str] = []
-    config = Config(parallel=ParallelConfig(balance="speed"))
     current: Any = SimpleNamespace(
-        run=SimpleNamespace(config=config),
+        worker=SimpleNamespace(plan=Plan(balance="speed")),
         comm=SimpleNamespace(size=2),
         rounds=SimpleNamespace(elastic=True),
         recorder=SimpleNamespace(warn=warnings.append, say=print),
@@ -97,7 +96,7 @@ def test_too_few_micro_batches_are_refused_or_reported_in_an_elastic_job(global_
     assert advice in str(caught.value.next_step)
     feed.stream = replace(feed.stream, global_batch=8)
     assert make_balance(current, feed) is not None and len(warnings) == 1
-    current.run.config = Config()
+    current.worker.plan = Plan()
     assert make_balance(current, feed) is None
 
 

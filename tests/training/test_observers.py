@@ -20,6 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
@@ -130,6 +131,7 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
         recorder = Recorder(None, Progress("samples", 60.0, live=False, quiet=True))
         state = SimpleNamespace(model=nn.Linear(1, 1), progress=SimpleNamespace(step=started_at))
         worker = SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank], compiled=0)
+        worker.plan = Plan()
         current = SimpleNamespace(comm=comm, worker=worker, recorder=recorder, layout=RunLayout(folder), stop=100)
         current.run, current.spans = SimpleNamespace(config=Config()), Spans()
         observers.add_stamps(cast(Round, current))

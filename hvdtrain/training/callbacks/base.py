@@ -23,7 +23,6 @@ class Training:
 
     Attributes:
         device: of the model.
-        say: show a line. Only rank 0 does.
         evaluate: return the loss and the metrics of the model's present values over the held-out samples; None if there
             are none. Collective: yes. It calls no callback.
     """
@@ -33,8 +32,8 @@ class Training:
     _comm: Comm
     _stop: Callable[[], int]
     _asked: list[str]
+    _say: Callable[[str], None]
     device: torch.device
-    say: Callable[[str], None]
     evaluate: Callable[[], Evaluation | None]
 
     @property
@@ -75,6 +74,10 @@ class Training:
         written to the journal.
         """
         self._asked.append(why)
+
+    def say(self, text: str) -> None:
+        """Show a line. Only rank 0 does."""
+        self._say(text)
 
 
 class Callback:

@@ -134,8 +134,8 @@ class Trainer:
             current.comm,
             lambda: current.stop,
             self._callbacks.asked,
-            current.worker.device,
             current.recorder.say,
+            current.worker.device,
             saving.measure,
         )
         self._callbacks.begin(seen, current.comm)
