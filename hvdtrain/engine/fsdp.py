@@ -95,7 +95,7 @@ class FsdpEngine(DividedEngine):
                 self._take,
                 self._sums,
                 # Passes exchange activations and tokens by torch: see `MeshEngine`.
-                overlaps=not (parts.plan.dimensions and by_nccl_of_horovod(parts.comm, parts.device)),
+                overlaps=not (parts.plan.dimensions.divides_model and by_nccl_of_horovod(parts.comm, parts.device)),
             )
             self.residuals = self._groups
 
