@@ -26,7 +26,7 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import Schedule
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
-from hvdtrain.exchange.residuals import residual_key
+from hvdtrain.exchange.residuals import leave_out, residual_key
 
 _ONE_BUCKET_MIB = 2.0**40
 _BUCKET_MIB = 25.0
@@ -99,7 +99,7 @@ class DdpEngine(LocalEngine):
         self._power: PowerSGDState | None = None
         self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
         self._ddp: DistributedDataParallel | None = None
-        self._wrapped: list[nn.Parameter] = []
+        self._wrapped: list[tuple[str, nn.Parameter]] = []
         self._schedule = Schedule()
         self._used: set[str] = set()  # parameters with a gradient in this step
         self._hooks: list[Any] = []
@@ -109,14 +109,14 @@ class DdpEngine(LocalEngine):
         """Clear gradients; each rank has its own number of passes."""
         super().begin(micro_batches)
         trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
-        if [id(parameter) for _, parameter in trained] != [id(parameter) for parameter in self._wrapped]:
+        if [id(parameter) for _, parameter in trained] != [id(parameter) for _, parameter in self._wrapped]:
             self._wrap(trained)
         self._schedule.begin(micro_batches)
         self._used.clear()
         if self._power is not None:
             self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
         if not micro_batches and trained:  # now: all ranks begin the collectives of a step in the same order
-            nothing = torch.zeros((), device=self._wrapped[0].device)
+            nothing = torch.zeros((), device=self._wrapped[0][1].device)
             self.backward(self.forward(lambda: (nothing, 0.0))[0])
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
@@ -152,15 +152,12 @@ class DdpEngine(LocalEngine):
 
     def unused(self) -> list[bool]:
         """Return for each trained parameter whether this rank has not used it: DDP gives all a gradient."""
-        return [name not in self._used for name, parameter in self._parameters if parameter.requires_grad]
+        return [name not in self._used for name, _ in self._wrapped]
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used, unless a residual is their sum."""
-        trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
-        for name, parameter in (trained[number] for number in numbers):
-            is_residual = self._rank or residual_key(name) in self._delivered
-            if not (is_residual and parameter.grad is not None and bool(parameter.grad.any())):
-                parameter.grad = None
+        for name, parameter in (self._wrapped[number] for number in numbers):
+            leave_out(parameter, may_be_residual=self._rank > 0 or residual_key(name) in self._delivered)
 
     def commit(self, *, applied: bool) -> None:
         """Keep what PowerSGD did not send, or restore what it was before the step."""
@@ -194,7 +191,7 @@ class DdpEngine(LocalEngine):
 
     def _wrap(self, trained: list[tuple[str, nn.Parameter]]) -> None:
         """Make DDP for the parameters that are trained now. Collective: yes."""
-        self._ddp, self._wrapped = None, [parameter for _, parameter in trained]
+        self._ddp, self._wrapped = None, trained
         self._remove_hooks()
         for name, parameter in trained:  # `_Anchor` gives those that no pass uses None
             hook: Any = partial(self._note, name)
@@ -204,10 +201,10 @@ class DdpEngine(LocalEngine):
             return
         # torch's PowerSGD waits for a collective in the callback of another. With several buckets, both threads of Gloo
         # may wait then, for ever.
-        one_bucket = self._rank > 0 and self._wrapped[0].device.type == "cpu"
+        one_bucket = self._rank > 0 and trained[0][1].device.type == "cpu"
         # All ranks have equal parameters: DDP need not send them.
         self._ddp = DistributedDataParallel(
-            _Pass(self._wrapped),
+            _Pass([parameter for _, parameter in trained]),
             init_sync=False,
             process_group=self._group,
             bucket_cap_mb=_ONE_BUCKET_MIB if one_bucket else self._bucket_mib,

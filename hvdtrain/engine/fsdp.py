@@ -116,7 +116,7 @@ class FsdpEngine(DividedEngine):
         if self._collectives is not None:
             self._collectives.begin()
         if self._groups is not None:
-            self._groups.exchange.begin()
+            self._groups.begin()
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
@@ -178,7 +178,7 @@ class FsdpEngine(DividedEngine):
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters in each collective by our communicators."""
-        between = {} if self._groups is None else self._groups.exchange.parameter_names()
+        between = {} if self._groups is None else self._groups.parameter_names()
         return between if self._collectives is None else {**self._collectives.parameter_names, **between}
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
@@ -188,7 +188,7 @@ class FsdpEngine(DividedEngine):
 
     def buffers(self) -> list[Tensor]:
         """Return the buckets of the exchange between groups."""
-        return [] if self._groups is None else self._groups.exchange.buffers()
+        return [] if self._groups is None else self._groups.buffers()
 
     def close(self) -> None:
         """Remove the hooks."""

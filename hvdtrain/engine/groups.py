@@ -19,7 +19,6 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import Schedule
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
-from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from hvdtrain.engine.fsdp_collectives import FsdpCollectives
 
 
-class BetweenGroups(Residuals):
+class BetweenGroups(BetweenCopies):
     """Rank i of every group has the same part of the model: they exchange the sums of their groups.
 
     In the last backward pass of a step, sums are exchanged with the other groups in buckets, as soon as they have
@@ -68,7 +67,7 @@ class BetweenGroups(Residuals):
         order = [name for of_block in [*reversed(blocks), outside] for name in reversed(of_block) if name in owned]
         rows = [(name, rows) for name in order if (rows := owned[name].parameter) is not None]
         trained = [(name, parameter) for name, parameter in rows if parameter.requires_grad]
-        self.exchange = BetweenCopies(trained, replicas, compression, limit, parts.spans or Spans(), "replicas")
+        super().__init__(trained, replicas, compression, limit, parts.spans or Spans(), "replicas")
         self._is_backward = False
         self._runs: Counter[str] = Counter()  # forward passes of each module in this pass
         self._undo: list[Callable[[], object]] = []
@@ -116,33 +115,17 @@ class BetweenGroups(Residuals):
         rows = self._owned[name].parameter
         if name in self._sums and rows is not None:
             rows.grad = self._sums.pop(name)
-            self.exchange.add_gradient(name)
+            self.add_gradient(name)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of all groups, which become the gradients of the optimizer. Collective: yes."""
         for name in list(self._sums):
             self._hand_over(name)
-        return self.exchange.finish()
-
-    def commit(self, *, applied: bool) -> None:
-        """Keep or discard the new residuals."""
-        self.exchange.commit(applied=applied)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        self.exchange.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """Make the residuals equal in all groups. Collective: yes."""
-        self.exchange.synchronize_state()
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the residuals as if they were synchronized. Collective: yes."""
-        return self.exchange.synchronized_state()
+        return super().finish()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the residuals of this rank's rows."""
-        tensors, values = self.exchange.state_dict()
+        tensors, values = super().state_dict()
         return tensors, {**values, "plan": None}  # it follows from the model
 
     def state_place(self, key: str) -> Place | None:
@@ -161,7 +144,7 @@ class BetweenGroups(Residuals):
             own = self._owned.get(key.rpartition("/")[0])
             if own is not None and own.parameter is not None:
                 rows[key] = own.cut(tensor).clone()
-        self.exchange.load(rows, int(values["ranks"]))
+        super().load_state_dict(rows, values)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -205,7 +205,6 @@ class MeshEngine(DividedEngine):
         self._schedule.begin(micro_batches)
         self._missing = set(self._copies_of)
         self._owed = {name for name in self._undelivered.sums if self._leads.get(name)}
-        self._is_first = True
         for _, exchange in self._copies:
             if exchange is not None:
                 exchange.begin()
@@ -227,9 +226,8 @@ class MeshEngine(DividedEngine):
         self._pass_back(self._schedule.backward(loss))
 
     def _pass_back(self, call: Callable[[], None]) -> None:
-        if self._sums_each_pass and not self._is_first:
+        if self._sums_each_pass and self._schedule.begun:
             self._end_pass()
-        self._is_first = False
         self._schedule.count()
         try:
             call()

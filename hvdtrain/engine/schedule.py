@@ -27,21 +27,23 @@ class Schedule:
 
     Attributes:
         left: backward passes of the step that are still to come: 0 in the last one.
+        begun: those that have begun.
         stage: of a pipeline; None without.
     """
 
     stage: Stage | None = None
 
     def __init__(self) -> None:
-        self.left = 0
+        self.left = self.begun = 0
 
     def begin(self, micro_batches: int) -> None:
         """Expect as many backward passes."""
-        self.left = micro_batches
+        self.left, self.begun = micro_batches, 0
 
     def count(self) -> None:
         """Begin a backward pass."""
         self.left -= 1
+        self.begun += 1
 
     def forward(self, call: Callable[[], Any]) -> None:
         """Note which forward pass begins."""

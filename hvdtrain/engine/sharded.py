@@ -29,6 +29,7 @@ from hvdtrain.engine.divisible import (
 )
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.engine.schedule import Schedule
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.bucket_exchange import BucketQueue
@@ -84,7 +85,7 @@ class ShardedEngine(DividedEngine):
         self._to_deliver: dict[str, Tensor] = {}  # residuals, in this step
         self._used: set[str] = set()  # parameters with a gradient in this step
         self._sums_each_pass = parts.plan.shard == "gradients"
-        self._micro_batches = self._passes = 0
+        self._schedule = Schedule()
         self._is_exchanging = False
         compression = parse(parts.plan.compression)
         self.compression, self._coded = parts.plan.compression, None
@@ -140,7 +141,8 @@ class ShardedEngine(DividedEngine):
         for parameter in self._names:
             parameter.grad = None
         self._gathers.begin()
-        self._micro_batches, self._passes, self._most = micro_batches, 0, None
+        self._schedule.begin(micro_batches)
+        self._most = None
         self._used.clear()
         self.begin_exchange()
 
@@ -214,18 +216,18 @@ class ShardedEngine(DividedEngine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; in the last pass, or each pass, exchange each bucket as soon as it is full."""
-        if self._sums_each_pass and self._passes:
+        if self._sums_each_pass and self._schedule.begun:
             self.end_pass()
         self._count_passes()
-        self._passes += 1
-        self._is_exchanging = self._sums_each_pass or self._passes == self._micro_batches
+        self._schedule.count()
+        self._is_exchanging = self._sums_each_pass or not self._schedule.left
         torch.autograd.backward(loss)
         self._is_exchanging = False
 
     def _count_passes(self) -> None:
         """Begin to exchange the numbers of passes, once a step. Collective: yes."""
         if self._sums_each_pass and self._most is None:
-            self._most = self._comm.allgather(torch.tensor([self._micro_batches]), name=f"{self._name}/passes")
+            self._most = self._comm.allgather(torch.tensor([self._schedule.left]), name=f"{self._name}/passes")
 
     def end_pass(self) -> None:
         """Wait for the sums of a pass, and begin the next one. Its sums are added to them. Collective: yes."""
@@ -237,10 +239,10 @@ class ShardedEngine(DividedEngine):
         self.complete()  # of parameters that no forward pass has used
         self._count_passes()
         if self._most is not None:  # ranks with fewer micro-batches take part with zeros
-            for _ in range(self._passes, int(self._most.wait().max())):
-                if self._passes:
+            for _ in range(self._schedule.begun, int(self._most.wait().max())):
+                if self._schedule.begun:
                     self.end_pass()
-                self._passes += 1
+                self._schedule.count()
         if self._to_deliver:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._queue.is_missing(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -50,9 +51,9 @@ class BetweenCopies(ActiveBuckets):
             plan, parameters, self._comm, self._compression, 1.0, 1.0, self._name, self._spans, as_views=True
         )
 
-    def load(self, tensors: Mapping[str, Tensor], ranks: int) -> None:
-        """Load the residuals of `ranks` copies."""
-        self.exchange, self.detached = None, DetachedState(tensors, ranks)
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load the residuals of as many copies as the values say."""
+        self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))
         self.adopt(self._plan)
 
     def begin(self) -> None:

@@ -19,7 +19,7 @@ from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import BucketPlan, Named, assign_buckets
-from hvdtrain.exchange.residuals import residual_key
+from hvdtrain.exchange.residuals import leave_out, residual_key
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
@@ -171,9 +171,7 @@ class Reducer(ActiveBuckets):
         """Remove the gradients of these parameters, which no rank has used, unless a residual is all of their sum."""
         for number in numbers:
             name, parameter = self._known[number]
-            is_residual = self.keeps_error or residual_key(name) in self._delivered
-            if not (is_residual and parameter.grad is not None and bool(parameter.grad.any())):
-                parameter.grad = None
+            leave_out(parameter, may_be_residual=self.keeps_error or residual_key(name) in self._delivered)
 
     @property
     def _alone(self) -> bool:

@@ -83,6 +83,12 @@ class Undelivered(Residuals):
         self.sums = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
 
 
+def leave_out(parameter: Tensor, *, may_be_residual: bool) -> None:
+    """Remove a gradient, unless a residual is its sum."""
+    if not (may_be_residual and parameter.grad is not None and bool(parameter.grad.any())):
+        parameter.grad = None
+
+
 def residual_key(parameter: str) -> str:
     """Return the key of a parameter's residual."""
     return f"{parameter}/{RESIDUAL}"

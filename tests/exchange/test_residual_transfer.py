@@ -109,7 +109,7 @@ def test_what_is_owed_is_delivered_by_whatever_compression_comes_next(compressio
 def test_copies_of_a_part_deliver_what_another_number_of_them_owes(comm: ThreadComm) -> None:
     parameter = nn.Parameter(torch.zeros(8))
     copies = BetweenCopies([("p", parameter)], comm, parse("int8"), 1 << 20, Spans(), "part")
-    copies.load({"p/residual": torch.ones(8)}, ranks=4)
+    copies.load_state_dict({"p/residual": torch.ones(8)}, {"ranks": 4})
     copies.begin()
     parameter.grad = torch.full((8,), 3.0)
     copies.add_gradient("p")

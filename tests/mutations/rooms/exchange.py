@@ -163,7 +163,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "exchange/between_copies.py",
-        "self.exchange, self.detached = None, DetachedState(tensors, ranks)",
+        'self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))',
         "self.exchange, self.detached = None, DetachedState(tensors, self.ranks)",
         "residuals of another number of copies change their sum",
         "tests/exchange/test_residual_transfer.py",
