@@ -19,7 +19,7 @@ from hvdtrain.config.schema import Config, MemoryConfig
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.memory import predict_memory
-from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.plan import Plan, plan_of
 from hvdtrain.programs import Finished
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.failure_report import _memory_of
@@ -123,7 +123,8 @@ def _parsed(micro_batch: str) -> RunConfig:
 
 def _of_rank(comm: Any, tmp_path: Path, run: Any) -> Any:
     device = SimpleNamespace(type="cpu", index=comm.rank)
-    worker = SimpleNamespace(device=device, micro_batch=0, info=SimpleNamespace(folder=Path.cwd()))
+    plan, info = plan_of(run.config), SimpleNamespace(folder=Path.cwd())
+    worker = SimpleNamespace(device=device, micro_batch=0, info=info, plan=plan)
     recorder = SimpleNamespace(event=lambda record: None, say=lambda text: None)
     layout = SimpleNamespace(journal=tmp_path / "journal.jsonl")
     return SimpleNamespace(comm=comm, worker=worker, run=run, layout=layout, recorder=recorder)
