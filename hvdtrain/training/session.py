@@ -153,9 +153,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             live = add_traces(current, horovod, start)
             trainer = build_trainer(current, current.engine, live, energy)
             stack.callback(trainer.feed.ledger.close)
-            for hooks in (trainer.stepper.loads, trainer.stepper.balance):
-                if hooks is not None:
-                    stack.callback(hooks.close)
+            for part in trainer.stepper.parts:
+                stack.callback(part.close)
             recorder.begin(current.stop)
             with worker.signals:
                 reason = trainer.run(worker.signals)

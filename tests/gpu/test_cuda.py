@@ -25,9 +25,11 @@ from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.training.diagnostics.experts import count_tokens
+from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, takes_scale
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.records.device_spans import ON_DEVICE
 from hvdtrain.training.start.device import pick_device
 from tests.gpu.test_exchange_cuda import no_waiting
@@ -190,9 +192,9 @@ def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:
     optimizer = torch.optim.AdamW(task.model.parameters(), fused=True)
     assert takes_scale(optimizer)
     engine, comm = LocalEngine(list(task.model.named_parameters()), optimizer), SoloComm()
-    buffers = SharedBuffers(task.model, comm)
+    parts = [SharedBuffers(task.model, comm), Rollback(task.model)]
     stepper = Stepper(
-        task, task.model, engine, comm, Precision("fp32", device), device, 4, 1.0, Spans(), buffers, by_device=True
+        task, task.model, engine, comm, Precision("fp32", device), device, 4, 1.0, Spans(), parts, by_device=True
     )
     batch = (torch.ones(4, 6, device=device), torch.ones(4, device=device))
     for context in (nullcontext(), nullcontext(), no_waiting()):  # the host decides on the first step

@@ -70,9 +70,9 @@ def _steps(comm: ThreadComm, bad: list[bool], idle: int = 0) -> list[tuple[bool,
     model = Counts()
     inputs = torch.rand(len(bad), 2, 4, 3) + torch.arange(len(bad)).reshape(-1, 1, 1, 1)
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, Plan(), Spans())
-    shared, task = SharedBuffers(model, comm), Task(model, _loss, [])
+    parts, task = [SharedBuffers(model, comm), Rollback(model)], Task(model, _loss, [])
     batch = 8 * comm.size
-    stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, batch, 0.0, Spans(), shared)
+    stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, batch, 0.0, Spans(), parts)
     found = []
     for x, spoilt in zip(inputs, bad, strict=True):
         if spoilt and comm.rank == comm.size - idle - 1:
@@ -101,9 +101,9 @@ def test_an_idle_rank_takes_the_buffers_of_the_others() -> None:
 def _two_steps(model: nn.Module, x: Tensor, *, applied: bool) -> None:
     rollback = Rollback(model)
     for _ in range(2):
-        rollback.begin()
+        rollback.begin(1)
         model(x)
-        rollback.end(applied=applied)
+        rollback.finish(1, applied=applied)
 
 
 def test_after_the_first_step_only_written_buffers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +205,9 @@ class Held(nn.Module):
 
 
 def _share(buffers: SharedBuffers, count: int = 1, *, applied: bool = True) -> None:
-    buffers.start(count)
-    buffers.finish(applied=applied)
+    buffers.begin(count)
+    buffers.start()
+    buffers.finish(1, applied=applied)
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("mean", [2.5, 0.0, 1.0]), ("broadcast", [0.0, 0.0, 1.0])])

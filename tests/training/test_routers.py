@@ -46,8 +46,8 @@ def _loads(model: nn.Module, comm: Any, events: list[Any], *, counts: bool = Tru
 
 
 def _step(loads: RouterLoads, model: nn.Module, experts: list[int], step: int = 1, *, applied: bool = True) -> None:
-    loads.begin()
-    with loads.counting():
+    loads.begin(1)
+    with loads.around_forward(None):
         model(torch.tensor(experts))
     model(torch.tensor([3, 3, 3]))  # the recomputation in backward, or a pass that does not count
     loads.start()
@@ -58,9 +58,9 @@ def test_each_layer_counts_its_own_tokens() -> None:
     """Of equally and of unequally many tokens and experts, and of a layer that runs twice in a pass."""
     model, events = nn.ModuleDict({"a": _model(), "b": _model(), "c": _model(), "d": _model(2)}), list[Any]()
     loads = _loads(model, SoloComm(), events)
-    loads.begin()
+    loads.begin(1)
     for _ in range(2):
-        with loads.counting():
+        with loads.around_forward(None):
             passes = (("a", [0, 0, 1, 3]), ("b", [2, 2, 2, 2]), ("c", [1, 3]), ("c", [3]), ("d", [0, 0, 1]))
             for name, experts in passes:
                 model[name](torch.tensor(experts))
@@ -142,9 +142,9 @@ def test_the_formula(sigmoid: bool) -> None:
     router = ScoringRouter(sigmoid=sigmoid)
     loss = BalanceLoss([router], 0.1)
     logits_STE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    with loss.collecting_from({"ids": torch.zeros(2, 3)}):
+    with loss.around_forward({"ids": torch.zeros(2, 3)}):
         router(logits_STE.view(6, 4))
-    found = loss.pop()
+    found = loss.extra_loss()
     expected = torch.zeros(())
     for sequence in logits_STE:
         scores = sequence.sigmoid() if sigmoid else sequence.softmax(dim=-1)
@@ -158,7 +158,7 @@ def test_the_formula(sigmoid: bool) -> None:
     assert slope.abs().max() > 0
     router(logits_STE.view(6, 4))  # the recomputation in backward
     with pytest.raises(TaskError, match="do not return what they chose"):
-        loss.pop()
+        loss.extra_loss()
 
 
 @pytest.mark.parametrize("options", [(), ("--memory.checkpointing=selective",), ("--parallel.shard=gradients",)])
@@ -194,9 +194,9 @@ def test_what_it_does_not_support_is_refused() -> None:
     assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(cp=2), compiled=True) is None
     loss = make_balance_loss(model, 0.1, Dimensions(pp=2, virtual_stages=2), compiled=False)
     assert loss is not None
-    with loss.collecting_from(torch.zeros(1)):
+    with loss.around_forward(torch.zeros(1)):
         pass
-    assert loss.pop() is None  # of a virtual stage without routers
+    assert loss.extra_loss() is None  # of a virtual stage without routers
     for router in routers_of(model).values():
         router.weight = OnStages((8, 32), (1,), ((0,), (1,))).of(torch.empty(0, 32))
     assert make_balance_loss(model, 0.1, Dimensions(pp=2), compiled=False) is None  # of another stage

@@ -24,9 +24,12 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.elastic.worker_state import make_worker_state
-from hvdtrain.training.loop.forward import Precision, batch_size
+from hvdtrain.training.loop.buffers import Rollback
+from hvdtrain.training.loop.forward import Precision, batch_size, to_device
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, StepResult, takes_scale, to_device
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.step_part import Confirmation
+from hvdtrain.training.loop.update import StepResult, takes_scale
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")
@@ -37,8 +40,8 @@ def _stepper(
 ) -> Stepper:
     model, comm = task.model, comm or SoloComm()
     engine = LocalEngine(list(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=lr))
-    buffers = SharedBuffers(model, comm)
-    return Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, batch, clip, Spans(), buffers)
+    parts = [SharedBuffers(model, comm), Rollback(model)]
+    return Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, batch, clip, Spans(), parts)
 
 
 def _batches(task: Task, micro_batch: int) -> list[Any]:
@@ -307,8 +310,8 @@ def test_a_step_with_a_lost_rank_changes_nothing(shared: list[str]) -> None:
     """It is confirmed after the exchange, and after buffers are shared."""
     task, comm = _task(), LostRank()
     task.model.register_buffer("statistics", torch.ones(3))
-    stepper = replace(_stepper(task, comm=comm), confirms=True)
-    stepper.buffers._names = shared
+    buffers = SharedBuffers(task.model, comm, _names=shared)
+    stepper = replace(_stepper(task, comm=comm), parts=[buffers, Rollback(task.model), Confirmation(comm, CPU)])
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     with pytest.raises(RuntimeError, match="a rank is lost"):
         _run(stepper, _batches(task, 4))

@@ -25,9 +25,11 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.diagnostics.step_replay import Finding, replay
+from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, StepResult
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.update import StepResult
 from tests.support import faulty
 from tests.support.faulty import BAD
 
@@ -40,8 +42,8 @@ def _parts(
 ) -> tuple[Stepper, Stream]:
     model, comm = task.model, SoloComm()
     engine = make_engine(torch.optim.SGD((trained or model).parameters(), lr=0.1), model, comm, Plan())
-    buffers = SharedBuffers(model, comm)
-    stepper = Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, GLOBAL, 1.0, Spans(), buffers)
+    parts = [SharedBuffers(model, comm), Rollback(model)]
+    stepper = Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, GLOBAL, 1.0, Spans(), parts)
     return stepper, Stream(task.train_data, 0, GLOBAL, micro, 0, 1)
 
 

@@ -16,7 +16,6 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision
-from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.unused_parameters import count_users, used_by_nobody
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -71,10 +70,8 @@ def _train(comm: ThreadComm, kind: str, first: dict[str, Tensor] | None = None, 
     engine = make_engine(_optimizer(kind, model), model, comm, Plan(compression=compression, **options), Spans())
     if first:
         engine.load_state_dict(first, {"plan": None, "ranks": comm.size})
-    buffers, task = SharedBuffers(model, comm), Task(model, _loss, cast(Any, []))
-    stepper = Stepper(
-        task, model, engine, comm, Precision("fp32", CPU), CPU, 8, 0.0, Spans(), buffers, by_device=by_device
-    )
+    task = Task(model, _loss, cast(Any, []))
+    stepper = Stepper(task, model, engine, comm, Precision("fp32", CPU), CPU, 8, 0.0, Spans(), by_device=by_device)
     for step in range(len(USES)):
         own = [(lambda: None, batch) for batch in _batches(step)[comm.rank :: comm.size]]
         assert stepper.run(own, len(own), [comm.rank, 7]).sums == [sum(range(comm.size)), 7 * comm.size]

@@ -13,7 +13,8 @@ from hvdtrain.training.diagnostics.curves import KEEP, WINDOW, Rise, detect_jump
 from hvdtrain.training.diagnostics.step_replay import Finding, replay
 from hvdtrain.training.elastic.roll_back import SpoiledSteps, first_position
 from hvdtrain.training.loop.feed import Feed
-from hvdtrain.training.loop.step import Stepper, StepResult
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.update import StepResult
 from hvdtrain.training.round import Round
 
 _REPLAYS, _WITHIN = 3, 1000
@@ -62,8 +63,7 @@ class StepChecks:
         is_new = progress.skipped_in_row == (_HALVED if is_expected else 1)
         new = is_new and (len(self._replays) < _REPLAYS or progress.step - self._replays[0] >= _WITHIN)
         engine = self.stepper.engine
-        alone = self.stepper.sharing == 1 and not engine.uniform_passes and self.stepper.batch_norm is None
-        if (new or ends) and result.weight > 0 and not (alone and engine.replayable):
+        if (new or ends) and result.weight > 0 and not (self.stepper.passes_alone and engine.replayable):
             how = (
                 "--parallel.engine horovod, without --parallel.tp, ep, cp and pp, and without nn.SyncBatchNorm: a rank"
                 " cannot repeat its passes alone with a part of a model or of a sequence"

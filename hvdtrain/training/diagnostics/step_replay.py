@@ -149,7 +149,7 @@ class _Rerun:
         return bool(_bad(self.stepper.model))
 
     def _backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss * (self.scale / (self.stepper.global_batch * self.stepper.task.nominal_weight)))
+        torch.autograd.backward(loss * (self.scale / self.stepper.nominal))
 
     def _loss(self, batch: Any) -> Tensor:
         self.seed()

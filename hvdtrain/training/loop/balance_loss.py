@@ -20,11 +20,12 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import on_stages
 from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens
 from hvdtrain.training.loop.router_loads import BIAS, routers_of
+from hvdtrain.training.loop.step_part import StepPart
 
 _OPTION = "--train.balance_loss"
 
 
-class BalanceLoss:
+class BalanceLoss(StepPart):
     """Adds up, over the routers of a model, what a forward pass costs in balance.
 
     Of a sequence of T tokens, it is `factor` * T * sum of f_i P_i over experts: f_i is the share of expert i in the
@@ -38,8 +39,8 @@ class BalanceLoss:
         self._hooks = [router.register_forward_hook(self._on_forward) for router in routers]
 
     @contextmanager
-    def collecting_from(self, batch: Any) -> Iterator[None]:
-        """Collect from the forward pass of a batch within; not from its recomputation in backward.
+    def around_forward(self, batch: Any) -> Iterator[None]:
+        """Collect from the forward pass of a batch within.
 
         The first dimension of its tensors is that of sequences.
         """
@@ -51,7 +52,7 @@ class BalanceLoss:
         finally:
             self._is_collecting = False
 
-    def pop(self) -> Tensor | None:
+    def extra_loss(self) -> Tensor | None:
         """Return the loss of the pass, a scalar; it has gradients. None if no router has run.
 
         Errors:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.training.loop.step_part import StepPart
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
 
 Place = tuple[nn.Module, str]
@@ -86,27 +88,50 @@ def restored_on_device(block: nn.Module) -> Iterator[None]:
             copy.restore()
 
 
-class Rollback:
+class Rollback(StepPart):
     """Undoes what the forward passes of a step wrote to buffers, if the step is not applied.
 
     Only persistent buffers count: others are caches. The first step copies all of them to the host and finds the ones
     that it writes. Later steps copy only these; most models have none.
+
+    Args:
+        model: with the buffers.
+        together: whether also the passes of other ranks write buffers of this one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, together: bool = False) -> None:
+        self._model, self._together = model, together
+        self._is_open = False
         self._written: list[Place] | None = None
         self._copies: list[Copied] = []
 
-    def begin(self) -> None:
+    def begin(self, count: int) -> None:
         """Copy the buffers that the step may write."""
+        self._is_open = count > 0 or self._together
+        if not self._is_open:
+            return
         if self._written is None:
             self._copies = copy_to_host(p for p in all_buffers(self._model) if _is_saved(p))
         elif self._written:
             self._copies = _copy_on_device(self._written)
 
-    def end(self, *, applied: bool) -> None:
+    def around_repeated(self) -> AbstractContextManager[object]:
+        """Undo what the passes within write."""
+        return restored_buffers(self._model)
+
+    def abort(self) -> None:
+        """Restore the buffers."""
+        self.finish(0, applied=False)
+
+    def among(self, comm: Comm) -> Rollback:
+        """Return one for the steps of these ranks alone."""
+        return Rollback(self._model, together=self._together)
+
+    def finish(self, step: int, *, applied: bool) -> None:
         """Restore the buffers, unless the step is applied."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._written is None:
             self._written = [copy.place for copy in self._copies if copy.is_changed() or _is_statistic(copy.place)]
         if not applied:

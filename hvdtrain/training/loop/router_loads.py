@@ -19,13 +19,14 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens, find_routers
+from hvdtrain.training.loop.step_part import StepPart
 
 BIAS = "e_score_correction_bias"
 EVERY = 10
 """Steps between two records of the loads."""
 
 
-class RouterLoads:
+class RouterLoads(StepPart):
     """The tokens that the routers of a model give to each expert in a step, summed over all ranks.
 
     After an applied step, experts with fewer tokens than the mean of their layer become more likely: their router's
@@ -59,14 +60,14 @@ class RouterLoads:
             for name, router in routers.items()
         ]
 
-    def begin(self) -> None:
+    def begin(self, count: int) -> None:
         """Start a step."""
         self._loads.clear()
         self._chosen = {name: [] for name in self._routers}
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the forward pass within; not its recomputation in backward."""
+    def around_forward(self, batch: Any) -> Iterator[None]:
+        """Count the forward pass within."""
         self._is_counting = self._counts
         try:
             yield

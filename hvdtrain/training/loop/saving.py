@@ -20,6 +20,7 @@ from hvdtrain.state.unsaved import UnsavedValues
 from hvdtrain.training.diagnostics.drift import check_equal, check_frozen
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.step_sums import stop_reason
 from hvdtrain.training.round import Round
@@ -39,6 +40,7 @@ class Saving:
     stepper: Stepper
     ledger: Ledger
     roll_back: RollBack
+    buffers: SharedBuffers
     writer: CheckpointWriter = field(init=False)
     held_out: HeldOut = field(init=False)
 
@@ -142,7 +144,7 @@ class Saving:
         with self.stepper.spans("checkpoint"):
             self.ledger.sync()
             self.stepper.engine.complete()
-            self.stepper.buffers.share(check_equal(self._state.model, self._comm, name="drift"))
+            self.buffers.share(check_equal(self._state.model, self._comm, name="drift"))
             check_frozen(self._state)
             # First: if a rank is lost now, nothing on the disk is newer than the commit.
             self._callbacks.on_checkpoint()

@@ -13,12 +13,13 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.errors import DriftError
 from hvdtrain.training.diagnostics.drift import find_unequal
 from hvdtrain.training.loop.buffers import persistent_buffers
+from hvdtrain.training.loop.step_part import StepPart
 
 Policy = Literal["mean", "broadcast", "check"]
 
 
 @dataclass
-class SharedBuffers:
+class SharedBuffers(StepPart):
     """Finds buffers that differ between ranks, and makes them equal after every step from then on.
 
     Statistics of batch norm, codebooks and biases of routers depend on a rank's samples. Hashes find them after the
@@ -39,17 +40,36 @@ class SharedBuffers:
     _count: int = 1
     _under_way: list[tuple[list[Tensor], Tensor, Handle]] = field(default_factory=list)
 
-    def start(self, count: int) -> None:
-        """Begin to make the buffers equal after `count` forward passes of this rank. Collective: yes."""
+    def begin(self, count: int) -> None:
+        """Remember the weight of this rank's values."""
         self._count = count
-        self._start()
+
+    def start(self) -> None:
+        """Begin to make the buffers equal after the forward passes of this rank. Collective: yes."""
+        buffers = persistent_buffers(self.model) if self._names else {}
+        by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
+        for name in self._names:
+            averaged = self.policy == "mean" and buffers[name].is_floating_point()
+            dtype = torch.promote_types(buffers[name].dtype, torch.float32) if averaged else None
+            by_dtype.setdefault(dtype, []).append(buffers[name])
+        for dtype, group in by_dtype.items():
+            name = f"buffers/{dtype or 'bytes'}"
+            if dtype is None:
+                flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in group])
+                handle = self.comm.broadcast(flat, name=name, root=0)
+            else:
+                flat = torch.cat(
+                    [buffer.detach().reshape(-1).to(dtype) for buffer in group] + [group[0].new_ones(1, dtype=dtype)]
+                )
+                handle = self.comm.allreduce(flat.mul_(self._count), name=name)
+            self._under_way.append((group, flat, handle))
 
     def wait(self) -> None:
         """Wait for the shared values."""
         for _, _, handle in self._under_way:
             handle.wait()
 
-    def finish(self, *, applied: bool) -> None:
+    def finish(self, step: int, *, applied: bool) -> None:
         """Wait, and use the shared values if the step was applied. Collective: yes.
 
         Errors:
@@ -64,6 +84,10 @@ class SharedBuffers:
             self._is_checked = True
             if persistent := persistent_buffers(self.model):
                 self.share(find_unequal(persistent, self.comm, name="buffers/differing"))
+
+    def among(self, comm: Comm) -> SharedBuffers:
+        """Return a part that makes buffers equal on other ranks."""
+        return SharedBuffers(self.model, comm, self.policy, self.say)
 
     def share(self, found: Mapping[str, list[int]]) -> None:
         """Make these buffers equal, now and after every step. Collective: yes.
@@ -86,28 +110,9 @@ class SharedBuffers:
         how = "averaged over ranks" if self.policy == "mean" else "taken from rank 0"
         self.say(f"{len(found)} buffer(s) differ between ranks ({names}): {how} after every step")
         before, self._names = self._names, list(found)
-        self._start()
-        self.finish(applied=True)
+        self.start()
+        self.finish(0, applied=True)
         self._names = [*before, *(name for name in found if name not in before)]
-
-    def _start(self) -> None:
-        buffers = persistent_buffers(self.model) if self._names else {}
-        by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
-        for name in self._names:
-            averaged = self.policy == "mean" and buffers[name].is_floating_point()
-            dtype = torch.promote_types(buffers[name].dtype, torch.float32) if averaged else None
-            by_dtype.setdefault(dtype, []).append(buffers[name])
-        for dtype, group in by_dtype.items():
-            name = f"buffers/{dtype or 'bytes'}"
-            if dtype is None:
-                flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in group])
-                handle = self.comm.broadcast(flat, name=name, root=0)
-            else:
-                flat = torch.cat(
-                    [buffer.detach().reshape(-1).to(dtype) for buffer in group] + [group[0].new_ones(1, dtype=dtype)]
-                )
-                handle = self.comm.allreduce(flat.mul_(self._count), name=name)
-            self._under_way.append((group, flat, handle))
 
 
 def _unpack(flat: Tensor, buffers: list[Tensor]) -> None:

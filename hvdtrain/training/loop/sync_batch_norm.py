@@ -8,6 +8,7 @@ to fill up, counts nothing.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.nn import functional
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
+from hvdtrain.training.loop.step_part import StepPart
 
 
 @dataclass
-class Statistics:
+class Statistics(StepPart):
     """What the modules of a model share.
 
     Attributes:
@@ -32,6 +34,16 @@ class Statistics:
 
     comm: Comm
     counts: bool = True
+    collective_passes = True
+
+    def begin(self, count: int) -> None:
+        """Count the passes of this rank's micro-batches."""
+        self.counts = True
+
+    def around_repeated(self) -> AbstractContextManager[object]:
+        """Count no further pass of the step."""
+        self.counts = False
+        return nullcontext()
 
 
 class Synchronized(nn.modules.batchnorm._BatchNorm):

@@ -19,8 +19,9 @@ from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.balance import Balance
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
-from hvdtrain.training.loop.step import Stepper, StepResult
+from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
+from hvdtrain.training.loop.update import StepResult
 from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.memory import memory_by_kind

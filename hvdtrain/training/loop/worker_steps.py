@@ -12,8 +12,8 @@ import torch
 
 from hvdtrain.engine.outer import OuterFacts
 from hvdtrain.engine.periodic import PeriodicEngine
-from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, StepResult
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.update import StepResult
 
 _OF_STEP = 4
 """Numbers of each step: sums over workers of losses, weights, squared norms, and skipped steps."""
@@ -71,9 +71,9 @@ class WorkerSteps:
             engine.begin_workers(step)
         if engine.begun and self._own is None:
             links, whole = engine.links, self.stepper
-            buffers = SharedBuffers(whole.model, links.group, whole.buffers.policy, whole.buffers.say)
+            parts = [part.among(links.group) for part in whole.parts]
             batch = max(1, whole.global_batch // links.workers.count)
-            self._own = replace(whole, engine=engine.inner, comm=links.group, global_batch=batch, buffers=buffers)
+            self._own = replace(whole, engine=engine.inner, comm=links.group, global_batch=batch, parts=parts)
         return engine.begun
 
     def step(self, parts: Iterable[tuple[Callable[[], None], Any]], counts: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.observe.flops import FlopCount, peak_tflops
+from hvdtrain.training.loop.step_part import StepPart
 from hvdtrain.training.start.kernels import allows_tf32
 
 _BACKWARD = 2
@@ -18,7 +19,7 @@ _BACKWARD = 2
 
 
 @dataclass
-class FirstPass:
+class FirstPass(StepPart):
     """Counts the FLOPs of the first forward pass in training, without an extra pass.
 
     Attributes:
@@ -38,7 +39,7 @@ class FirstPass:
     same_samples: int
     _is_counted: bool = field(default=False, init=False)
 
-    def __call__(self) -> AbstractContextManager[object]:
+    def around_forward(self, batch: Any) -> AbstractContextManager[object]:
         """Return the context of a forward pass."""
         return nullcontext() if self._is_counted else self._counted()
 

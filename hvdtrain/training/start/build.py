@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,14 +26,17 @@ from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.balance_loss import make_balance_loss
+from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.router_loads import make_router_loads
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, takes_scale
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.step_part import Confirmation, StepPart
 from hvdtrain.training.loop.step_sums import CombinedSums, StepSums
 from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
+from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.compute import FirstPass
@@ -108,13 +110,20 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
     dimensions = worker.plan.dimensions
     counts_flops = comm.rank == 0 and current.is_new and dimensions.pp == 1  # else each stage has others
-    around = (
-        FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else nullcontext
-    )
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
+    together = current.batch_norm is not None
     place, places, records = dimensions.samples(comm.rank, comm.size)
-    counts, passes_count = dimensions.loss_counts(comm.rank, comm.size), dimensions.pass_counts(comm.rank)
+    passes_count = dimensions.pass_counts(comm.rank)
+    step_parts: list[StepPart | None] = [
+        FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
+        current.batch_norm,
+        make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
+        buffers,
+        make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
+        Rollback(worker.state.model, together=together),
+        Confirmation(comm, device) if current.rounds.elastic and device.type == "cuda" else None,
+    ]
     stepper = Stepper(
         task=task,
         model=worker.state.model,
@@ -123,16 +132,11 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         precision=worker.precision,
         device=device,
         global_batch=train.global_batch,
-        counts=counts,
-        sharing=dimensions.same_samples * dimensions.virtual_stages,
         clip=train.clip,
         spans=spans,
-        buffers=buffers,
-        loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
-        balance=make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
-        around=around,
-        confirms=current.rounds.elastic and device.type == "cuda",
-        batch_norm=current.batch_norm,
+        parts=[part for part in step_parts if part is not None],
+        counts=dimensions.loss_counts(comm.rank, comm.size),
+        sharing=dimensions.same_samples * dimensions.virtual_stages,
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
     )
     uniform = engine.uniform_passes
@@ -147,7 +151,6 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     if isinstance(engine, PeriodicEngine):
         engine.join_group()
         apart, workers = WorkerSteps(engine, stepper, worker.horizon), engine.links.workers
-    together = current.batch_norm is not None
     stream = Stream(
         task.train_data,
         config.seed,
@@ -182,7 +185,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         current=current,
         stepper=stepper,
         feed=feed,
-        saving=Saving(current, stepper, ledger, roll_back),
+        saving=Saving(current, stepper, ledger, roll_back, buffers),
         step_checks=StepChecks(current, stepper, feed),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,

@@ -62,14 +62,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "training/loop/step.py",
-        "scaler.scale(whole / nominal)",
+        "scaler.scale(whole / self.nominal)",
         "scaler.scale(whole / weight)",
         "each micro-batch is normalised by its own weight",
         "tests/training/test_step.py",
         "tests/laws/test_laws.py",
     ),
     mutation(
-        "training/loop/step.py",
+        "training/loop/update.py",
         "self.clip / (grad_norm + 1e-6)",
         "self.clip / (raw_norm + 1e-6)",
         "clipping compares the norm before it is corrected for the actual weight",
@@ -103,5 +103,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         "count_users([True] * len(unused), self.comm.size)",
         "a parameter that only another rank uses is left out of the update",
         "tests/training/test_unused_parameters.py",
+    ),
+    mutation(
+        "training/loop/step.py",
+        "            whole = sum(extras, loss)\n",
+        "            whole = loss\n",
+        "the balance loss of experts is computed and never trained on",
+        "tests/training/test_routers.py",
+    ),
+    mutation(
+        "training/loop/step.py",
+        "                part.wait()\n",
+        "                pass\n",
+        "a step is applied although a rank was lost",
+        "tests/training/test_step.py",
+    ),
+    mutation(
+        "training/loop/buffers.py",
+        "        return restored_buffers(self._model)\n",
+        "        return nullcontext()\n",
+        "passes that fill up a rank's step leave their statistics in its buffers",
+        "tests/training/test_step.py",
     ),
 )

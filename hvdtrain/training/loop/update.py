@@ -1,0 +1,174 @@
+"""Decide by the sums of a step whether to apply it, and apply it: unscale, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvdtrain.engine.base import Engine
+from hvdtrain.host_copy import HostCopy
+from hvdtrain.training.loop.unused_parameters import begin_momentum, used_by_nobody
+
+_COUNT = 5
+"""Numbers that decide on a step: see `Update._read`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of a step, equal on all ranks.
+
+    Attributes:
+        loss: mean over the weight of the global batch.
+        weight: of the global batch.
+        grad_norm: L2 norm of the mean gradient, before clipping.
+        applied: False if the loss or the gradient was not finite; then nothing was changed.
+        sums: sum over ranks of each integer given to `Stepper.run`.
+        scale: loss scale of the step.
+        next_scale: loss scale of the next one.
+    """
+
+    loss: float
+    weight: float
+    grad_norm: float
+    applied: bool
+    sums: list[int]
+    scale: float = 1.0
+    next_scale: float = 1.0
+
+
+@dataclass
+class Update:
+    """The update of a step, by its sums over ranks.
+
+    Attributes:
+        scaler: torch's GradScaler.
+        ranks: that sum.
+        nominal: weight of the global batch by which backward has divided the losses.
+        clip: largest norm of the gradient; 0 for no limit.
+        by_device: see `Stepper`.
+        on_synchronized: as of `HostCopy`.
+    """
+
+    engine: Engine
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    ranks: int
+    nominal: float
+    clip: float
+    by_device: bool
+    on_synchronized: Callable[[Any, bool], None] | None
+    _numbers: Tensor = field(init=False)
+    _copy: HostCopy = field(init=False)
+    _result: StepResult | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Start without parameters that the host has decided to update."""
+        self._updated: set[Tensor] = set()
+        self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
+
+    def decide(self, gradients: list[Tensor], totals: Tensor, unused: Sequence[bool], count: int) -> None:
+        """Scale the gradients, and leave out those of parameters that no rank has used.
+
+        Args:
+            gradients: of this rank's optimizer.
+            totals: summed over ranks, on the device: loss, weight, `count` integers, then those of `count_users`.
+            unused: as of `Engine.unused`.
+            count: number of the caller's integers.
+        """
+        self._numbers = self._read(gradients, totals)
+        # Before the update of the parameters, so that it does not wait for it.
+        self._copy = HostCopy(self._numbers, self.on_synchronized)
+        updates_first = self.by_device and not any(unused) and self._with_gradient() <= self._updated
+        self._result = None if updates_first else self._decided()
+        if self._result is None or not self._result.applied:
+            return
+        if not self.by_device:
+            self._scale(gradients, self._result)
+        if any(unused):
+            self.engine.leave_out(used_by_nobody(self._result.sums[count:], unused, self.ranks))
+
+    def apply(self) -> StepResult:
+        """Update the parameters, unless the step is skipped; return its result."""
+        if self._result is None or self._result.applied:
+            if self._result is not None and not (updated := self._with_gradient()) <= self._updated:
+                begin_momentum(self.engine.optimizer)
+                self._updated |= updated
+            self._step()
+        return self._result or self._decided()
+
+    def _with_gradient(self) -> set[Tensor]:
+        """Return the parameters of the optimizer that it updates now."""
+        return {p for group in self.engine.optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+    def _read(self, gradients: list[Tensor], totals: Tensor) -> Tensor:
+        """Unscale the gradients; return all that decides on the step: `_COUNT` numbers, then the summed integers.
+
+        They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
+        """
+        scaler = self.scaler
+        if scaler.is_enabled():
+            scaler.unscale_(self.engine.optimizer)
+        norm = self.engine.norm(gradients).detach().to(self.device)
+        scales = [self._no_scales]
+        if scaler.is_enabled():
+            one = torch.ones(1, device=self.device)
+            scales = [scaler.scale(one).double()]
+            # Another rank may have found the overflow, or the norm overflows although no gradient does.
+            found = scaler._per_optimizer_states[id(self.engine.optimizer)]["found_inf_per_device"]
+            found[self.device] = (~torch.isfinite(norm)).float()
+            scaler.update()
+            scales.append(scaler.scale(one).double())
+        return torch.cat([*scales, norm.double().reshape(1), totals])
+
+    def _decided(self) -> StepResult:
+        """Return the result of the step, on the host."""
+        numbers = self._copy.tolist()
+        scale, next_scale, norm, loss_sum, weight = numbers[:_COUNT]
+        loss = loss_sum / weight if weight > 0 else math.nan
+        grad_norm = norm * (self.nominal / weight) if weight > 0 else math.nan
+        applied = math.isfinite(grad_norm) and math.isfinite(loss)
+        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[_COUNT:]], scale, next_scale)
+
+    def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
+        """Scale gradients to those of the mean over the actual weight, clipped."""
+        if not gradients:
+            return
+        scale = self.nominal / result.weight * (min(1.0, self.clip / (result.grad_norm + 1e-6)) if self.clip else 1.0)
+        if scale != 1.0:
+            # On a CPU a tensor is faster than a number by a sixth.
+            torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
+
+    def _step(self) -> None:
+        """Update the parameters; by the device, do what `_decided` and `_scale` do within a fused optimizer's kernels.
+
+        torch's GradScaler passes its findings in the same two attributes. The kernels divide by `grad_scale`.
+        """
+        if not self.by_device:
+            self.engine.step()
+            return
+        norm, loss_sum, weight = self._numbers[2:_COUNT]
+        correction = torch.where(weight > 0, self.nominal / weight, math.nan)
+        grad_norm = norm * correction
+        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
+        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
+        optimizer: Any = self.engine.optimizer
+        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
+        try:
+            self.engine.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer reads `found_inf` and `grad_scale` on the device, as torch's own fused ones do.
+
+    Others, such as those of Apex, set the same mark and take a GradScaler instead.
+    """
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
