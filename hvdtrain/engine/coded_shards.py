@@ -18,7 +18,7 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.exchange.residuals import Residuals, Undelivered
-from hvdtrain.state.exchange_state import is_master, is_rounded
+from hvdtrain.state.exchange_state import Owned, is_master, is_rounded
 from hvdtrain.state.pieces import Place
 
 
@@ -31,24 +31,20 @@ class CodedShards(Residuals):
     Args:
         compression: has a coding.
         comm: the ranks.
-        undelivered: of an earlier exchange.
-        complete: waits for the parameters of the last step. Collective.
-        place: returns the place of what this rank owns of a parameter.
         on_host: whether owners update in the memory of the host.
+
+    Attributes:
+        undelivered: of an earlier exchange; the engine sets these three.
+        complete: waits for the parameters of the last step. Collective.
+        owned: returns what this rank owns.
     """
 
-    def __init__(
-        self,
-        compression: Compression,
-        comm: Comm,
-        undelivered: Undelivered,
-        complete: Callable[[], None],
-        place: Callable[[str], Place | None],
-        *,
-        on_host: bool,
-    ) -> None:
-        self._compression, self._comm, self._undelivered = compression, comm, undelivered
-        self._complete, self._place, self._on_host = complete, place, on_host
+    undelivered: Undelivered
+    complete: Callable[[], None]
+    owned: Callable[[], Mapping[str, Owned]]
+
+    def __init__(self, compression: Compression, comm: Comm, *, on_host: bool) -> None:
+        self._compression, self._comm, self._on_host = compression, comm, on_host
         self._codings: dict[torch.device, Coding | None] = {}
         self._buckets: list[CodedShardBucket] = []
         self._is_inexact = False  # whether the model's parameters may differ from the exact ones
@@ -58,14 +54,14 @@ class CodedShards(Residuals):
         """Whether the compression uses error feedback."""
         return self._compression.kind.feedback
 
-    def make_bucket(self, layout: Layout, whole: list[bool]) -> CodedShardBucket:
-        """Return a bucket of this layout; for `whole` see `ShardBucket`."""
+    def make_bucket(self, layout: Layout, whole: list[bool], number: int) -> CodedShardBucket:
+        """Return a bucket of this layout; for `whole`, and the number as `first`, see `ShardBucket`."""
         device = layout.shape.device
         if device not in self._codings:
             self._codings[device] = self._compression.load_coding(device)
         coding = self._codings[device]
         assert coding is not None
-        options: Any = {"first": len(self._buckets), "on_host": self._on_host}
+        options: Any = {"first": number, "on_host": self._on_host}
         bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=self.keeps_error, **options)
         self._buckets.append(bucket)
         return bucket
@@ -83,19 +79,19 @@ class CodedShards(Residuals):
 
     def commit(self, *, applied: bool) -> None:
         """Keep or discard the new residuals."""
-        self._undelivered.commit(applied=applied)
+        self.undelivered.commit(applied=applied)
         for bucket in self._buckets:
             bucket.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        self._undelivered.rescale(factor)
+        self.undelivered.rescale(factor)
         for bucket in self._buckets:
             bucket.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Make residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
-        self._complete()
+        self.complete()
         for bucket in self._buckets:
             bucket.synchronize_state()
             if self._is_inexact:
@@ -112,7 +108,7 @@ class CodedShards(Residuals):
         return self._state([bucket.residuals() for bucket in self._buckets]), values
 
     def _state(self, residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        undelivered, _ = self._undelivered.state_dict()
+        undelivered, _ = self.undelivered.state_dict()
         found = {key: tensor / self._comm.size for key, tensor in undelivered.items()}
         for bucket, of_bucket in zip(self._buckets, residuals, strict=True):
             for key, tensor in of_bucket.items():
@@ -122,7 +118,7 @@ class CodedShards(Residuals):
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of exact parameters."""
-        return self._place(key.rpartition("/")[0]) if is_master(key) else None
+        return self.owned()[key.rpartition("/")[0]].place if is_master(key) else None
 
     def residual_ranks(self, key: str) -> Sequence[int]:
         """Return all ranks, if the compression uses error feedback."""
@@ -138,7 +134,7 @@ class CodedShards(Residuals):
         tensors = {key: tensors[key] for key in tensors if key not in rounded}
         loaded = {p.name for bucket in self._buckets if bucket.keeps_error for p in bucket.layout.shape.parts}
         rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}
-        self._undelivered.load_state_dict(rest, values)
+        self.undelivered.load_state_dict(rest, values)
         for bucket in self._buckets:
             bucket.load_state_dict(tensors, int(values["ranks"]))
             bucket.load_rounded(rounded)

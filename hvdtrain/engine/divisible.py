@@ -123,8 +123,8 @@ def norm_of_parts(owned: Mapping[str, Owned], comm: Comm, model: nn.Module) -> T
         if own.parameter is not None and own.parameter.grad is not None:
             holders = comm.size if own.place is None else len(own.place.ranks)
             by_holders.setdefault(holders, []).append(own.parameter.grad)
-    parts = [squared_norm(held) / holders for holders, held in by_holders.items()]
     none = torch.zeros((), dtype=torch.float64, device=local(next(model.parameters())).device)
+    parts = [(squared_norm(held) / holders).to(none.device) for holders, held in by_holders.items()]
     squared = torch.stack([none, *parts]).sum().reshape(1)  # a rank may own nothing
     return norm(comm.allreduce(squared, name="gradients/norm").wait())
 
@@ -183,12 +183,12 @@ class DividedEngine(Engine):
         return norm(self._comm.allreduce(squared, name=f"{self._name}/norm").wait())
 
     def _delivers(self) -> set[str]:
-        return {name for name, p in self._model.named_parameters() if p.requires_grad} & self._owned.keys()
+        return {name for name, p in self._model.named_parameters() if p.requires_grad} & self.owned().keys()
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used, unless a residual is their sum. Collective: yes."""
         trained = self._trained_names()
-        held = [self._owned.get(trained[number]) for number in numbers]
+        held = [self.owned().get(trained[number]) for number in numbers]
         owned = [None if each is None else each.parameter for each in held]
         delivered = torch.zeros(len(owned), dtype=torch.int64)
         if owned and self._may_owe():

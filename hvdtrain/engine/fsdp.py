@@ -94,7 +94,7 @@ class FsdpEngine(DividedEngine):
                 self._schedule,
                 self._take,
                 self._sums,
-                # Passes exchange activations and tokens by torch: see `MeshEngine`.
+                # Passes exchange activations and tokens by torch: see `make_mesh_engine`.
                 overlaps=not (parts.plan.dimensions.divides_model and by_nccl_of_horovod(parts.comm, parts.device)),
             )
             self.residuals = self._groups

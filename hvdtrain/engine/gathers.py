@@ -34,7 +34,7 @@ class Gathers:
         self._units: dict[nn.Parameter, set[nn.Module]] = {}
         self._early: dict[ShardBucket, None] = {}
         self._ran: set[nn.Module] = set()
-        self._is_first, self._is_watching = True, False
+        self._is_first, self._is_watching = bool(bucket_of), False
         self._undo: list[Callable[[], object]] = []
         repeated = blocks(model)
         inside = {module for block in repeated for module in block.modules()}
@@ -83,6 +83,8 @@ class Gathers:
 
     def begin(self) -> None:
         """Start a step: wait for the parameters that may be used before their module runs."""
+        if not self._of_unit:
+            return
         if self._is_watching:
             self._is_first = self._is_watching = False
             for unit in self._of_unit.keys() - self._ran:

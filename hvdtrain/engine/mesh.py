@@ -1,21 +1,17 @@
-"""The engine of ranks that divide matrices or experts: transformers' plans, and our exchange between copies."""
+"""Ranks divide the matrices or the experts of a model, or its layers; other ranks have copies of each part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json, on_rank_0
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
-    DividedEngine,
     norm_of_parts,
     own_rows,
     refuse_what_cannot_be_divided,
@@ -25,118 +21,92 @@ from hvdtrain.engine.divisible import (
 )
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.fsdp_checks import check_mesh
+from hvdtrain.engine.layout import Exchange, Layout
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.schedule import Passes, PipelineSchedule, Schedule
+from hvdtrain.engine.parts_engine import PartsEngine
+from hvdtrain.engine.schedule import PipelineSchedule
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
-from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.exchange.between_copies import BetweenCopies
-from hvdtrain.exchange.divided_copies import DividedCopies
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.spans import Spans
-from hvdtrain.state.divided import cuts, is_divided, local, on_stages, share_count
+from hvdtrain.state.divided import cuts, is_divided, on_stages, share_count
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
-
-class MeshEngine(DividedEngine):
-    """Ranks divide the matrices or the experts of a model; other ranks have copies of each part, with other samples.
+class Cuts(Layout):
+    """Each rank holds cuts of matrices, experts or layers, and copies of the rest.
 
     Plans of transformers place DTensors in the model, and exchange activations in each pass. The optimizer has this
-    rank's parts as plain tensors. In the last backward pass of a step, the gradients of each part are summed over its
-    copies, in buckets. With `--parallel.shard optimizer`, each copy updates some rows of the part, and sends them to
-    the others; with `gradients`, the sums of each pass are at their owners.
+    rank's parts as plain tensors. The gradients of each part are summed over its copies. With `--parallel.shard
+    optimizer` or `gradients`, each copy owns some rows of the part.
 
     Args:
         parts: the model's parameters become those of rank 0.
         place: gives each rank its part of them; returns the names of those with a part of the gradient.
-        schedule: the order of passes.
-
-    Attributes:
-        stage: of this rank in a pipeline; None without.
     """
 
-    uniform_passes = True
+    divides_model = True
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        place: Callable[[EngineParts, list[Any]], set[str]] = divide_model,
-        schedule: Schedule | None = None,
-    ) -> None:
-        super().__init__(parts.optimizer, parts.model, parts.comm)
-        self._schedule = schedule or Schedule()
-        self.stage = self._schedule.stage
-        self.compression, self._options = parts.plan.compression, parts.plan.dimensions.options
+    def __init__(self, parts: EngineParts, place: Callable[[EngineParts, list[Any]], set[str]] = divide_model) -> None:
+        self._model, self._comm, self._options = parts.model, parts.comm, parts.plan.dimensions.options
         names = {parameter: name for name, parameter in parts.parameters}
         self._names = [name for name, parameter in parts.parameters if parameter.requires_grad]
         hosts = gather_hosts(parts.comm)
         self._partial = place(parts, hosts)
-        self._parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
-        self._held = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self._parameters.items()}
-        self._owned = self._held
-        use_owned(parts.optimizer, names, self._owned)
-        self._trained = self._which_are_trained()
+        self.parameters = {name: p for name, p in parts.model.named_parameters() if name in set(names.values())}
+        self._trained = [parameter.requires_grad for parameter in self.parameters.values()]
+        self.held = {name: own_rows(p) if is_divided(p) else Owned(p) for name, p in self.parameters.items()}
+        self.owned = self.held
+        self._optimizer = parts.optimizer
+        use_owned(parts.optimizer, names, self.owned)
         self._leads: dict[str, bool] = {}  # whether this rank is the first of those with copies of a parameter
-        self._copies = self._make_exchanges(parts, hosts)
-        self._copies_of = {name: each for names, each in self._copies for name in names}
-        self._divided = [each for _, each in self._copies if isinstance(each, DividedCopies)]
-        self._sums_each_pass = parts.plan.shard == "gradients"
+        self.exchanges = self._make_exchanges(parts, hosts)
+        self.every = list(dict.fromkeys(each for each in self.exchanges.values() if each is not None))
         if parts.plan.shard != "none":
             self._divide_optimizer(parts)
-        # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that
-        # on another.
-        waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
-        self._overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
-        self._missing: set[str] = set()  # parameters without a gradient in this step
-        self._owed: set[str] = set()  # those with a residual that this step has not delivered yet
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
-        ]
+        self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
 
-    def _make_exchanges(self, parts: EngineParts, hosts: list[Any]) -> list[tuple[list[str], _Copies | None]]:
-        """Return the names of the parameters that have the same copies, with their exchange; None without copies.
-
-        Collective: yes.
-        """
-        dimensions, comm = parts.plan.dimensions, parts.comm
+    def _make_exchanges(self, parts: EngineParts, hosts: list[Any]) -> dict[str, Exchange | None]:
+        """Return the exchange of each trained parameter: one for those with the same copies. Collective: yes."""
+        found: dict[str, Exchange | None] = {}
+        dimensions, comm, spans = parts.plan.dimensions, parts.comm, parts.spans or Spans()
         compression = resolve_compression(parts.plan.compression, parts.device, parts.variables)
         limit = prepare_exchange(compression, comm, parts.variables, parts.plan.bucket_mib)
-        found: list[tuple[list[str], _Copies | None]] = []
-        kinds = {name: self._kind(name, parameter, dimensions.tp) for name, parameter in self._parameters.items()}
+        kinds = {name: self._kind(name, parameter, dimensions.tp) for name, parameter in self.parameters.items()}
         copies = partial(dimensions.copies, comm.rank, comm.size)
+        whole = partial(whole_parameters, parts.optimizer)
         for kind, width, ranks in (
             ("gradients", dimensions.tp, copies(dimensions.tp)),
             ("experts", dimensions.experts, copies(dimensions.experts)),
             ("partial", 1, copies(1)),
             ("ends", dimensions.tp, dimensions.ends(comm.rank, comm.size)),
         ):
-            # Backward finishes the gradients of the last modules first.
             held = [
                 (name, rows)
-                for name, parameter in reversed(self._parameters.items())
-                if parameter.requires_grad and (rows := self._held[name].parameter) is not None and kinds[name] == kind
+                for name, parameter in self.parameters.items()
+                if parameter.requires_grad and (rows := self.held[name].parameter) is not None and kinds[name] == kind
             ]
             self._leads |= {name: comm.rank == ranks[0] for name, _ in held}
-            among = None
-            if len(ranks) > 1 and held:
-                among = comm_among(comm, ranks, hosts)
-            spans = parts.spans or Spans()
-            if among is None or parts.plan.shard == "none":
-                exchange = None if among is None else BetweenCopies(held, among, compression, limit, spans, kind)
-                found.append(([name for name, _ in held], exchange))
+            among = comm_among(comm, ranks, hosts) if len(ranks) > 1 and held else None
+            if among is None:
+                found |= dict.fromkeys([name for name, _ in held])
+                continue
+            if parts.plan.shard == "none":
+                ordered = held[::-1]  # backward finishes the gradients of the last modules first
+                between: Exchange = BetweenCopies(ordered, among, compression, limit, spans, kind)
+                found |= dict.fromkeys([name for name, _ in held], between)
                 continue
             # What neighbours have whole is in buckets of its own, so that they own the same rows of it.
-            alike = [each for each in held if _width(self._parameters[each[0]]) < width]
-            apart = [each for each in held if _width(self._parameters[each[0]]) >= width]
+            alike = [each for each in held if _width(self.parameters[each[0]]) < width]
+            apart = [each for each in held if _width(self.parameters[each[0]]) >= width]
             for named, name in ((apart, kind), (alike, f"{kind}/alike")):
-                whole = whole_parameters(parts.optimizer, [parameter for _, parameter in named])
-                found.append(([each for each, _ in named], DividedCopies(named, whole, among, limit, spans, name)))
+                owners = AtOwners(among, limit, spans, name, whole, on_host=parts.plan.offload)
+                owners.add(named)
+                found |= dict.fromkeys([each for each, _ in named], owners)
         return found
 
     def _kind(self, name: str, parameter: nn.Parameter, tp: int) -> str:
@@ -154,7 +124,8 @@ class MeshEngine(DividedEngine):
             ConfigError: no rank has a copy of what another one holds; on every rank.
         """
         dimensions, comm = parts.plan.dimensions, parts.comm
-        shares = {name: share for exchange in self._divided for name, share in exchange.owned().items()}
+        divided = [each for each in self.every if isinstance(each, AtOwners)]
+        shares = {name: share for exchange in divided for name, share in exchange.owned().items()}
         own = {name: share.parameter is not None for name, share in shares.items()}
         everyone = allgather_json(comm, own, name="owners")
         if not any(everyone):
@@ -166,9 +137,9 @@ class MeshEngine(DividedEngine):
                 everywhere=True,
             )
         names: dict[nn.Parameter, str] = {}
-        owned = dict(self._held)
+        owned = dict(self.held)
         for name, share in shares.items():
-            held, parameter, place = self._held[name], self._parameters[name], None
+            held, parameter, place = self.held[name], self.parameters[name], None
             assert held.parameter is not None
             names[held.parameter] = name
             if share.place is not None:
@@ -181,156 +152,44 @@ class MeshEngine(DividedEngine):
         for name in {name for each in everyone for name in each}:
             owners = tuple(rank for rank, each in enumerate(everyone) if each.get(name))
             owned[name] = replace(owned[name], owners=owners)
-        self._owned = owned
+        self.owned = owned
         use_owned(parts.optimizer, names, shares)  # by their places in what this rank holds, as its state is
 
-    def step(self) -> None:
-        """Update what this rank's optimizer has; other copies get it. Collective: yes, with a divided optimizer."""
-        super().step()
-        if self._divided:
-            self.optimizer.zero_grad()  # what is sent takes their memory
-        for exchange in self._divided:
-            exchange.spread()
+    def find_added(self, complete: Callable[[], None]) -> bool:
+        """Refuse parameters that were added to the optimizer. Errors: TaskError."""
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._optimized:
+            raise TaskError(
+                "parameters were added to the optimizer, which ranks that divide a model do not support",
+                expected="the same parameters in every step",
+                next_step=f"add them before training; or leave out {self._options}",
+            )
+        return False
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients; all ranks have the same number of passes."""
-        if self._which_are_trained() != self._trained:
+    def use_trained(self) -> None:
+        """Check that the trained parameters are those of the start. Errors: TaskError: they are not."""
+        trained = [parameter.requires_grad for parameter in self.parameters.values()]
+        if trained != self._trained:
             raise TaskError(
                 "parameters were frozen or freed during training, which ranks that divide a model do not support",
                 expected="the same trained parameters in every step",
                 next_step=f"leave out {self._options}",
             )
-        self._model.zero_grad()
-        self.optimizer.zero_grad()
-        self._schedule.begin(micro_batches)
-        self._missing = set(self._copies_of)
-        self._owed = {name for name in self._undelivered.sums if self._leads.get(name)}
-        for _, exchange in self._copies:
-            if exchange is not None:
-                exchange.begin()
 
-    def forward(self, call: Callable[[], Loss]) -> Loss:
-        """Run a forward pass of a step. Collective: yes."""
-        self._schedule.forward(call)
-        try:
-            return call()
-        except RuntimeError as error:
-            raise _explained(error) from error
-
-    def accumulate(self, passes: Passes) -> None:
-        """Run the passes of a step. Collective: yes."""
-        self._schedule.run(passes, self._pass_back)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, begin to sum them over copies. Collective: yes."""
-        self._pass_back(self._schedule.backward(loss))
-
-    def _pass_back(self, call: Callable[[], None]) -> None:
-        if self._sums_each_pass and self._schedule.begun:
-            self._end_pass()
-        self._schedule.count()
-        try:
-            call()
-        except RuntimeError as error:
-            raise _explained(error) from error
-
-    def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        is_last = not self._schedule.left or (self._sums_each_pass and self._copies_of[name] is not None)
-        if is_last and self._overlaps and not self._schedule.awaits(parameter):
-            self._hand_over(name, parameter)
-
-    def _hand_over(self, name: str, parameter: nn.Parameter) -> None:
-        """Give the gradient of all passes to the optimizer's part of a parameter, and begin its exchange.
-
-        On one copy, add what an earlier exchange with a compression has not delivered.
-        """
-        self._missing.discard(name)
-        rows = self._held[name].parameter
-        assert rows is not None
-        if rows is not parameter and parameter.grad is not None:
-            gradient: Tensor = parameter.grad
-            if on_stages(parameter) is None:
-                # torch may leave the gradient of a divided matrix whole, or a part of a sum.
-                placements = cast("DTensor", parameter).placements
-                gradient = cast("DTensor", gradient).redistribute(placements=placements)
-            rows.grad, parameter.grad = local(gradient), None
-        if name in self._owed:
-            self._owed.discard(name)
-            rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-            rows.grad += self._held[name].cut(self._undelivered.sums[name]).to(rows)
-        if (exchange := self._copies_of[name]) is not None:
-            exchange.add_gradient(name)
-
-    def _end_pass(self) -> None:
-        """Wait for the sums of a pass at their owners, and begin the next one. Collective: yes."""
-        for name, exchange in self._copies_of.items():
-            if exchange is not None and not self._overlaps and self._parameters[name].grad is not None:
-                self._hand_over(name, self._parameters[name])
-        for each in self._divided:
-            each.end_pass()
-
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums of what this rank holds. Collective: yes."""
-        for name, exchange in self._copies_of.items():  # those that the last pass has not used
-            parameter = self._parameters[name]
-            waits = name in self._missing or (self._sums_each_pass and exchange is not None and not self._overlaps)
-            if (waits and parameter.grad is not None) or name in self._owed:
-                self._hand_over(name, parameter)
-        gradients = []
-        for names, exchange in self._copies:
-            if exchange is not None:
-                gradients += exchange.finish()
-                continue
-            for name in names:
-                rows = self._held[name].parameter
-                assert rows is not None
-                rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
-                gradients.append(rows.grad)
-        return gradients
-
-    def unused(self) -> list[bool]:
-        """Return for each trained parameter whether this rank has none of it, or has not used it."""
-        return [not self._has_gradient(name) for name in self._names]
-
-    def _has_gradient(self, name: str) -> bool:
-        held = name in self._copies_of
-        return held and (name not in self._missing or self._parameters[name].grad is not None)
-
-    def _trained_names(self) -> list[str]:
+    def trained_names(self) -> list[str]:
+        """Return the names of all trained parameters; this rank may have none of some."""
         return self._names
+
+    def leads(self, name: str) -> bool:
+        """Return whether this rank is the first one of those with copies of what it holds of a trained parameter."""
+        return self._leads.get(name, False)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        return norm_of_parts(self._owned, self._comm, self._model)
+        return norm_of_parts(self.owned, self._comm, self._model)
 
-    def _which_are_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters.values()]
-
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each bucket."""
-        found: dict[str, list[str]] = {}
-        for _, exchange in self._copies:
-            if exchange is not None:
-                found |= exchange.parameter_names()
-        return found
-
-    def copies(self) -> dict[str, int]:
+    def copies(self) -> Mapping[str, int]:
         """Return how many ranks sum the gradient of each parameter."""
-        return {name: 1 if each is None else each.ranks for name, each in self._copies_of.items()}
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buckets."""
-        return [buffer for _, exchange in self._copies if exchange is not None for buffer in exchange.buffers()]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._schedule.close()
-        for hook in self._hooks:
-            hook.remove()
-
-
-_Copies = BetweenCopies | DividedCopies
-"""What exchanges the gradients of a part between its copies."""
+        return {name: 1 if each is None else each.ranks for name, each in self.exchanges.items()}
 
 
 def _width(parameter: nn.Parameter) -> int:
@@ -339,11 +198,7 @@ def _width(parameter: nn.Parameter) -> int:
     return 1 if is_whole else share_count(cuts(parameter))
 
 
-def _explained(error: RuntimeError) -> RuntimeError | HvdtrainError:
-    return lost_rank(error, "an exchange of activations") if is_lost_rank(error) else error
-
-
-def make_mesh_engine(parts: EngineParts) -> MeshEngine:
+def make_mesh_engine(parts: EngineParts) -> PartsEngine:
     """Make the engine. Collective: yes.
 
     Errors:
@@ -370,8 +225,12 @@ def make_mesh_engine(parts: EngineParts) -> MeshEngine:
             next_step=f"another --optimizer.name, updates_by_element = True in the class of your own optimizer that"
             f" does, or leave out {parts.plan.dimensions.options}",
         )
+    # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that on
+    # another.
+    waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
+    overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
     if parts.plan.dimensions.pp > 1:
         spans = parts.spans or Spans()
         stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, spans)
-        return MeshEngine(parts, stage.place, PipelineSchedule(stage, spans))
-    return MeshEngine(parts)
+        return PartsEngine(parts, Cuts(parts, stage.place), PipelineSchedule(stage, spans), overlaps=overlaps)
+    return PartsEngine(parts, Cuts(parts), overlaps=overlaps)

@@ -1,4 +1,4 @@
-"""A divided optimizer in a user's own loop: gradients that arrive drive the engine of `engine.sharded`."""
+"""A divided optimizer in a user's own loop: gradients that arrive drive the engine that `make_sharded` makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine.sharded import ShardedEngine
+from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.errors import CallOrderError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, SentGradient, uncompiled
 
@@ -39,7 +39,7 @@ class DividedReducer:
 
     def __init__(
         self,
-        engine: ShardedEngine,
+        engine: PartsEngine,
         named: Sequence[tuple[str, nn.Parameter]],
         comm: Comm,
         *,

@@ -244,8 +244,9 @@ def _memory(plan: Plan) -> _Found:
     if plan.engine == "fsdp" and plan.compression != "none":
         options = ("parallel.engine", "memory.offload", "parallel.compression")
         yield Refusal(options, "torch copies sums to the host before ours have arrived")
-    for name in (*_mesh(plan), *(["parallel.dp_shard"] if plan.dp_shard is not None else [])):
-        yield Refusal((name, "memory.offload"), "their optimizer is on the device")
+    if plan.engine == "fsdp":
+        for name in (*_mesh(plan), *(["parallel.dp_shard"] if plan.dp_shard is not None else [])):
+            yield Refusal(("parallel.engine", name, "memory.offload"), "their optimizer is on the device")
 
 
 def _changing_ranks(plan: Plan) -> _Found:

@@ -22,7 +22,7 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.deferred import DeferredGradients
-from hvdtrain.engine.mesh import MeshEngine
+from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.engine.schedule import PipelineSchedule, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
@@ -366,10 +366,11 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) 
 
 
 def test_a_gradient_is_handed_over_when_no_part_of_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, handed, model = object.__new__(MeshEngine), list[str](), Model()
-    monkeypatch.setattr(MeshEngine, "_hand_over", lambda self, name, parameter: handed.append(name))
+    engine, handed, model = object.__new__(PartsEngine), list[str](), Model()
+    monkeypatch.setattr(PartsEngine, "add_gradient", lambda self, name, parameter: handed.append(name))
     stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
     engine._schedule, engine._overlaps = PipelineSchedule(stage, Spans()), True
+    engine._is_running, engine._used = True, set()
     block, head = model.blocks[0], model.head
     stage.use(0, 3)
     assert isinstance(block, Block)

@@ -81,7 +81,7 @@ def test_what_may_be_compressed(options: dict[str, Any], supported: tuple[str, .
             "compression none",
         ),
         ({"offload": "optimizer"}, "only a divided optimizer", "--parallel.shard optimizer"),
-        ({"shard": "optimizer", "offload": "optimizer", "tp": 2}, "tp 2 does not support --memory.offload", "tp 1"),
+        ({"engine": "fsdp", "offload": "optimizer", "tp": 2}, "optimizer is on the device", "tp 1"),
         ({"shard": "parameters"}, "only FSDP divides parameters", "--parallel.engine fsdp"),
         ({"shard": "gradients", "pp": 2}, "gradients does not support --parallel.pp 2", "--parallel.shard none"),
         ({"pp": 2, "zero_bubble": True, "train": TrainConfig(compile=True)}, "--train.compile true", "compile false"),

@@ -109,7 +109,8 @@ _HEAD = """\
 
 Of two options, what is not listed goes together, but for what an option needs: `--parallel.dp_shard` needs
 `--parallel.engine fsdp`, `--parallel.virtual_stages` and `--parallel.zero_bubble` need `--parallel.pp`,
-`--memory.offload` needs a divided optimizer, and what these do not support is not supported with them.
+`--memory.offload` needs a divided optimizer, and what these do not support is not supported with them. With
+`--parallel.engine fsdp` it does not go with `--parallel.tp`, `ep` and `pp`, either.
 `hvdtrain plan` with the options of a run says it for three and more at once, and names the nearest that work. What
 depends on the model, the optimizer or the device is refused at the start of a run. `make reference` writes this page,
 from the rules that refuse.

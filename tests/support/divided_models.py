@@ -60,6 +60,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "later": ("--parallel.zero_bubble=true",),
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
+    "hosted": ("--memory.offload=optimizer",),
 }
 """Options by the words that names of meshes are made of."""
 
@@ -99,8 +100,9 @@ FOUR = _trainings("""
     pp2 pp2zero pp2ep2 pp2zerolater pp2ep2fsdp pp2fsdp: many
     tp2zerobuckets: wide
     ep2zero: frozen
-    tp2zero tp2gradients pp2tp2later: norms
-    ep2gradients: adamw own
+    tp2zero tp2zerohosted tp2gradients pp2tp2later: norms
+    ep2gradients ep2gradientshosted: adamw
+    ep2gradients: own
     tp2ep4gradients: frozen
     pp2tp2: latent norms tied
     ep2fsdp: frozen recomputed adamw bf16-weights
@@ -115,7 +117,7 @@ STAGES = {
     "sequences": (_options("cp2/latent"), _options("cp2tp2/latent"), ()),
     "layers": (_options("pp2/many"), _options("pp2tp2/many"), VARIANTS["many"]),
     "tied": tuple((*_options(f"{mesh}/dropping"), "--train.ema=0.9") for mesh in ("pp2", "pp4", "")),
-    "matrices": (_options("tp2/adamw"), _options("tp2zero/adamw"), VARIANTS["adamw"]),
+    "matrices": (_options("tp2/adamw"), _options("tp2zerohosted/adamw"), VARIANTS["adamw"]),
     "blocks": (_options("pp2/many"), _options("pp2fsdp/many"), VARIANTS["many"]),
     "rows": (_options("fsdp/own"), _options("tp2fsdp/own"), VARIANTS["own"]),
 }

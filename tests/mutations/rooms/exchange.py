@@ -127,18 +127,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/exchange/test_residual_transfer.py",
     ),
     mutation(
-        "exchange/divided_copies.py",
-        "for bucket in self._buckets[-_AT_ONCE:]:",
-        "for bucket in self._buckets[-1:]:",
-        "the updated rows of the last bucket but one stay with their owners",
-        "tests/exchange/test_divided_copies.py",
-    ),
-    mutation(
-        "exchange/divided_copies.py",
-        "[must_own[p] for p in layout.parameters], first=number)",
-        "[must_own[p] for p in layout.parameters])",
+        "exchange/at_owners.py",
+        "ShardBucket(layout, comm, whole, first=number, on_host=on_host)",
+        "ShardBucket(layout, comm, whole, on_host=on_host)",
         "one copy owns the whole matrices of all buckets",
-        "tests/exchange/test_divided_copies.py",
+        "tests/exchange/test_at_owners.py",
     ),
     mutation(
         "exchange/bucket_exchange.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.exchange.divided_copies import DividedCopies
+from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.spans import Spans
 from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
@@ -18,8 +18,8 @@ def _train(comm: ThreadComm, bucket_bytes: int, steps: int) -> tuple[dict[str, T
     torch.manual_seed(0)
     parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     expected = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    whole = [name == "matrix" for name in SHAPES]
-    copies = DividedCopies([*parameters.items()], whole, comm, bucket_bytes, Spans(), "part")
+    copies = AtOwners(comm, bucket_bytes, Spans(), "part", lambda some: [p is parameters["matrix"] for p in some])
+    copies.add([*parameters.items()])
     owned = {name: each for name, each in copies.owned().items() if each.parameter is not None}
     for step in range(steps):
         copies.begin()
@@ -40,7 +40,10 @@ def _train(comm: ThreadComm, bucket_bytes: int, steps: int) -> tuple[dict[str, T
             for each in owned.values():
                 assert each.parameter is not None and each.parameter.grad is not None
                 each.parameter.add_(each.parameter.grad)
-        copies.spread()
+        for bucket in copies.to_gather():
+            bucket.start_gather()
+        for bucket in copies.buckets:
+            bucket.finish_gather()
     return {name: parameter.detach() for name, parameter in parameters.items()}, expected, set(owned)
 
 
@@ -61,7 +64,8 @@ def test_all_copies_get_the_sums(ranks: int, bucket_bytes: int) -> None:
 def test_whole_matrices_are_spread_over_the_copies(comm: ThreadComm) -> None:
     """Also where each has a bucket of its own."""
     named = [(f"p{number}", nn.Parameter(torch.zeros(8, 8))) for number in range(4)]
-    copies = DividedCopies(named, [True] * 4, comm, 1, Spans(), "part")
+    copies = AtOwners(comm, 1, Spans(), "part", lambda some: [True] * len(some))
+    copies.add(named[::-1])
     assert [name for name, each in copies.owned().items() if each.parameter is not None] == [
         f"p{number}" for number in range(comm.rank, 4, 2)
     ]
