@@ -1,14 +1,15 @@
-"""The contract of an engine: an optimizer and the exchange of its gradients."""
+"""The engine: an optimizer, the order of passes, and the sums of gradients. A step reads top down here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.engine.schedule import Passes, Schedule
+from hvdtrain.engine.sums import Loss, Sums
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
@@ -16,47 +17,87 @@ from hvdtrain.state.pieces import Place
 if TYPE_CHECKING:
     from hvdtrain.engine.stage import Stage
 
-Loss = tuple[Tensor, "Tensor | float"]
-"""The sum of the losses of a micro-batch, and its weight."""
 
+class Engine:
+    """An optimizer and the exchange of its gradients.
 
-class Engine(Protocol):
-    """An optimizer and the exchange of its gradients; the defaults are those of an engine without an exchange.
+    A step is::
+
+        begin(micro_batches)
+        accumulate(passes)          # each runs forward(call) and backward(loss)
+        gradients = finish()        # they are sums over ranks and micro-batches now
+        leave_out(numbers)
+        step()
+        commit(applied)
+
+    Args:
+        sums: of the gradients; it says how they come about, and who has which.
+        schedule: the order of passes.
 
     Attributes:
         optimizer: of the model.
-        compression: of the exchange; a name in `compression.table`.
-        undecided: whether the compression will be chosen later, by the measured cost of steps.
-        residuals: what the exchange remembers.
-        stage: of this rank in a pipeline; None without.
-        uniform_passes: whether a forward pass is collective, so that all ranks must run equally many, also in an
-            evaluation. Ranks with fewer micro-batches repeat one, with weight 0.
     """
 
-    optimizer: Optimizer
-    compression: str = "none"
-    undecided: bool = False
-    residuals: Residuals = Residuals()
-    stage: Stage | None = None
-    uniform_passes: bool = False
+    def __init__(self, optimizer: Optimizer, sums: Sums, schedule: Schedule | None = None) -> None:
+        self.optimizer, self.sums, self.schedule = optimizer, sums, schedule or Schedule()
+        sums.schedule = self.schedule
+
+    @property
+    def compression(self) -> str:
+        """The compression of the exchange; a name in `compression.table`."""
+        return self.sums.compression
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the compression will be chosen later, by the measured cost of steps."""
+        return self.sums.undecided
+
+    @property
+    def uniform_passes(self) -> bool:
+        """Whether a forward pass is collective, so that all ranks must run equally many, also in an evaluation.
+
+        Ranks with fewer micro-batches repeat one, with weight 0.
+        """
+        return self.sums.uniform_passes
+
+    @property
+    def residuals(self) -> Residuals:
+        """What the exchange remembers."""
+        return self.sums.residuals
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of this rank in a pipeline; None without."""
+        return self.schedule.stage
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.
 
-        Those of weight 0 are included.
+        Those of weight 0 are included. Collective: yes, if parameters were added, frozen or freed since the last step.
         """
+        self.sums.refresh()
+        self.optimizer.zero_grad()
+        self.schedule.begin(micro_batches)
+        self.sums.begin()
+
+    def accumulate(self, passes: Passes) -> None:
+        """Run the passes of a step. Each is a function that runs a forward pass, and returns what runs its backward."""
+        self.schedule.run(passes, self._pass_back)
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of the step: return what `call` returns. `backward` of its loss follows."""
-        return call()
+        self.schedule.forward(call)
+        return self.sums.forward(call)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
+        self._pass_back(self.schedule.backward(loss))
 
-    def accumulate(self, passes: Iterable[Callable[[], Callable[[], None]]]) -> None:
-        """Run the passes of a step. Each is a function that runs a forward pass, and returns what runs its backward."""
-        for forward in passes:
-            forward()()
+    def _pass_back(self, call: Callable[[], None]) -> None:
+        if self.schedule.begun:
+            self.sums.end_pass()
+        self.schedule.count()
+        self.sums.backward(call)
 
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
@@ -64,6 +105,7 @@ class Engine(Protocol):
         Returns the gradients that this rank's optimizer uses; the caller may scale them in place. A parameter that this
         rank has not used, and another rank may have, has a gradient, too.
         """
+        return self.sums.finish()
 
     def unused(self) -> list[bool]:
         """Return for each trained parameter whether this rank has not used it in this step's passes, before `finish`.
@@ -71,7 +113,7 @@ class Engine(Protocol):
         Equally many on all ranks. Empty if parameters without a gradient have none after `finish` anyway, or if the
         engine gives all a gradient.
         """
-        return []
+        return self.sums.unused()
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used, so that `step` leaves these as they are.
@@ -81,26 +123,28 @@ class Engine(Protocol):
         Args:
             numbers: positions in the result of `unused`.
         """
-        return
+        self.sums.leave_out(numbers)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the L2 norm of the whole gradient from those of `finish`, on the device. Collective: yes.
 
         It is equal on all ranks.
         """
-        return norm(squared_norm(gradients))
-
-    def close(self) -> None:
-        """Remove all hooks from the parameters."""
-        return
+        return self.sums.norm(gradients)
 
     def step(self) -> None:
-        """Run the optimizer with the gradients of `finish`."""
+        """Run the optimizer with the gradients of `finish`. Where its update is divided, start to send it."""
         self.optimizer.step()
+        self.sums.spread()
 
     def complete(self) -> None:
         """Wait until the parameters of the model are those of the last step; all ranks have started to send them."""
-        return
+        self.sums.complete()
+
+    def close(self) -> None:
+        """Remove all hooks from the parameters and the model."""
+        self.schedule.close()
+        self.sums.close()
 
     @property
     def replayable(self) -> bool:
@@ -113,7 +157,7 @@ class Engine(Protocol):
 
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the part of each parameter that this rank's optimizer updates, by name; None if it updates all."""
-        return None
+        return self.sums.owned()
 
     @property
     def in_pieces(self) -> bool:
@@ -141,7 +185,8 @@ class Engine(Protocol):
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
-        return self.residuals.state_dict()
+        tensors, values = self.residuals.state_dict()
+        return tensors, {**values, **self.sums.values()}
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of a tensor of the state; None if it is whole, and equal on all ranks."""
@@ -157,16 +202,17 @@ class Engine(Protocol):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the exchange's state."""
+        self.sums.before_load(values)
         self.residuals.load_state_dict(tensors, values)
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters in each collective, by the prefix of its name."""
-        return {}
+        return self.sums.parameters_by_collective()
 
     def copies(self) -> Mapping[str, int]:
         """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
-        return {}
+        return self.sums.copies()
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchange, without the gradients."""
-        return []
+        return self.sums.buffers()

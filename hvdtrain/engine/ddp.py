@@ -1,4 +1,4 @@
-"""The engine that exchanges gradients by torch's DistributedDataParallel."""
+"""The sums of gradients by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import end_group, new_group
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.base import Loss
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import sparse_gradients
-from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.schedule import Schedule
+from hvdtrain.engine.sums import Loss
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.residuals import leave_out, residual_key
@@ -68,8 +67,8 @@ class _Pass(nn.Module):
         return _Anchor.apply(loss, *self.trained), weight  # type: ignore[no-untyped-call]
 
 
-class DdpEngine(LocalEngine):
-    """Exchanges gradients by DDP while the last backward of a step runs; else it is the engine of one rank.
+class DdpSums(OneRank):
+    """Exchanges gradients by DDP while the last backward of a step runs; else as on one rank.
 
     Passes before the last one exchange nothing, so that each rank may have its own number of passes. A rank without any
     runs an empty one when the step begins. DDP is made again when parameters are added or frozen, which all ranks must
@@ -84,12 +83,11 @@ class DdpEngine(LocalEngine):
     def __init__(
         self,
         named_parameters: list[tuple[str, nn.Parameter]],
-        optimizer: Optimizer,
         comm: Comm,
         compression: str = "none",
         bucket_mib: float | None = None,
     ) -> None:
-        super().__init__(named_parameters, optimizer)
+        super().__init__(named_parameters)
         self.compression = compression
         self._comm, self._bucket_mib = comm, bucket_mib or _BUCKET_MIB
         chosen = parse(compression)
@@ -100,38 +98,34 @@ class DdpEngine(LocalEngine):
         self._errors: dict[int, Tensor] = {}  # of PowerSGD, before the step
         self._ddp: DistributedDataParallel | None = None
         self._wrapped: list[tuple[str, nn.Parameter]] = []
-        self._schedule = Schedule()
         self._used: set[str] = set()  # parameters with a gradient in this step
         self._hooks: list[Any] = []
         self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients; each rank has its own number of passes."""
-        super().begin(micro_batches)
+    def begin(self) -> None:
+        """Start a step; each rank has its own number of passes."""
         trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
         if [id(parameter) for _, parameter in trained] != [id(parameter) for _, parameter in self._wrapped]:
             self._wrap(trained)
-        self._schedule.begin(micro_batches)
         self._used.clear()
         if self._power is not None:
             self._errors = dict(self._power.error_dict)  # torch replaces these tensors, and does not change them
-        if not micro_batches and trained:  # now: all ranks begin the collectives of a step in the same order
+        if not self.schedule.left and trained:  # now: all ranks begin the collectives of a step in the same order
             nothing = torch.zeros((), device=self._wrapped[0][1].device)
-            self.backward(self.forward(lambda: (nothing, 0.0))[0])
+            self.backward(partial(torch.autograd.backward, self.forward(lambda: (nothing, 0.0))[0]))
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step within DDP."""
         if self._ddp is None:
             return call()
-        with self._ddp.no_sync() if self._schedule.left > 1 else nullcontext():
+        with self._ddp.no_sync() if self.schedule.left > 1 else nullcontext():
             loss, weight = self._ddp(call)
         return loss, weight
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
-        self._schedule.count()
+    def backward(self, call: Callable[[], None]) -> None:
+        """Run a backward pass; in the last one, exchange each bucket as soon as it is full."""
         try:
-            super().backward(loss)
+            call()
         except RuntimeError as error:
             if is_lost_rank(error):
                 raise lost_rank(error, "the exchange of gradients") from error
@@ -241,7 +235,7 @@ class DdpEngine(LocalEngine):
         return mean.then(lambda done: done.value().mul_(self._comm.size))
 
 
-def make_ddp(parts: EngineParts) -> DdpEngine:
+def make_ddp(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
     Errors:
@@ -253,4 +247,5 @@ def make_ddp(parts: EngineParts) -> DdpEngine:
             next_step="--parallel.engine horovod, or sparse=False",
             everywhere=True,
         )
-    return DdpEngine(parts.parameters, parts.optimizer, parts.comm, parts.plan.compression, parts.plan.bucket_mib)
+    sums = DdpSums(parts.parameters, parts.comm, parts.plan.compression, parts.plan.bucket_mib)
+    return Engine(parts.optimizer, sums)

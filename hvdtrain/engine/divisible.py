@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine.base import Engine
+from hvdtrain.engine.sums import Sums
 from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.exchange.residuals import Residuals, Undelivered
+from hvdtrain.exchange.residuals import Undelivered
 from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.placeholder import Placeholder
@@ -154,33 +154,28 @@ def _own_state(own: Owned, value: Tensor) -> Tensor:
     return kept.to(own.parameter.device) if kept.dim() else kept  # numbers may stay on the host
 
 
-class DividedEngine(Engine):
-    """The engine of a rank that updates a part of the parameters, and delivers residuals of earlier compressed steps.
+class DividedSums(Sums):
+    """The sums of a rank that updates a part of the parameters, and delivers residuals of earlier compressed steps.
 
     A subclass sets `_owned`, and adds the sums in `_undelivered` to the gradients of a step, or has other residuals.
     """
 
     _owned: Mapping[str, Owned]
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, comm: Comm, name: str = "gradients") -> None:
-        self.optimizer = optimizer
-        self._model, self._comm, self._name = model, comm, name
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self._model, self._comm = model, comm
         self._undelivered = Undelivered(self._delivers)
-        self.residuals: Residuals = self._undelivered
+        self.residuals = self._undelivered
 
     def owned(self) -> Mapping[str, Owned]:
         """Return what this rank's optimizer updates."""
         return self._owned
 
-    def _whole_shapes(self) -> Iterable[Sequence[int]] | None:
-        """Return the `shapes` of `squared_norm` for the gradients of `finish`."""
-        return None
-
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        squared = squared_norm(gradients, self._whole_shapes()).reshape(1)
+        squared = squared_norm(gradients).reshape(1)
         squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
-        return norm(self._comm.allreduce(squared, name=f"{self._name}/norm").wait())
+        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
 
     def _delivers(self) -> set[str]:
         return {name for name, p in self._model.named_parameters() if p.requires_grad} & self.owned().keys()
@@ -194,7 +189,7 @@ class DividedEngine(Engine):
         if owned and self._may_owe():
             for number, each in enumerate(owned):
                 delivered[number] = each is not None and each.grad is not None and bool(each.grad.any())
-            self._comm.allreduce(delivered, name=f"{self._name}/unused").wait()
+            self._comm.allreduce(delivered, name="gradients/unused").wait()
         for each, of_residual in zip(owned, delivered.tolist(), strict=True):
             if each is not None and not of_residual:
                 each.grad = None

@@ -1,4 +1,4 @@
-"""The engine that divides parameters, gradients and the optimizer's state among ranks by torch's FSDP2: ZeRO-3."""
+"""The sums of ranks that divide parameters, gradients and the optimizer's state by torch's FSDP2: ZeRO-3."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hvdtrain.comm.dimensions import IN_GROUP
 from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import TorchComm
-from hvdtrain.engine.base import Loss
-from hvdtrain.engine.divisible import DividedEngine, norm_of_parts, own_rows, use_owned
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
 from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages, check_stages
 from hvdtrain.engine.groups import BetweenGroups
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.schedule import Passes, PipelineSchedule, Schedule
+from hvdtrain.engine.schedule import PipelineSchedule, Schedule
 from hvdtrain.engine.stage import Stage
+from hvdtrain.engine.sums import Loss
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.spans import Spans
@@ -31,7 +32,7 @@ _OUTSIDE = "outside of blocks"
 """Name of the root in collectives."""
 
 
-class FsdpEngine(DividedEngine):
+class FsdpSums(DividedSums):
     """Each rank holds rows of every parameter, with their gradients and optimizer state.
 
     The ranks gather the parameters of a block before its forward and its backward pass, and free them after it. The
@@ -46,10 +47,7 @@ class FsdpEngine(DividedEngine):
         mesh: its `shard` ranks divide the model, its `replicas` exchange the sums of their groups.
         layout: what is divided among which of them.
         collectives: by `mesh.shard`; None for those of torch, Gloo or NCCL.
-        schedule: the order of passes.
-
-    Attributes:
-        stage: of this rank in a pipeline; None without.
+        schedule: of the engine.
     """
 
     uniform_passes = True
@@ -59,13 +57,12 @@ class FsdpEngine(DividedEngine):
         parts: EngineParts,
         mesh: Mesh,
         layout: Rows,
-        collectives: FsdpCollectives | None = None,
-        schedule: Schedule | None = None,
+        collectives: FsdpCollectives | None,
+        schedule: Schedule,
     ) -> None:
-        super().__init__(parts.optimizer, parts.model, mesh.shard)
-        self.compression, self._elsewhere = parts.plan.compression, elsewhere(parts)
-        self._layout, self._collectives, self._schedule = layout, collectives, schedule or Schedule()
-        self.stage = self._schedule.stage
+        super().__init__(parts.model, mesh.shard)
+        self.compression, self._elsewhere, self._optimizer = parts.plan.compression, elsewhere(parts), parts.optimizer
+        self._layout, self._collectives, self.schedule = layout, collectives, schedule
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
         layout.divide()
@@ -91,7 +88,7 @@ class FsdpEngine(DividedEngine):
                 self._parameters,
                 self._owned,
                 collectives,
-                self._schedule,
+                schedule,
                 self._take,
                 self._sums,
                 # Passes exchange activations and tokens by torch: see `make_mesh_engine`.
@@ -99,20 +96,21 @@ class FsdpEngine(DividedEngine):
             )
             self.residuals = self._groups
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients; all ranks have the same number of passes."""
-        self.complete()
-        optimized = sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def refresh(self) -> None:
+        """Check that the parameters are those of the start. Errors: TaskError: they are not."""
+        optimized = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if self._which_are_trained() != self._trained or optimized != self._optimized:
             raise TaskError(
                 "parameters were added, frozen or freed during training, which --parallel.engine fsdp does not support",
                 expected="the same trained parameters in every step",
                 next_step=self._elsewhere,
             )
+
+    def begin(self) -> None:
+        """Start a step; all ranks have the same number of passes."""
+        self.complete()
         self._model.zero_grad()
-        self.optimizer.zero_grad()
         self._sums.clear()
-        self._schedule.begin(micro_batches)
         if self._collectives is not None:
             self._collectives.begin()
         if self._groups is not None:
@@ -120,7 +118,6 @@ class FsdpEngine(DividedEngine):
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes."""
-        self._schedule.forward(call)
         if self._groups is not None:
             self._groups.forward()
         try:
@@ -128,17 +125,8 @@ class FsdpEngine(DividedEngine):
         except RuntimeError as error:
             raise self._explained(error) from error
 
-    def accumulate(self, passes: Passes) -> None:
-        """Run the passes of a step. Collective: yes."""
-        self._schedule.run(passes, self._pass_back)
-
-    def backward(self, loss: Tensor) -> None:
-        """Sum the gradients of `loss` at their owners; in the last pass, also between groups. Collective: yes."""
-        self._pass_back(self._schedule.backward(loss))
-
-    def _pass_back(self, call: Callable[[], None]) -> None:
-        self._end_pass()
-        self._schedule.count()
+    def backward(self, call: Callable[[], None]) -> None:
+        """Sum the gradients of a pass at their owners; in the last one, also between groups. Collective: yes."""
         if self._collectives is not None:
             self._collectives.begin_pass()
         try:
@@ -151,7 +139,7 @@ class FsdpEngine(DividedEngine):
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of this rank's rows. Collective: yes."""
-        self._end_pass()
+        self.end_pass()
         if self._collectives is not None:
             self._collectives.finish()
         return self._deliver()
@@ -192,11 +180,10 @@ class FsdpEngine(DividedEngine):
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._schedule.close()
         if self._groups is not None:
             self._groups.close()
 
-    def _end_pass(self) -> None:
+    def end_pass(self) -> None:
         """Add this rank's rows of a pass's sums to those of the passes before."""
         if self._collectives is not None:
             self._collectives.finish_pass()
@@ -254,7 +241,7 @@ def _names_by_module(model: nn.Module, modules: Mapping[str, FSDPModule]) -> dic
     return found
 
 
-def make_fsdp(parts: EngineParts) -> FsdpEngine:
+def make_fsdp(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
     Errors:
@@ -275,15 +262,16 @@ def make_fsdp(parts: EngineParts) -> FsdpEngine:
     inside = parts if plan.dp_shard is None else parts.uncompressed(mesh.shard)
     outside = parts.uncompressed() if plan.dp_shard is not None and mesh.replicas is None else parts
     collectives = make_collectives(inside)
-    if not dimensions.divides_model:
-        return FsdpEngine(outside, mesh, Rows(outside, mesh), collectives)
-    if dimensions.pp == 1:
-        return FsdpEngine(outside, mesh, RowsOfParts(outside, mesh), collectives)
-    check_stages(parts)
-    spans = parts.spans or Spans()
-    stage = Stage(parts.model, comm, dimensions, parts.device, spans)
-    schedule = PipelineSchedule(stage, spans)
-    return FsdpEngine(outside, mesh, RowsOfStages(outside, mesh, stage), collectives, schedule)
+    schedule = Schedule()
+    layout: Rows
+    if dimensions.pp > 1:
+        check_stages(parts)
+        spans = parts.spans or Spans()
+        stage = Stage(parts.model, comm, dimensions, parts.device, spans)
+        layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage, spans)
+    else:
+        layout = RowsOfParts(outside, mesh) if dimensions.divides_model else Rows(outside, mesh)
+    return Engine(parts.optimizer, FsdpSums(outside, mesh, layout, collectives, schedule), schedule)
 
 
 def _check_copies(parts: EngineParts) -> None:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.exchange import ExchangeEngine
-from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
+from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
@@ -53,7 +53,7 @@ def make_engine(
     parts = EngineParts(model, optimizer, parameters, comm, plan, device, spans, variables, styles)
     is_whole = plan.shard == "none" and not plan.dimensions.divides_model
     if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
-        return LocalEngine(parameters, optimizer)
+        return Engine(optimizer, OneRank(parameters))
     module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model]
     engine: Engine = getattr(import_module(f"hvdtrain.engine.{module}"), name)(parts)
     return engine
@@ -70,7 +70,7 @@ _MAKERS = {
 """Module and function by what sums gradients, and whether ranks divide anything, and the model."""
 
 
-def make_exchange(parts: EngineParts) -> ExchangeEngine:
+def make_exchange(parts: EngineParts) -> Engine:
     """Make the engine that exchanges gradients by `comm`."""
     comm, variables = parts.comm, parts.variables
 
@@ -82,7 +82,8 @@ def make_exchange(parts: EngineParts) -> ExchangeEngine:
     chosen = resolve(first)
     bucket_bytes = prepare_exchange(chosen, comm, variables, parts.plan.bucket_mib)
     reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)
-    return ExchangeEngine(parts.optimizer, reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve)
+    sums = InAllCopies(reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve)
+    return Engine(parts.optimizer, sums)
 
 
 def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

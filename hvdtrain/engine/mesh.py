@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json, on_rank_0
+from hvdtrain.engine.among_copies import AmongCopies
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import (
     norm_of_parts,
     own_rows,
@@ -23,7 +25,6 @@ from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.fsdp_checks import check_mesh
 from hvdtrain.engine.layout import Exchange, Layout
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.engine.schedule import PipelineSchedule
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
@@ -198,7 +199,7 @@ def _width(parameter: nn.Parameter) -> int:
     return 1 if is_whole else share_count(cuts(parameter))
 
 
-def make_mesh_engine(parts: EngineParts) -> PartsEngine:
+def make_mesh_engine(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
     Errors:
@@ -229,8 +230,9 @@ def make_mesh_engine(parts: EngineParts) -> PartsEngine:
     # another.
     waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too
     overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
-    if parts.plan.dimensions.pp > 1:
-        spans = parts.spans or Spans()
-        stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, spans)
-        return PartsEngine(parts, Cuts(parts, stage.place), PipelineSchedule(stage, spans), overlaps=overlaps)
-    return PartsEngine(parts, Cuts(parts), overlaps=overlaps)
+    if parts.plan.dimensions.pp == 1:
+        return Engine(parts.optimizer, AmongCopies(parts, Cuts(parts), overlaps=overlaps))
+    spans = parts.spans or Spans()
+    stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, spans)
+    sums = AmongCopies(parts, Cuts(parts, stage.place), overlaps=overlaps)
+    return Engine(parts.optimizer, sums, PipelineSchedule(stage, spans))

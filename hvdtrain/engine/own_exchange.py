@@ -158,7 +158,7 @@ class DividedExchange(Exchange):
         groups = self.reducer.engine.optimizer.param_groups
         numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
         entries: dict[int, dict[str, Any]] = {}
-        owned = self.reducer.engine.owned()
+        owned = self.reducer.engine.owned() or {}
         for number, slots in state["state"].items():
             part = owned.get(name_of[number])  # none of a parameter without elements
             if part is not None and part.parameter is not None:

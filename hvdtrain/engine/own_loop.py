@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine.parts_engine import PartsEngine
+from hvdtrain.engine.among_copies import AmongCopies
+from hvdtrain.engine.base import Engine
 from hvdtrain.errors import CallOrderError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, SentGradient, uncompiled
 
@@ -39,7 +40,7 @@ class DividedReducer:
 
     def __init__(
         self,
-        engine: PartsEngine,
+        engine: Engine,
         named: Sequence[tuple[str, nn.Parameter]],
         comm: Comm,
         *,
@@ -49,14 +50,15 @@ class DividedReducer:
         factor: float,
         sums_each_pass: bool,
     ) -> None:
-        self.engine = engine
+        assert isinstance(engine.sums, AmongCopies)
+        self.engine, self._exchange = engine, engine.sums
         self.before: Callable[[], None] = lambda: None
         self.over = False
         self.comm, self.device = comm, named[0][1].device
         self._named, self._name, self._weight, self._factor = named, name, weight, factor
         self._passes, self._sums_each_pass, self._pass = BackwardPasses(passes), sums_each_pass, 1
         self._sent = {name: SentGradient(parameter, name) for name, parameter in named}
-        owned = engine.owned().items()
+        owned = self._exchange.owned().items()
         self._own = {
             own.parameter: SentGradient(own.parameter, name) for name, own in owned if own.parameter is not None
         }
@@ -66,7 +68,7 @@ class DividedReducer:
         self._hooks: dict[str, Any] = {}
         self._fresh = True
         self._hide()
-        engine.on_gradient = uncompiled(self._on_gradient)
+        self._exchange.on_gradient = uncompiled(self._on_gradient)
         self.refresh()
 
     def refresh(self) -> None:
@@ -82,8 +84,8 @@ class DividedReducer:
                     expected="parameters that stay where they were when DistributedOptimizer was called",
                     next_step="move and cast the model before; later, change parameters in place: p.copy_(values)",
                 )
-        self.engine.refresh()
-        self.engine.begin_exchange()
+        self._exchange.refresh()
+        self._exchange.begin_exchange()
         if self._sums_each_pass:
             for name, parameter in self._named:
                 if parameter.requires_grad and name not in self._hooks:
@@ -97,7 +99,7 @@ class DividedReducer:
         self._sums.clear()
         self._pass = 1
         self.engine.commit(applied=False)
-        self.engine.clear()
+        self._exchange.clear()
         self.over = False
         self._fresh = True
 
@@ -114,7 +116,7 @@ class DividedReducer:
 
     def _end_pass(self) -> None:
         self._release()
-        self.engine.end_pass()
+        self._exchange.sum_pass()
         self._pass += 1
 
     def _release(self) -> None:
@@ -132,7 +134,7 @@ class DividedReducer:
         self._begin_once()
         if not self._sums_each_pass and not self._passes.record_gradient(name):
             return
-        self.engine.add_gradient(name, parameter)
+        self._exchange.add_gradient(name, parameter)
         self._finished.add(name, sent := self._sent[name])
         parameter.grad = sent
 
@@ -193,11 +195,11 @@ class DividedReducer:
                     f"the gradient of {name} was cleared or replaced after the gradients were summed",
                     next_step="to leave out a step, call optimizer.zero_grad() on every rank instead of step()",
                 )
-        self.engine.take_changes()
+        self._exchange.take_changes()
         with self.exposed():
             result = update()
         self._sums.clear()
-        self.engine.spread()
+        self._exchange.send()
         self.engine.complete()
         return result
 
@@ -225,7 +227,7 @@ class DividedReducer:
     @property
     def keeps_error(self) -> bool:
         """Whether the compression uses error feedback."""
-        return self.engine.keeps_error
+        return self._exchange.keeps_error
 
     def finite(self) -> bool:
         """Whether the sums are finite, if they were compressed; equal on all ranks. Collective: yes, then."""
@@ -268,7 +270,7 @@ class DividedReducer:
 
     def synchronize_state(self) -> None:
         """Make the residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
-        self.engine.take_changes()
+        self._exchange.take_changes()
         self.engine.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:

@@ -25,9 +25,11 @@ from hvdtrain.compression.outer import OuterCoding
 from hvdtrain.compression.table import parse_outer
 from hvdtrain.config.sync import OuterPlan
 from hvdtrain.data.workers import Workers
-from hvdtrain.engine.base import Engine, Loss
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import named_parameters
 from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide
+from hvdtrain.engine.schedule import Schedule
+from hvdtrain.engine.sums import Sums
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.runtime.threads import lower_priority
 from hvdtrain.state.pieces import Place, StateDict
@@ -79,7 +81,7 @@ class PeriodicEngine(Engine):
         coding: OuterCoding | None,
     ) -> None:
         self._model = model
-        self.plan, self.links, self._make, self.compression, self._coding = plan, links, make, compression, coding
+        self.plan, self.links, self._make, self._compression, self._coding = plan, links, make, compression, coding
         self.inner: Engine = make(links.everyone, compression)
         self.optimizer = self.inner.optimizer
         self._named = [(name, p) for name, p in named_parameters(self.optimizer, model) if p.requires_grad]
@@ -95,55 +97,20 @@ class PeriodicEngine(Engine):
         self._outer: OuterExchange | None = None
         self._places: dict[str, Place] = {}
 
-    # The steps of the ranks that exchange gradients
+    @property
+    def sums(self) -> Sums:  # type: ignore[override]
+        """Those of `inner`."""
+        return self.inner.sums
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients."""
-        self.inner.begin(micro_batches)
+    @property
+    def schedule(self) -> Schedule:  # type: ignore[override]
+        """That of `inner`."""
+        return self.inner.schedule
 
-    def forward(self, call: Callable[[], Loss]) -> Loss:
-        """Run a forward pass."""
-        return self.inner.forward(call)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
-        self.inner.backward(loss)
-
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums. Collective: yes."""
-        return self.inner.finish()
-
-    def unused(self) -> list[bool]:
-        """Return for each parameter whether it was not used."""
-        return self.inner.unused()
-
-    def leave_out(self, numbers: Sequence[int]) -> None:
-        """Remove the gradients of parameters that were not used."""
-        self.inner.leave_out(numbers)
-
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the L2 norm of the whole gradient."""
-        return self.inner.norm(gradients)
-
-    def step(self) -> None:
-        """Run the optimizer."""
-        self.inner.step()
-
-    def commit(self, *, applied: bool) -> None:
-        """Keep or discard the new residuals of gradients."""
-        self.inner.commit(applied=applied)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals of gradients."""
-        self.inner.rescale(factor)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self.inner.close()
-
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each collective of gradients."""
-        return self.inner.parameters_by_collective()
+    @property
+    def compression(self) -> str:
+        """The compression of gradients among the ranks that exchange them."""
+        return self._compression
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchanges, and of workers."""
@@ -179,7 +146,7 @@ class PeriodicEngine(Engine):
             return
         self.inner.close()
         group = self.links.group
-        self.inner = self._make(group, self.compression if group.size > 1 else "none")
+        self.inner = self._make(group, self._compression if group.size > 1 else "none")
         self._joined = True
         if self._loaded is not None and group.size > 1:
             self.inner.load_state_dict(*self._loaded)
@@ -341,10 +308,6 @@ class PeriodicEngine(Engine):
         if self._outer is not None:
             self._outer.receive()
 
-    def synchronize_state(self) -> None:
-        """Make the state of the exchange of gradients equal in each group. Collective: yes."""
-        self.inner.synchronize_state()
-
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the state's tensors as if it were synchronized. Collective: yes."""
         return self._tensors(self.inner.synchronized_state())
@@ -390,6 +353,10 @@ class PeriodicEngine(Engine):
     def state_place(self, key: str) -> Place | None:
         """Return the place of a tensor of a worker, which only the ranks have that serve it."""
         return self._places.get(key)
+
+    def residual_ranks(self, key: str) -> Sequence[int]:
+        """Return no ranks: residuals are saved with their worker."""
+        return ()
 
     @property
     def in_pieces(self) -> bool:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
+from hvdtrain.engine.among_copies import AmongCopies
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import (
     UNDIVIDED,
@@ -20,7 +22,6 @@ from hvdtrain.engine.divisible import (
 )
 from hvdtrain.engine.layout import Layout
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
@@ -119,7 +120,7 @@ class WholeModel(Layout):
                 self._optimizer.state.pop(owned.parameter, None)
 
 
-def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradients") -> PartsEngine:
+def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradients") -> Engine:
     """Make the engine. In an elastic job, ranks may own nothing, because there are many, or everything.
 
     Args:
@@ -150,7 +151,8 @@ def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradie
         partial(whole_parameters, parts.optimizer),
         None if coded is None else coded.make_bucket,
         weight=weight,
-        limited=True,
+        limited=plan.balance != "speed",  # else a rank would wait for others in its backward passes
         on_host=plan.offload,
     )
-    return PartsEngine(parts, WholeModel(parts, exchange, name), coded=coded, name=name, weight=weight)
+    sums = AmongCopies(parts, WholeModel(parts, exchange, name), coded=coded, name=name, weight=weight)
+    return Engine(parts.optimizer, sums)

@@ -128,7 +128,9 @@ class Reducer(ActiveBuckets):
             self.before()
 
     def switch(self, compression: Compression) -> None:
-        """Use another compression from the next step on. Collective: yes."""
+        """Use another compression from the next step on. Clears gradients. Collective: yes."""
+        for _, parameter in self._known:
+            parameter.grad = None  # it may be a view of a bucket
         self.synchronize_state()
         self._compression = compression
         if self.exchange is not None:

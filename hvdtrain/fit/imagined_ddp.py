@@ -10,7 +10,7 @@ from hvdtrain.comm.solo import Finished
 
 
 class ImaginedDdp(ImaginedComm):
-    """Ranks to which an uncompressed exchange sends as the hooks of `DdpEngine` send.
+    """Ranks to which an uncompressed exchange sends as the hooks of `DdpSums` send.
 
     DDP itself does not run: its exchange is not in Python. Its buckets hold the gradients, as ours do.
 

@@ -262,7 +262,7 @@ def _balance(plan: Plan) -> _Found:
     if plan.balance != "speed":
         return
     because = "its speed cannot be measured where a rank waits for others in its passes"
-    if plan.shard != "none":
+    if plan.shard not in ("none", "optimizer"):
         yield Refusal(("parallel.engine" if plan.engine == "fsdp" else "parallel.shard", "parallel.balance"), because)
     if plan.engine == "ddp" and plan.compression.startswith("powersgd"):
         yield Refusal(("parallel.compression", "parallel.balance"), because)

@@ -14,7 +14,8 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.config.sync import OuterPlan
-from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.periodic import make_periodic
 from hvdtrain.exchange import preparation
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
@@ -91,7 +92,7 @@ def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: i
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = OuterPlan(workers=2, every=8, delay=delay)
-        local = LocalEngine(list(model.named_parameters()), optimizer)
+        local = Engine(optimizer, OneRank(list(model.named_parameters())))
         engine = make_periodic(model, plan, _Horovod(thread.native_id), lambda *_: local, "none", elastic=False)
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == before
         engine.begin_workers(0)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.deferred import DeferredGradients
-from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.engine.schedule import PipelineSchedule, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
@@ -366,21 +366,21 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) 
 
 
 def test_a_gradient_is_handed_over_when_no_part_of_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, handed, model = object.__new__(PartsEngine), list[str](), Model()
-    monkeypatch.setattr(PartsEngine, "add_gradient", lambda self, name, parameter: handed.append(name))
+    sums, handed, model = object.__new__(AmongCopies), list[str](), Model()
+    monkeypatch.setattr(AmongCopies, "add_gradient", lambda self, name, parameter: handed.append(name))
     stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
-    engine._schedule, engine._overlaps = PipelineSchedule(stage, Spans()), True
-    engine._is_running, engine._used = True, set()
+    sums.schedule, sums._overlaps = PipelineSchedule(stage, Spans()), True
+    sums._is_running, sums._used = True, set()
     block, head = model.blocks[0], model.head
     stage.use(0, 3)
     assert isinstance(block, Block)
     block.linear(torch.ones(2, 3, requires_grad=True))
     head(torch.ones(2, 3, requires_grad=True))  # its large gradients are not kept
     for name, parameter in model.named_parameters():
-        engine._on_gradient(name, parameter)
+        sums._on_gradient(name, parameter)
     assert handed == [name for name, _ in model.named_parameters() if name != "blocks.0.linear.weight"]
     stage.use(None)
-    engine._on_gradient("now", block.linear.weight)
+    sums._on_gradient("now", block.linear.weight)
     assert handed[-1] == "now"
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import named_parameters as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
@@ -66,7 +67,7 @@ def _sums(size: int, passes: Callable[[int], int], **options: object) -> list[li
     def body(comm: ThreadComm) -> list[Tensor]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = ExchangeEngine(optimizer, Reducer(lambda: named_parameters(model), comm, **options))  # type: ignore[arg-type]
+        engine = Engine(optimizer, InAllCopies(Reducer(lambda: named_parameters(model), comm, **options)))  # type: ignore[arg-type]
         for _ in range(2):
             engine.begin(passes(comm.rank))
             for index in range(passes(comm.rank)):
@@ -358,9 +359,10 @@ def test_a_rank_that_joins_agrees_with_the_others_and_owes_nothing(
 
 def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, model = watch_buffers(monkeypatch), _model()
-    engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: named_parameters(model), SoloComm()))
+    sums = InAllCopies(Reducer(lambda: named_parameters(model), SoloComm()))
+    engine = Engine(torch.optim.SGD(model.parameters()), sums)
     for compression in ("none", "bf16"):
-        engine.set_compression(compression)
+        sums.set_compression(compression)
         engine.begin(1)
         engine.backward(model(_batch(0, 0)).sum())
         engine.finish()

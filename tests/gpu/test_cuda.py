@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.deferred import DeferredGradients
-from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.stage_links import random_state, set_random_state
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.runtime.binding import cores_near
@@ -191,7 +192,7 @@ def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:
     task.model.to(device)
     optimizer = torch.optim.AdamW(task.model.parameters(), fused=True)
     assert takes_scale(optimizer)
-    engine, comm = LocalEngine(list(task.model.named_parameters()), optimizer), SoloComm()
+    engine, comm = Engine(optimizer, OneRank(list(task.model.named_parameters()))), SoloComm()
     parts = [SharedBuffers(task.model, comm), Rollback(task.model)]
     stepper = Stepper(
         task, task.model, engine, comm, Precision("fp32", device), device, 4, 1.0, Spans(), parts, by_device=True

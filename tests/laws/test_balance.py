@@ -121,9 +121,10 @@ def _train(folder: Path, *options: str, plan: tuple[Period, ...] = (Period((0, 1
 
 
 @pytest.mark.usefixtures("recorded_speed")
-def test_the_curve_stays_while_shares_follow_the_speed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_the_curve_stays_while_shares_follow_the_speed(shard: str, tmp_path: Path) -> None:
     equal = _train(tmp_path / "equal", "--train.steps=26")
-    speed = _train(tmp_path / "speed", "--train.steps=26", "--parallel.balance=speed")
+    speed = _train(tmp_path / "speed", "--train.steps=26", "--parallel.balance=speed", f"--parallel.shard={shard}")
     assert not equal.events("shares")
     assert speed.losses() == pytest.approx(equal.losses(), rel=1e-6, abs=1e-6)
     assert [event["shares"] for event in speed.events("shares")] == [[13, 3], [3, 13]]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import Task
+from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.make import make_engine
-from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.plan.plan import Plan
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
@@ -96,7 +96,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         shard = "gradients" if passes > 1 else "optimizer"
         made = make_engine(self.optimizer, self.model, comm, Plan(compression=compression, bucket_mib=1.0, shard=shard))
-        assert isinstance(made, PartsEngine)
+        assert isinstance(made.sums, AmongCopies)
         self.engine = made
         scaler = torch.amp.GradScaler(enabled=False)
         self.state = TrainState(self.model, self.optimizer, scaler, Progress(), exchange=self.engine)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.ddp import DdpEngine
+from hvdtrain.engine.ddp import DdpSums
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.plan.plan import Plan
@@ -25,10 +25,10 @@ def model() -> Net:
     return Net(16, 0.0)
 
 
-def _engine(model: nn.Module, job: Comm, compression: str = "none", bucket_mib: float | None = None) -> DdpEngine:
+def _engine(model: nn.Module, job: Comm, compression: str = "none", bucket_mib: float | None = None) -> Engine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = make_engine(optimizer, model, job, Plan("ddp", compression, bucket_mib=bucket_mib))
-    assert isinstance(engine, DdpEngine)
+    assert isinstance(engine.sums, DdpSums)
     return engine
 
 
@@ -102,8 +102,8 @@ def test_powersgd_loses_nothing_over_steps_and_a_skipped_step_leaves_no_trace(
             received = {name: received.get(name, torch.zeros(())) + gradient for name, gradient in found.items()}
     expected = {name: (steps - 1) * gradient for name, gradient in _sums(model, job).items()}
     assert not torch.allclose(received["0.weight"], expected["0.weight"], rtol=1e-4), "nothing was compressed"
-    assert engine._power is not None
-    (kept,) = (error.clone() for error in engine._power.error_dict.values())
+    assert isinstance(engine.sums, DdpSums) and engine.sums._power is not None
+    (kept,) = (error.clone() for error in engine.sums._power.error_dict.values())
     job.allreduce(kept, name="kept").wait()
     assert bool(kept.isfinite().all())
     total = sum(float(gradient.sum()) for gradient in received.values()) + float(kept.sum())

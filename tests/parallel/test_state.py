@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine.divisible import DividedEngine
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.divisible import DividedSums
 from hvdtrain.errors import LaunchError
 from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.state.exchange_state import Owned
@@ -56,24 +57,13 @@ def test_placed_parameters_are_not_sent_again(job: Comm, loaded: bool) -> None:
     assert all(torch.equal(found["optimizer"][name], t) for name, t in source.tensors["optimizer"].items())
 
 
-class _Divided(DividedEngine):
-    def begin(self, micro_batches: int) -> None:
-        raise NotImplementedError
-
-    def backward(self, loss: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-
 def test_residuals_of_several_ranks_are_loaded_as_their_sum(job: Comm) -> None:
     """Each rank multiplies what it gets: that of rank 0 is not sent once more after it has been."""
     state, saved = _state(8, seed=0, steps=2), _state(8, seed=0, steps=2).state_dict()
-    engine = _Divided(state.optimizer, state.model, job)
-    engine._owned = {name: Owned(parameter) for name, parameter in state.model.named_parameters()}
-    state.exchange = engine
-    name = next(iter(engine._owned))
+    sums = DividedSums(state.model, job)
+    sums._owned = {name: Owned(parameter) for name, parameter in state.model.named_parameters()}
+    state.exchange = Engine(state.optimizer, sums)
+    name = next(iter(sums._owned))
     source = StateDict(
         {**saved.tensors, "exchange": {residual_key(name): torch.ones(2)}},
         {**saved.values, "exchange": {"plan": None, "ranks": 3}},
@@ -81,7 +71,7 @@ def test_residuals_of_several_ranks_are_loaded_as_their_sum(job: Comm) -> None:
     if job.rank == 0:
         state.load_state_dict(source)
     broadcast_state(state, job, source=source if job.rank == 0 else None)
-    assert engine._undelivered.sums[name].tolist() == [3, 3]
+    assert sums._undelivered.sums[name].tolist() == [3, 3]
 
 
 def test_another_model_is_named_on_every_rank(job: Comm) -> None:

@@ -93,7 +93,7 @@ def test_what_may_be_compressed(options: dict[str, Any], supported: tuple[str, .
             (({**more, **BALANCE}), "speed cannot be measured", "balance equal")
             for more in (
                 {"engine": "ddp", "compression": "powersgd:4"},
-                {"shard": "optimizer"},
+                {"shard": "gradients"},
                 {"engine": "fsdp"},
                 {"pp": 2},
             )

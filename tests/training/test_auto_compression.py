@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import Plan
@@ -28,10 +28,12 @@ CPU = torch.device("cpu")
 def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list[dict[str, Any]], list[str]]:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, Plan(compression="auto"))
-    assert isinstance(engine, ExchangeEngine) and engine.undecided and engine.compression == "none"
+    assert isinstance(engine.sums, InAllCopies) and engine.undecided and engine.compression == "none"
     events: list[dict[str, Any]] = []
     lines: list[str] = []
-    trial = CompressionTrial(engine, comm, CPU, HostFacts(cores=8, own_cores=8), (2, 1), events.append, lines.append)
+    trial = CompressionTrial(
+        engine.sums, comm, CPU, HostFacts(cores=8, own_cores=8), (2, 1), events.append, lines.append
+    )
     for step in range(steps):
         engine.begin(1)
         engine.backward(model(torch.ones(2, 8)).sum())

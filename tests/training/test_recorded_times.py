@@ -14,7 +14,8 @@ from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import DEVICE, Spans
@@ -132,7 +133,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     ready = GradientMarks(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, parse("none"), spans=spans)
-    engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), reducer)
+    engine = Engine(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), InAllCopies(reducer))
     times = GradientTimes(ready, engine, comm, spans, path, warn or (lambda text: None), read_host({}))
     for step in range(1, steps + 1):
         times.begin_step(step)

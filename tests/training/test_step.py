@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import parse_object
-from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.errors import TaskError
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.plan.plan import Plan, plan_of
@@ -39,7 +40,7 @@ def _stepper(
     task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: float = 0.1, comm: Any = None, batch: int = 12
 ) -> Stepper:
     model, comm = task.model, comm or SoloComm()
-    engine = LocalEngine(list(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=lr))
+    engine = Engine(torch.optim.SGD(model.parameters(), lr=lr), OneRank(list(model.named_parameters())))
     parts = [SharedBuffers(model, comm), Rollback(model)]
     return Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, batch, clip, Spans(), parts)
 
@@ -137,7 +138,7 @@ def _fused_steppers(name: str, precision: str, clip: float) -> list[Stepper]:
             "adamw": torch.optim.AdamW(parameters, lr=0.01, fused=True),
         }[name]
         stepper = _stepper(task, precision=precision, clip=clip)
-        engine = LocalEngine(list(task.model.named_parameters()), optimizer)
+        engine = Engine(optimizer, OneRank(list(task.model.named_parameters())))
         steppers.append(replace(stepper, engine=engine, by_device=by_device))
     return steppers
 

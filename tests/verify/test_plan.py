@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from hvdtrain.config.parse import parse_argv, task_spec
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.base import load_task_function
 from hvdtrain.verify.plan import Compared, compare_gradients, for_plan
@@ -44,9 +44,9 @@ def test_equal_gradients(options: tuple[str, ...]) -> None:
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Tensor], Any], ranks: Sequence[int]) -> None:
     """Change a parameter's gradient on some ranks, at the end of its exchange."""
-    finish = ExchangeEngine.finish
+    finish = InAllCopies.finish
 
-    def wrong(self: ExchangeEngine) -> list[Tensor]:
+    def wrong(self: InAllCopies) -> list[Tensor]:
         found = finish(self)
         own = dict(self.reducer._known)[name]
         assert own.grad is not None
@@ -54,7 +54,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Tensor],
             spoil(own.grad)
         return found
 
-    monkeypatch.setattr(ExchangeEngine, "finish", wrong)
+    monkeypatch.setattr(InAllCopies, "finish", wrong)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.coding_probe import measure_coding
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, spread_evenly
@@ -33,14 +33,14 @@ _LINK_S = 0.5
 
 @dataclass
 class CompressionTrial:
-    """Measures steps, then chooses the compression of an engine.
+    """Measures steps, then chooses the compression of an exchange.
 
     Attributes:
-        engine: its compression is undecided.
+        sums: the exchange; its compression is undecided.
         batch: (global batch, micro-batch) in samples.
     """
 
-    engine: ExchangeEngine
+    sums: InAllCopies
     comm: Comm
     device: torch.device
     host: HostFacts
@@ -53,11 +53,11 @@ class CompressionTrial:
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Take a step's line of the journal; after the last one, choose. Collective: yes."""
-        if not self.engine.undecided:
+        if not self.sums.undecided:
             return
         self._count += 1
         if self._count >= _FIRST:
-            starts_ns = self.engine.reducer.start_times_ns()
+            starts_ns = self.sums.reducer.start_times_ns()
             if self._before_last_s and len(starts_ns) != len(self._before_last_s[-1]):
                 self._steps, self._before_last_s = [], []  # the plan of the buckets has changed
             self._steps.append(read_parts(record))
@@ -66,7 +66,7 @@ class CompressionTrial:
             self._choose(record["step"])
 
     def _choose(self, step: int) -> None:
-        layouts, names = self.engine.reducer.layouts(), ("none", *auto_candidates())
+        layouts, names = self.sums.reducer.layouts(), ("none", *auto_candidates())
         measured = {
             "step_s": median(step["step"] for step in self._steps),
             "parts_s": median_parts(self._steps),
@@ -78,13 +78,13 @@ class CompressionTrial:
         # Rank 0 predicts for all ranks, which must make the same choice.
         predict = partial(self._predict_or_none, layouts, everyone)
         event, line = on_rank_0(self.comm, predict, name="auto_compression/choice")
-        self.engine.set_compression(event["compression"])
+        self.sums.set_compression(event["compression"])
         self.event({"event": "compression_chosen", "at_step": step, **event})
         self.say(line)
 
     def _measure_coding(self, name: str, layouts: Sequence[Layout]) -> Iterator[CodingCost]:
         """Measure one bucket at a time, so that buffers for all buckets need not fit next to the model."""
-        compression, size = self.engine.resolve(name), self.comm.size
+        compression, size = self.sums.resolve(name), self.comm.size
         for layout in layouts:
             yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
 
@@ -156,7 +156,7 @@ class CompressionTrial:
             step_s=step_s,
             parts_s=rank["parts_s"],
             buckets=buckets,
-            compression_of=self.engine.resolve,
+            compression_of=self.sums.resolve,
         )
         # Not the link that explains the wait: ranks wait for late ranks too.
         return replace(evidence, fitted=fit_probed_link(evidence, allreduces))

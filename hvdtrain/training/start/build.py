@@ -11,7 +11,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
@@ -175,9 +175,9 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
-    if isinstance(engine, ExchangeEngine) and engine.undecided:
+    if isinstance(engine.sums, InAllCopies) and engine.undecided:
         host = read_host(worker.info.variables)
-        trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
+        trial = CompressionTrial(engine.sums, comm, device, host, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)
     parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
     parts += [balance] if balance is not None else []

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.held_bytes import held_bytes
 from hvdtrain.engine.make import make_engine
-from hvdtrain.engine.parts_engine import PartsEngine
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
@@ -187,7 +187,7 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
         engine = make_engine(optimizer, model, comm, Plan(bucket_mib=bucket_mib or size, shard="gradients"))
-        assert isinstance(engine, PartsEngine)
+        assert isinstance(engine.sums, AmongCopies)
         engine.begin(1)
         engine.backward(model(torch.tensor([1])).sum())
         gradients = engine.finish()
@@ -195,7 +195,7 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         optimizer.step()
         assert len(gradients) == len(optimizer.state)
         state = sum(slot.nbytes for slots in optimizer.state.values() for slot in slots.values())
-        names = [[part.name for part in bucket.layout.shape.parts] for bucket in engine._divided[0].buckets]
+        names = [[part.name for part in bucket.layout.shape.parts] for bucket in engine.sums._divided[0].buckets]
         return summed, state, names
 
     summed, state, names = zip(*on_ranks(size, body), strict=True)

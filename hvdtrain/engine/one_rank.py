@@ -1,37 +1,27 @@
-"""The engine of one rank: no exchange."""
+"""The sums of one rank: no exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from hvdtrain.engine.base import Engine
+from hvdtrain.engine.sums import Sums
 from hvdtrain.exchange.active_buckets import DetachedState
 from hvdtrain.exchange.buckets import as_gradient
-from hvdtrain.exchange.residuals import residual_key
+from hvdtrain.exchange.residuals import Residuals, residual_key
 
 
-class LocalEngine(Engine):
+class OneRank(Sums, Residuals):
     """One rank: nothing to exchange, except residuals that several ranks have left."""
 
-    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]]) -> None:
+        self.residuals = self
         self._parameters = named_parameters
         self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
-
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients."""
-        self.optimizer.zero_grad()
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
-        torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""

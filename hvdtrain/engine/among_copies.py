@@ -1,4 +1,4 @@
-"""The engine of ranks that hold or update parts of a model: a layout, a schedule, exchanges, and a residency."""
+"""The sums of ranks that hold or update parts of a model, over those that hold copies of each part."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
 from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.engine.base import Loss
 from hvdtrain.engine.coded_shards import CodedShards
-from hvdtrain.engine.divisible import DividedEngine
+from hvdtrain.engine.divisible import DividedSums
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.layout import Layout
 from hvdtrain.engine.parts import EngineParts
-from hvdtrain.engine.schedule import Passes, Schedule
+from hvdtrain.engine.sums import Loss
 from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local, on_stages
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class PartsEngine(DividedEngine):
+class AmongCopies(DividedSums):
     """Sums the gradient of each part over the ranks that hold copies of it, while the last backward pass runs.
 
     Hooks of the parameters tell when a gradient is complete; its exchange begins when its bucket is full. Where copies
@@ -41,7 +40,6 @@ class PartsEngine(DividedEngine):
     Args:
         parts: the parameters are equal on all ranks.
         layout: what this rank holds.
-        schedule: the order of passes.
         coded: what ZeRO with a compression keeps.
         overlaps: whether exchanges may run during passes, and gathers during forward passes.
         name: prefix of the collectives' names.
@@ -55,17 +53,16 @@ class PartsEngine(DividedEngine):
         self,
         parts: EngineParts,
         layout: Layout,
-        schedule: Schedule | None = None,
         *,
         coded: CodedShards | None = None,
         overlaps: bool = True,
         name: str = "gradients",
         weight: float = 1.0,
     ) -> None:
-        super().__init__(parts.optimizer, parts.model, parts.comm, name)
+        super().__init__(parts.model, parts.comm)
         self.compression, self.uniform_passes = parts.plan.compression, layout.divides_model
-        self._layout, self._schedule, self._spans = layout, schedule or Schedule(), parts.spans or Spans()
-        self.stage = self._schedule.stage
+        self._optimizer, self._name = parts.optimizer, name
+        self._layout, self._spans = layout, parts.spans or Spans()
         self._weight, self._overlaps, self._coded = weight, overlaps, coded
         if coded is not None:
             coded.undelivered, coded.complete, coded.owned = self._undelivered, self.complete, self.owned
@@ -93,14 +90,11 @@ class PartsEngine(DividedEngine):
         """Return what this rank's optimizer updates."""
         return self._layout.owned
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients. Collective: yes, if parameters were added, frozen or freed since the last step."""
-        self.refresh()
-        self.optimizer.zero_grad()
+    def begin(self) -> None:
+        """Start a step, with parameters that have arrived where a pass may use them before their module."""
         for parameter in self._layout.parameters.values():
             parameter.grad = None
         self._gathers.begin()
-        self._schedule.begin(micro_batches)
         self._most = None
         self.begin_exchange()
 
@@ -135,23 +129,12 @@ class PartsEngine(DividedEngine):
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of a step. Collective: yes, if the ranks divide the model."""
-        self._schedule.forward(call)
         with self._gathers.watch(), self._named_errors():
             return call()
 
-    def accumulate(self, passes: Passes) -> None:
-        """Run the passes of a step. Collective: yes, if the ranks divide the model."""
-        self._schedule.run(passes, self._pass_back)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, or each pass, exchange each bucket as soon as it is full."""
-        self._pass_back(self._schedule.backward(loss))
-
-    def _pass_back(self, call: Callable[[], None]) -> None:
-        if self._sums_each_pass and self._schedule.begun:
-            self.end_pass()
+    def backward(self, call: Callable[[], None]) -> None:
+        """Run a backward pass; in the last one, or each, exchange each bucket as soon as it is full."""
         self._count_passes()
-        self._schedule.count()
         self._is_running = True
         with self._named_errors():
             call()
@@ -168,8 +151,8 @@ class PartsEngine(DividedEngine):
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self._used.add(name)
-        is_last = not self._schedule.left or (self._sums_each_pass and self._layout.exchanges[name] is not None)
-        if self._is_running and is_last and self._overlaps and not self._schedule.awaits(parameter):
+        is_last = not self.schedule.left or (self._sums_each_pass and self._layout.exchanges[name] is not None)
+        if self._is_running and is_last and self._overlaps and not self.schedule.awaits(parameter):
             self.add_gradient(name, parameter)
 
     def add_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -198,9 +181,15 @@ class PartsEngine(DividedEngine):
     def _count_passes(self) -> None:
         """Begin to exchange the numbers of passes, once a step, if ranks may have different ones. Collective: yes."""
         if self._sums_each_pass and not self.uniform_passes and self._most is None:
-            self._most = self._comm.allgather(torch.tensor([self._schedule.left]), name=f"{self._name}/passes")
+            count = torch.tensor([self.schedule.left + self.schedule.begun])
+            self._most = self._comm.allgather(count, name=f"{self._name}/passes")
 
     def end_pass(self) -> None:
+        """End a pass; with ZeRO-2 as `sum_pass`."""
+        if self._sums_each_pass:
+            self.sum_pass()
+
+    def sum_pass(self) -> None:
         """Wait for the sums of a pass, to which those of the next one are added. Collective: yes."""
         for name, exchange in self._layout.exchanges.items() if not self._overlaps else ():
             if exchange is not None and self._layout.parameters[name].grad is not None:
@@ -213,10 +202,10 @@ class PartsEngine(DividedEngine):
         self.complete()  # of parameters that no forward pass has used
         self._count_passes()
         if self._most is not None:  # ranks with fewer micro-batches take part with zeros
-            for _ in range(self._schedule.begun, int(self._most.wait().max())):
-                if self._schedule.begun:
-                    self.end_pass()
-                self._schedule.count()
+            for _ in range(self.schedule.begun, int(self._most.wait().max())):
+                if self.schedule.begun:
+                    self.sum_pass()
+                self.schedule.count()
         for name, exchange in self._layout.exchanges.items():  # those that the last pass has not used
             parameter = self._layout.parameters[name]
             waits = name not in self._handed or (self._sums_each_pass and exchange is not None and not self._overlaps)
@@ -244,17 +233,16 @@ class PartsEngine(DividedEngine):
         """Return the norm of the whole gradient. Collective: yes."""
         return self._layout.norm(gradients)
 
-    def step(self) -> None:
-        """Update what this rank's optimizer has; where it is divided, start to send it. Collective: yes, then."""
-        self.optimizer.step()
-        if self._divided:
-            self.optimizer.zero_grad()  # what is sent takes their memory
-            self.spread()
-
     def spread(self) -> None:
-        """Start to send what this rank's optimizer has updated to the other copies. Collective: yes."""
+        """Start to send what this rank has updated to the other copies. Collective: yes, if the update is divided."""
+        if self._divided:
+            self._optimizer.zero_grad()  # what is sent takes their memory
+            self.send()
+
+    def send(self) -> None:
+        """Start to send what owners have updated. Collective: yes."""
         if self._coded is not None:
-            self._coded.begin_spread(getattr(self.optimizer, "found_inf", None))  # set if the device decides
+            self._coded.begin_spread(getattr(self._optimizer, "found_inf", None))  # set if the device decides
         self.clear()
         # Now: parameters may be frozen before the last gather starts.
         self._gathers.start([bucket for each in self._divided for bucket in each.to_gather()])
@@ -275,12 +263,11 @@ class PartsEngine(DividedEngine):
         if self._coded is not None:  # else the optimizer's are in the same memory
             self._coded.take_changes()
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load residuals, after the model's parameters were loaded."""
+    def before_load(self, values: Mapping[str, Any]) -> None:
+        """Use the model's parameters, which were loaded."""
         for each in self._divided:
             for bucket in each.buckets:
                 bucket.read_model()
-        super().load_state_dict(tensors, values)
 
     @property
     def keeps_error(self) -> bool:
@@ -301,7 +288,6 @@ class PartsEngine(DividedEngine):
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._schedule.close()
         self._remove_hooks()
         self._gathers.close()
         self._layout.close()

@@ -1,60 +1,54 @@
-"""The engine of several ranks: it sums gradients while backward runs."""
+"""The sums of ranks that all update the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hvdtrain.compression.table import Compression, parse
-from hvdtrain.engine.base import Engine
-from hvdtrain.engine.schedule import Schedule
+from hvdtrain.engine.sums import Sums
 from hvdtrain.exchange.reducer import Reducer
 
 
-@dataclass
-class ExchangeEngine(Engine):
-    """Sums gradients in buckets over ranks while backward runs.
+class InAllCopies(Sums):
+    """Sums gradients in buckets over ranks while the last backward pass runs; each rank has all sums.
 
-    Attributes:
+    Args:
+        reducer: sums them.
+        compression: its name.
         undecided: whether `set_compression` chooses one later.
         resolve: returns the compression of a name, as this job uses it.
     """
 
-    optimizer: Optimizer
-    reducer: Reducer
-    compression: str = "none"
-    undecided: bool = False
-    resolve: Callable[[str], Compression] = parse
-
-    def __post_init__(self) -> None:
-        """Remember what the reducer does."""
-        self.residuals, self._schedule = self.reducer, Schedule()
+    def __init__(
+        self,
+        reducer: Reducer,
+        compression: str = "none",
+        *,
+        undecided: bool = False,
+        resolve: Callable[[str], Compression] = parse,
+    ) -> None:
+        self.reducer, self.compression, self.undecided, self.resolve = reducer, compression, undecided, resolve
+        self.residuals = reducer
 
     def set_compression(self, compression: str) -> None:
         """Use this compression from the next step on; call it alike on all ranks. Clears gradients."""
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
-            self.optimizer.zero_grad()
             self.reducer.switch(self.resolve(compression))
 
-    def begin(self, micro_batches: int) -> None:
-        """Clear gradients; each rank has its own number of backward passes."""
-        self.optimizer.zero_grad()
+    def begin(self) -> None:
+        """Start a step; each rank has its own number of backward passes."""
         self.reducer.begin()
-        self._schedule.begin(micro_batches)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
-        self._schedule.count()
-        if not self._schedule.left:
+    def backward(self, call: Callable[[], None]) -> None:
+        """Run a backward pass; in the last one, exchange each bucket as soon as it is full."""
+        if not self.schedule.left:
             self.reducer.collect()
-        torch.autograd.backward(loss)
+        call()
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
@@ -68,16 +62,14 @@ class ExchangeEngine(Engine):
         """Remove the gradients of parameters that no rank has used."""
         self.reducer.leave_out(numbers)
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the plan of the buckets, and the compressors' state."""
-        tensors, values = super().state_dict()
-        return tensors, {**values, "compression": None if self.undecided else self.compression}
+    def values(self) -> dict[str, Any]:
+        """Return the chosen compression."""
+        return {"compression": None if self.undecided else self.compression}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load them, and the chosen compression."""
+    def before_load(self, values: Mapping[str, Any]) -> None:
+        """Use the compression that was chosen."""
         if self.undecided and values.get("compression"):
             self.set_compression(values["compression"])
-        super().load_state_dict(tensors, values)
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters by bucket."""
