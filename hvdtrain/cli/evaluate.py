@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
+from hvdtrain.run_layout import RunLayout
 
 if TYPE_CHECKING:
     from hvdtrain.runtime.environment import RankInfo
@@ -27,6 +29,7 @@ _EPILOG = """\
 examples:
   hvdtrain evaluate runs/NAME
   hvdtrain evaluate runs/NAME/checkpoints/step-000100 --split train
+  hvdtrain evaluate copies/step-000100 --config copies/config.yaml
   hvdtrain evaluate runs/NAME --data.text 'other/**/*.txt' --data.heldout 0.5
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
@@ -109,16 +112,13 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     from hvdtrain.comm.rounds import STARTED
     from hvdtrain.comm.start import start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
-    from hvdtrain.run_layout import RunLayout
     from hvdtrain.task.base import load_task_function
     from hvdtrain.task.saved_model import find_model
     from hvdtrain.training.evaluate_run import evaluate_run, for_evaluation
 
     source = find_model(options.path, "RUN")
     if source.is_checkpoint:
-        layout = RunLayout(source.folder.resolve().parent.parent)
-        layout.read_config()  # its errors say more than those of the parser
-        argv = ["--config", str(layout.config), *training]
+        argv = _with_config_of(source.folder, training)
     else:
         argv = ["--model.from", str(source.folder), *training]
     function = load_task_function(task_spec(argv))
@@ -131,6 +131,26 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     if found.unit == "tokens":
         values["perplexity"] = math.exp(min(found.means["loss"], 700.0))
     return values, partial(_lines, found)
+
+
+def _with_config_of(checkpoint: Path, training: Sequence[str]) -> list[str]:
+    """Return options of training after those of a checkpoint's run.
+
+    Errors:
+        ConfigError: the checkpoint is not in its run folder, and the options name no config; or it is damaged.
+    """
+    layout = RunLayout(checkpoint.resolve().parent.parent)
+    if layout.config.exists():
+        layout.read_config()  # its errors say more than those of the parser
+        return ["--config", str(layout.config), *training]
+    if any(option.partition("=")[0] == "--config" for option in training):
+        return [*training]
+    raise ConfigError(
+        f"{checkpoint} is not in its run folder, which has the options of its data and model",
+        expected=str(layout.config),
+        found="no such file",
+        next_step="name the checkpoint in its run folder, or add --config FILE, a copy of the run's config.yaml",
+    )
 
 
 def _text(values: Mapping[str, Any]) -> str:

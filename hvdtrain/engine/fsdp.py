@@ -18,6 +18,7 @@ from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_
 from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages, check_stages
+from hvdtrain.engine.fsdp_use import UsedParameters
 from hvdtrain.engine.groups import BetweenGroups
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import PipelineSchedule, Schedule
@@ -65,6 +66,7 @@ class FsdpSums(DividedSums):
         self._layout, self._collectives, self.schedule = layout, collectives, schedule
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
+        self._trained_everywhere = [name for name, parameter in parts.parameters if parameter.requires_grad]
         layout.divide()
         self._modules = _divided_modules(parts.model)
         self._names = _names_by_module(parts.model, self._modules)
@@ -77,6 +79,7 @@ class FsdpSums(DividedSums):
         use_owned(parts.optimizer, names, self._owned)
         self._optimized = sum(len(group["params"]) for group in parts.optimizer.param_groups)
         layout.finish(self._modules, collectives)
+        self._used = UsedParameters(parts.model, self._modules, self._names)
         self._groups: BetweenGroups | None = None
         if mesh.replicas is not None:
             modules = cast("dict[str, nn.Module]", self._modules)
@@ -111,6 +114,7 @@ class FsdpSums(DividedSums):
         self.complete()
         self._model.zero_grad()
         self._sums.clear()
+        self._used.begin()
         if self._collectives is not None:
             self._collectives.begin()
         if self._groups is not None:
@@ -159,6 +163,17 @@ class FsdpSums(DividedSums):
             gradients.append(rows.grad)
         return gradients
 
+    def unused(self) -> list[bool]:
+        """Return for each trained parameter whether this rank's passes have not used it."""
+        return [name not in self._used for name in self._trained_everywhere]
+
+    def _may_owe(self) -> bool:
+        # Where ranks divide the model, too, each knows only residuals of its own part.
+        return self._groups is not None or self._layout.everyone is not None or bool(self._undelivered.sums)
+
+    def _trained_names(self) -> list[str]:
+        return self._trained_everywhere
+
     def complete(self) -> None:
         """Free gathered parameters: a forward pass without a backward pass leaves some."""
         for module in self._modules.values():
@@ -180,6 +195,7 @@ class FsdpSums(DividedSums):
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._used.close()
         if self._groups is not None:
             self._groups.close()
 

@@ -16,7 +16,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
 from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
 from hvdtrain.state.placeholder import Placeholder
-from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.train_state import NUMBERS, TrainState
 
 _WINDOW_BYTES = 64 << 20
 """Bytes of tensors that are broadcast at the same time."""
@@ -66,7 +66,7 @@ def broadcast_state(
         here = {name: tensor for name, tensor in own_state.tensors["model"].items() if name in parameters}
         others = {name: tensor for name, tensor in own_state.tensors["model"].items() if name not in parameters}
         own_state = StateDict({**own_state.tensors, "model": others}, own_state.values)
-    own_spec = {**_spec(own_state), "model": _whole_model(held)}
+    own_spec = {**_spec(own_state), "model": _whole_model(held), "is_loaded": source is not None}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
     received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
@@ -80,8 +80,12 @@ def broadcast_state(
         if not is_root and (kept := state.cut(group, name, tensor)) is not None:
             received[group][name] = kept
     if not is_root:
-        kept_pieces = {name: held.tensors[group][name] for group, name in held.places if group == "model"}
-        received["model"] = {**kept_pieces, **here, **received["model"]}
+        # An optimizer may have made state before the first step, as Adagrad does.
+        groups = {"model"} if spec["is_loaded"] else {"model", "optimizer", NUMBERS}
+        for group, name in held.places:
+            if group in groups:
+                received.setdefault(group, {}).setdefault(name, held.tensors[group][name])
+        received["model"] = {**here, **received["model"]}
         state.load_state_dict(own(StateDict(received, spec["values"])))
 
 

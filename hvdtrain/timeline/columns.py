@@ -217,7 +217,16 @@ class RunTrace:
     @property
     def unit(self) -> str:
         """What the weight of a step counts, such as tokens; empty if unknown."""
-        return str(self.starts[self.start].started.get("unit", "")) if 0 <= self.start < len(self.starts) else ""
+        return str(self._started.get("unit", ""))
+
+    @property
+    def machine(self) -> Any:
+        """Hosts and devices, as the event ``started`` names them; None if unknown."""
+        return self._started.get("machine")
+
+    @property
+    def _started(self) -> Mapping[str, Any]:
+        return self.starts[self.start].started if 0 <= self.start < len(self.starts) else {}
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

@@ -84,6 +84,14 @@ def test_it_finds_what_training_has_found(run: Path, capsys: pytest.CaptureFixtu
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+def test_a_copied_checkpoint_needs_the_config_of_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/step-000003").rename("copied")
+    assert main(["copied"]) == 2
+    assert "add --config FILE, a copy of the run's config.yaml" in capsys.readouterr().err
+    assert main(["copied", "--config", "run/config.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 10
+
+
 def test_values_of_each_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main([str(run), "--per_sample", "each.jsonl", "--samples", "5"]) == 0

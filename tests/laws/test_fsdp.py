@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,6 @@ def train_whole(folder: Path, *options: str, size: int = 1, common: tuple[str, .
     return record(folder, *common, *options, size=size)
 
 
-def _used(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All but what no rank uses: FSDP does not know it, as `parallel/test_exchange.py` says."""
-    return {name: tensors[name] for name in tensors if ".never" not in name}
-
-
 def check_equal(one: Recorded, divided: Recorded) -> None:
     """Losses, held-out losses, and each tensor, to float tolerance."""
     assert divided.losses() == pytest.approx(one.losses(), rel=1e-6)
@@ -41,8 +36,8 @@ def check_equal(one: Recorded, divided: Recorded) -> None:
     expected, found = one.state(), divided.state()
     assert found.tensors.keys() == expected.tensors.keys()
     for group, tensors in expected.tensors.items():
-        assert _used(found.tensors[group]).keys() == _used(tensors).keys()
-        for name, tensor in _used(tensors).items():
+        assert found.tensors[group].keys() == tensors.keys()
+        for name, tensor in tensors.items():
             torch.testing.assert_close(found.tensors[group][name], tensor, rtol=1e-5, atol=2e-6, msg=f"{group} {name}")
     assert found.values["aliases"] == expected.values["aliases"]
 
@@ -195,7 +190,7 @@ def test_law_10_a_checkpoint_fits_any_engine(gallery: Gallery, tmp_path: Path) -
     crossed, coded = (_recorded(gallery, "fsdp/two", name) for name in ("crossed", "int8"))
     assert crossed.losses()[:3] == coded.losses()[:3]
     assert crossed.losses() == pytest.approx(one.losses(), rel=5e-3) and len(crossed.losses()) == 6
-    for name, tensor in _used(one.state().tensors["model"]).items():
+    for name, tensor in one.state().tensors["model"].items():
         torch.testing.assert_close(resized.state().tensors["model"][name], tensor, rtol=1e-5, atol=2e-6, msg=name)
 
 

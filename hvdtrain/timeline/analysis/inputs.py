@@ -113,11 +113,12 @@ class Facts:
     def for_cores(self) -> str:
         """Return advice for ranks that wait for CPU cores: often the job's own ranks need more than there are."""
         advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
-        if (found := self.evidence) is not None and found.on_cpu:
-            ranks, threads = found.job.ranks.per_host, max(1, found.threads)
-            if ranks * threads > found.cores:
-                each, fewer = (f"{threads} threads", ", or reduce OMP_NUM_THREADS") if threads > 1 else ("a thread", "")
-                advice = f"this job's own {ranks} ranks of {each} each share {found.cores} cores: start fewer{fewer}"
+        host = as_mapping(as_mapping(self.run.machine).get("busiest_host"))
+        counts: list[Any] = [host.get(name) for name in ("cores", "ranks", "threads")]
+        cores, ranks, threads = counts if all(isinstance(count, int) for count in counts) else (1, 0, 0)
+        if ranks * threads > cores:
+            each, fewer = (f"{threads} threads", ", or reduce OMP_NUM_THREADS") if threads > 1 else ("a thread", "")
+            advice = f"this job's own {ranks} ranks of {each} each share {cores} cores: start fewer{fewer}"
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
     def has_other_engine(self) -> bool:

@@ -23,7 +23,7 @@ from hvdtrain.observe.energy import CPUS, GPUS, Counter, CpuCounter, GpuCounter,
 from hvdtrain.observe.monitor import gpu_identity
 from hvdtrain.runtime.binding import Binding, binding_map
 from hvdtrain.runtime.clock import clock_id
-from hvdtrain.runtime.host import cpu_list, cpu_ranges
+from hvdtrain.runtime.host import cpu_list, cpu_ranges, read_host
 
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
@@ -34,9 +34,9 @@ class JobFacts:
 
     Attributes:
         record: of the whole job, for the event `started`: `devices` (their number; a GPU that ranks share counts once,
-            and a rank on CPUs is a device), `machine` (hosts, and the number of each device by name), `versions`,
-            `binding` (`binding_map`; empty if ranks are not bound), and `energy` (by kind, why its energy is not
-            measured; empty if it is).
+            and a rank on CPUs is a device), `machine` (hosts, the number of each device by name, and on CPUs
+            `busiest_host`), `versions`, `binding` (`binding_map`; empty if ranks are not bound), and `energy` (by kind,
+            why its energy is not measured; empty if it is).
         counters: of energy, that this rank reads for the job, by kind.
     """
 
@@ -62,6 +62,8 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), bindi
         "places": places,
         "energy": {kind: reason for kind, (_, reason) in opened.items()},
         "binding": [cpu_ranges(binding.cpus), binding.gpu, binding.kept] if binding is not None else None,
+        "cores": read_host({}, root).cores,
+        "threads": torch.get_num_threads(),
     }
     ranks = allgather_json(comm, mine, name="job/facts")
     counters = {
@@ -71,9 +73,10 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), bindi
     }
     owners = [n for n, rank in enumerate(ranks) if _first(ranks, GPUS, rank["places"][GPUS]) == n] if gpu else None
     devices = [rank["device"] for n, rank in enumerate(ranks) if owners is None or n in owners]
+    machine = {"hosts": list(dict.fromkeys(rank["host"] for rank in ranks)), "devices": dict(Tally(devices))}
     record = {
         "devices": len(devices),
-        "machine": {"hosts": list(dict.fromkeys(rank["host"] for rank in ranks)), "devices": dict(Tally(devices))},
+        "machine": machine if gpu else {**machine, "busiest_host": _busiest_host(ranks)},
         "versions": versions(),
         "binding": _binding_map(ranks),
         "energy": {kind: _reason([rank["energy"].get(kind, "") for rank in ranks]) for kind in opened},
@@ -95,6 +98,15 @@ def versions() -> dict[str, str]:
 def _first(ranks: list[dict[str, Any]], kind: str, place: str) -> int:
     """Return the first rank at a place."""
     return next(number for number, rank in enumerate(ranks) if rank["places"][kind] == place)
+
+
+def _busiest_host(ranks: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the cores of the host with the most threads for each, with its ranks, and the threads of each rank."""
+    hosts = [[rank for rank in ranks if rank["places"][CPUS] == place] for place in {r["places"][CPUS] for r in ranks}]
+    found = [
+        {"cores": of[0]["cores"], "ranks": len(of), "threads": max(rank["threads"] for rank in of)} for of in hosts
+    ]
+    return max(found, key=lambda host: host["ranks"] * host["threads"] / host["cores"])
 
 
 def _binding_map(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

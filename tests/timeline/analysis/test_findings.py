@@ -118,18 +118,17 @@ def test_reasons_are_reported_of_the_late_rank_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "threads", "on_cpu", "words"),
+    ("host", "words"),
     [
-        (8, 1, True, ["this job's own 8 ranks of a thread each share 2 cores"]),
-        (2, 4, True, ["2 ranks of 4 threads each share 2 cores", "OMP_NUM_THREADS"]),
-        (2, 1, True, ["stop other programs"]),
-        (8, 1, False, ["stop other programs"]),
+        ({"ranks": 8, "threads": 1}, ["this job's own 8 ranks of a thread each share 2 cores"]),
+        ({"ranks": 2, "threads": 4}, ["2 ranks of 4 threads each share 2 cores", "OMP_NUM_THREADS"]),
+        ({"ranks": 2, "threads": 1}, ["stop other programs"]),
+        ({"ranks": "8", "threads": 1}, ["stop other programs"]),  # a damaged journal
     ],
 )
-def test_who_shares_the_cores_that_ranks_wait_for(ranks: int, threads: int, on_cpu: bool, words: list[str]) -> None:
-    job = SimpleNamespace(ranks=SimpleNamespace(per_host=ranks))
-    evidence = SimpleNamespace(job=job, on_cpu=on_cpu, threads=threads, cores=2)
-    run: Any = SimpleNamespace(evidence=lambda: evidence, config={})
+def test_who_shares_the_cores_that_ranks_wait_for(host: dict[str, Any], words: list[str]) -> None:
+    """Also in a run that is too short for a prediction."""
+    run: Any = SimpleNamespace(machine={"busiest_host": {"cores": 2, **host}}, config={})
     nothing: Any = None
     found = Facts(run, None, None, nothing, None).for_cores()
     assert all(word in found for word in words)
