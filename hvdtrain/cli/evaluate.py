@@ -81,12 +81,11 @@ def main(argv: list[str]) -> int:
 
 
 def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
-    from hvdtrain.comm.rounds import STARTED
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.task.causal_lm import load_model
+    from hvdtrain.task.encode import load_tokenizer
     from hvdtrain.task.saved_model import find_model
-    from hvdtrain.task.tokenizer_files import load_tokenizer
-    from hvdtrain.training.harness import TaskOptions, evaluate_tasks
+    from hvdtrain.training.evaluate_run import TaskOptions, evaluate_tasks
     from hvdtrain.training.start.device import pick_device
 
     if training:
@@ -106,8 +105,7 @@ def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
 
 
 def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
-    from hvdtrain.comm.rounds import STARTED
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.run_layout import RunLayout
     from hvdtrain.task.base import load_task_function

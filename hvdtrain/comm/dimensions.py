@@ -71,8 +71,7 @@ class Dimensions:
     def check(self, size: int, where: str = "") -> None:
         """Check that `size` ranks have these dimensions; `where` they are, if they are not all.
 
-        Errors:
-            ConfigError: they do not; with the nearest ones that fit.
+        Errors: ConfigError: they do not; with the nearest ones that fit.
         """
         for name in ("virtual_stages", "zero_bubble"):
             if (value := getattr(self, name)) != getattr(ONE, name) and self.pp == 1:
@@ -98,8 +97,7 @@ class Dimensions:
     def check_passes(self, size: int, passes: int) -> None:
         """Check that each pipeline has as many of the `passes` of a step as stages, or none would be busy.
 
-        Errors:
-            ConfigError: it has fewer.
+        Errors: ConfigError: it has fewer.
         """
         own = self.own_passes(size, passes)
         if self.pp > 1 and own < self.pp:
@@ -228,8 +226,7 @@ class Dimensions:
 def check_divides(option: str, ranks: int, count: int, what: str, next_step: str | None = None) -> None:
     """Check that `ranks` divide `count` things, equally many for each.
 
-    Errors:
-        ConfigError: they do not; with numbers of ranks that do.
+    Errors: ConfigError: they do not; with numbers of ranks that do.
     """
     if count % ranks:
         fitting = [str(each) for each in range(1, count + 1) if count % each == 0]

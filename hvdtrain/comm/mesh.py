@@ -38,8 +38,7 @@ def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:
 
     `dp_shard` ranks divide the model; they are consecutive. No groups are returned if that is all `size` ranks.
 
-    Errors:
-        ConfigError: the ranks cannot form such groups.
+    Errors: ConfigError: the ranks cannot form such groups.
     """
     if dp_shard is None or dp_shard == size or size == 1:
         return []

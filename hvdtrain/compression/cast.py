@@ -1,4 +1,4 @@
-"""Gradients cast to 16 bits for the exchange (Micikevicius et al., "Mixed Precision Training", 2018)."""
+"""Gradients as they are, or cast to 16 bits (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def fp16(shape: BucketShape, comm: Comm) -> Compressor:
 def fp16_by_owners(shape: BucketShape, comm: Comm) -> Compressor:
     """Make the compressor of fp16 for a slow allreduce of 16-bit floats."""
     return (Bf16 if shape.dtype == torch.bfloat16 else Fp16ByOwners)(shape, comm)
+
+
+class Plain(Compressor):
+    """No compression: one allreduce in place.
+
+    It sums in the dtype of the gradients; bfloat16 in fp32, because Horovod cannot sum it (horovod/horovod#4047).
+    """
+
+    def make_work(self) -> Tensor:
+        """Return a buffer of the dtype that is summed."""
+        return self.shape.zeros(dtype=torch.float32 if self.shape.dtype == torch.bfloat16 else None)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """One allreduce."""
+        yield self.comm.allreduce(self.work, name=self.shape.name)
+        if out is not self.work:
+            out.copy_(self.work)
 
 
 class Fp16(Compressor):

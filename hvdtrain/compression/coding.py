@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.compression.cast import pieces, sum_rows
-from hvdtrain.compression.int8_blocks import Codes, Int8Blocks
+from hvdtrain.compression.int8 import Codes, Int8Blocks
 from hvdtrain.compression.sizes import BLOCK, int8_row
 
 _EXPONENT = 0x7F800000

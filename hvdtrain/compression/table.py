@@ -179,7 +179,7 @@ _FP16_BY_OWNERS = Kind(
 TABLE = {
     kind.name: kind
     for kind in (
-        Kind("none", "none:Plain", sizes.plain, 1e-6, copies=Copies(1.0, (), after=0.0), bulk=True),
+        Kind("none", "cast:Plain", sizes.plain, 1e-6, copies=Copies(1.0, (), after=0.0), bulk=True),
         Kind(
             "fp16",
             "cast:fp16",
@@ -265,8 +265,7 @@ def auto_candidates() -> list[str]:
 def parse(text: str) -> Compression:
     """Return the compression that `text` names, such as "fp16" or "topk:0.01".
 
-    Errors:
-        ConfigError: there is no such compression, or its number is invalid.
+    Errors: ConfigError: there is no such compression, or its number is invalid.
     """
     name, colon, written = text.partition(":")
     kind = TABLE.get(name)
@@ -314,8 +313,7 @@ class OuterKind:
 def parse_outer(text: str) -> OuterKind:
     """Return the coding that ``--outer.compression`` names, such as "int4" or "topk:0.03".
 
-    Errors:
-        ConfigError: there is no such coding, or its number is invalid.
+    Errors: ConfigError: there is no such coding, or its number is invalid.
     """
     name, colon, written = text.partition(":")
     if name in _OUTER and not colon:

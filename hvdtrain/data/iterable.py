@@ -50,8 +50,7 @@ class IterableSamples(Dataset[Any]):
         state: a result of `state`; empty for the start.
         warn: whether to warn if the data set's state leads to other samples.
 
-    Errors:
-        DataError: when it is read: the data set has no samples, is its own iterator, or has an invalid state.
+    Errors: DataError: when it is read: the data set has no samples, is its own iterator, or has an invalid state.
     """
 
     def __init__(self, dataset: Any, seed: int, keep: int, state: dict[str, Any], *, warn: bool = True) -> None:

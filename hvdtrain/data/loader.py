@@ -18,6 +18,7 @@ from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, 
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.data.order import (
     MicroBatch,
+    SampleOrder,
     count_micro_batches,
     micro_batches,
     mix_seed,
@@ -25,7 +26,6 @@ from hvdtrain.data.order import (
     rank_share,
     take_micro_batches,
 )
-from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
 
@@ -279,8 +279,7 @@ def training_samples(dataset: Dataset[Any]) -> int:
 def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:
     """Return the number of samples, `least` or more.
 
-    Errors:
-        DataError: the data set is empty, or has no valid length or index.
+    Errors: DataError: the data set is empty, or has no valid length or index.
     """
     if is_iterable(dataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import DataError
 
 _LARGEST_SUM = 10_000
@@ -24,8 +24,7 @@ class Mixture(ConcatDataset[Any]):
         datasets: map-style, at least one sample each.
         weights: of each data set, relative to their sum.
 
-    Errors:
-        DataError: an invalid weight, or another number of weights than of data sets.
+    Errors: DataError: an invalid weight, or another number of weights than of data sets.
     """
 
     def __init__(self, datasets: Sequence[Dataset[Any]], weights: Sequence[float]) -> None:

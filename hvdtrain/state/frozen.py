@@ -34,8 +34,7 @@ class FrozenWeights:
     def left_out(self, model: nn.Module) -> frozenset[str]:
         """Return what a checkpoint leaves out.
 
-        Errors:
-            TaskError: one of them is trained now, so that its values would be lost.
+        Errors: TaskError: one of them is trained now, so that its values would be lost.
         """
         trained = [name for name, p in model.named_parameters() if p.requires_grad and name in self.names]
         if trained:
@@ -76,8 +75,7 @@ def check_stored(
         stored: the `facts` of the state; None if it has all parameters.
         tensors: names of the tensors of the model in the state.
 
-    Errors:
-        CheckpointError: the state is one of other frozen values, or of another way to save.
+    Errors: CheckpointError: the state is one of other frozen values, or of another way to save.
     """
     if own is None and stored is None:
         return frozenset()

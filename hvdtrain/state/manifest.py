@@ -83,8 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def detect_unreadable(path: Path) -> Iterator[None]:
     """Distinguish files that cannot be opened from damaged ones. `path` is a checkpoint, or the folder of all.
 
-    Errors:
-        UnreadableCheckpointError: an OSError that does not mean damage on the disk.
+    Errors: UnreadableCheckpointError: an OSError that does not mean damage on the disk.
     """
     try:
         yield

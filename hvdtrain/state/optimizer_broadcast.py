@@ -33,8 +33,7 @@ def broadcast_optimizer(optimizer: Optimizer, comm: Comm, root: int = 0) -> None
     Parameters stay as they are. A parameter without state on `root` has none anywhere. Tensors that a rank has already,
     of the same shape and type, are changed in place.
 
-    Errors:
-        TaskError: on every rank: a rank has other groups of parameters, or `root` has a value that cannot be sent.
+    Errors: TaskError: on every rank: a rank has other groups of parameters, or `root` has a value that cannot be sent.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = {

@@ -63,8 +63,7 @@ class Placeholder(Tensor):
     Tensors on torch's "meta" device would do for some models only, as code asks whether a tensor is on it: torch's
     `trunc_normal_` and transformers' initial values then draw nothing.
 
-    Errors:
-        RuntimeError, NotImplementedError: an operation needs values.
+    Errors: RuntimeError, NotImplementedError: an operation needs values.
 
     Attributes:
         read: reads the values, if this process can do so later; None if another rank has them.
@@ -201,8 +200,7 @@ def models_read_later() -> list[Any] | None:
 def refuse_other_placeholders(model: nn.Module) -> None:
     """Check that no placeholder is left but the model's parameters.
 
-    Errors:
-        RuntimeError: there is one, such as a buffer, or a copy of a parameter.
+    Errors: RuntimeError: there is one, such as a buffer, or a copy of a parameter.
     """
     parameters = set(map(id, model.parameters()))
 

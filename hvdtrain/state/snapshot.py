@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hvdtrain.state.buddies import Buddies, Copies
+from hvdtrain.state.buddies import Buddies, Copies, HeldCommit
 from hvdtrain.state.pieces import Key, Place, StateDict
-from hvdtrain.state.pooling import HeldCommit
 from hvdtrain.state.train_state import TrainState
 
 MAX_COST = 0.01

@@ -18,8 +18,7 @@ from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
-from hvdtrain.state.pieces import Key, Place, StateDict, specs
-from hvdtrain.state.plain_names import named_like
+from hvdtrain.state.pieces import Key, Place, StateDict, named_like, specs
 
 NUMBERS = "optimizer_values"
 """The group of plain numbers in the state of a divided optimizer."""

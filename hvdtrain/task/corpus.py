@@ -1,4 +1,4 @@
-"""Training data of a language model: the windows of tokens that the options select."""
+"""Training data of a language model: its options, and the windows of tokens that they select."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.task.chat_source import chat_source
+from hvdtrain.task.chat import chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.once_per_host import once_per_host
-from hvdtrain.task.text_config import TextConfig as TextConfig
-from hvdtrain.task.text_config import check_data
 from hvdtrain.task.text_sources import Source, files_matching, hub_advice, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 from hvdtrain.task.token_loss import COUNTED, MARKS
@@ -26,6 +24,89 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from hvdtrain.task.encode import Encoder, Ids
+
+
+_KINDS = ("text", "tokens", "dataset", "chat")
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Training data. The default is the source code of Python's standard library, as bytes.
+
+    Attributes:
+        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some of the files are held out,
+            or the end of the file if there is only one (default: source code of Python's standard library)
+        tokens: train on token ids: .npy files with one dimension of integers. The end of each is held out (default: use
+            data.text)
+        dataset: train on folders written by datasets' save_to_disk, with a column text or input_ids. The validation or
+            test split is held out, otherwise the end (default: use data.text)
+        chat: train the assistant's turns of conversations: JSONL files with messages, or prompt and completion, by the
+            tokenizer's chat template. Samples are whole conversations, and some of them are held out (default: use
+            data.text)
+        weights: fraction of samples from each name in the option of the data, as [0.7, 0.3]; smaller sources repeat
+            (default: each sample once per epoch)
+        tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
+            token)
+        documents: what a token sees of its sample: joined, all tokens before it; separate, those of its own document
+            or conversation, and positions restart with each (default: separate for data.chat, otherwise joined)
+        end_token: id of the last token of each document, for data.documents separate (default: that of the tokenizer)
+        seq_len: tokens per sample, and the weight of a sample in the loss
+        heldout: fraction of the data to hold out for evaluation
+    """
+
+    text: list[str] | str | None = None
+    tokens: list[str] | str | None = None
+    dataset: list[str] | str | None = None
+    chat: list[str] | str | None = None
+    weights: list[float] | None = None
+    tokenizer: str | None = None
+    documents: Literal["joined", "separate"] | None = None
+    end_token: int | None = None
+    seq_len: int = 128
+    heldout: float = 0.05
+
+    @property
+    def separate(self) -> bool:
+        """Whether documents do not see each other."""
+        return self.documents == "separate" or (self.documents is None and bool(self.chat))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of files or folders that are given; empty for the standard library."""
+        given = self.text or self.tokens or self.dataset or self.chat or []
+        return [given] if isinstance(given, str) else given
+
+
+def check_data(config: TextConfig) -> None:
+    """Check that options of the data have valid values, and do not conflict. Errors: ConfigError, DataError."""
+    given = [name for name in _KINDS if getattr(config, name)]
+    if len(given) > 1:
+        raise ConfigError(
+            "more than one kind of data is set",
+            expected=f"one of {', '.join(f'data.{name}' for name in _KINDS)}, or none for the standard library",
+            found=" and ".join(f"data.{name}" for name in given),
+        )
+    if config.tokens and config.tokenizer:
+        raise ConfigError(
+            "data.tokens and data.tokenizer conflict",
+            expected="a tokenizer only for text; data.tokens contains ids",
+            next_step="omit --data.tokenizer",
+        )
+    if config.end_token is not None and (config.chat or not config.separate):
+        raise ConfigError(
+            "data.end_token has no effect",
+            expected="an end token only if documents, not conversations, are separate",
+            next_step="add --data.documents separate, or omit --data.end_token",
+        )
+    if config.weights is not None:
+        from hvdtrain.data.mixture import whole_weights
+
+        whole_weights(config.weights, len(config.names) or 1)
+    if config.seq_len < 1:
+        raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
+    if not 0 <= config.heldout < 1:
+        raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
+
 
 log = logging.getLogger(__name__)
 

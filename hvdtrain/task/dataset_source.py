@@ -26,8 +26,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
     Of a DatasetDict, `train` is for training, and `validation`, otherwise `test`, is held out. Without these, the
     last rows are held out. `wants_text`: the user named a tokenizer, so `text` is required.
 
-    Errors:
-        DataError: there is no such folder, or no usable column.
+    Errors: DataError: there is no such folder, or no usable column.
     """
     path = Path(folder).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -171,8 +171,7 @@ def _synthetic(size: int) -> tuple[TensorDataset, None, int]:
 def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
     """Create the model in float32 on the CPU. The weights depend only on torch's global seed.
 
-    Errors:
-        TaskError: transformers is missing.
+    Errors: TaskError: transformers is missing.
     """
     transformers = import_library("transformers", "the image task", "image")
     options = dict(zip(_OPTIONS, PRESETS[config.preset], strict=True))

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.task.attention import choose_attention
+from hvdtrain.task.attention import choose_attention, divide_attention
 from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
-from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import (
     MtpLoss,
     Targets,

@@ -41,11 +41,7 @@ class LoraOptions:
 
 
 def parse_lora(text: str) -> LoraOptions:
-    """Read the value of `--model.lora`.
-
-    Errors:
-        ConfigError: it has another form, or a number is out of range.
-    """
+    """Read the value of `--model.lora`. Errors: ConfigError: it has another form, or a number is out of range."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {name.strip(): value.strip() for name, _, value in parts}
     if len(given) < len(parts) or not all(equals for _, equals, _ in parts):
@@ -136,8 +132,7 @@ def merge_adapters(model: nn.Module) -> None:
 def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Return the names of the layers to adapt.
 
-    Errors:
-        ConfigError: there are none for one of the `targets`, or no linear layers.
+    Errors: ConfigError: there are none for one of the `targets`, or no linear layers.
     """
     linear = _linear_layers(model)
     if not linear:

@@ -33,8 +33,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
         build: fills the empty folder that it gets. If it raises, no folder remains.
         is_whole: returns whether a folder holds everything that `build` writes.
 
-    Errors:
-        TransientDataError: neither folder is writable.
+    Errors: TransientDataError: neither folder is writable.
     """
     from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
     from hvdtrain.runtime.environment import environ

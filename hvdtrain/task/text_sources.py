@@ -94,8 +94,7 @@ def standard_library() -> list[TextFile]:
 def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list[TextFile]:
     """List the files that match any of the patterns of an option, which may contain **, by name.
 
-    Errors:
-        DataError: a pattern matches no file, a file is not accessible, or all files are empty.
+    Errors: DataError: a pattern matches no file, a file is not accessible, or all files are empty.
     """
     files: set[Path] = set()
     for pattern in patterns:

@@ -132,8 +132,7 @@ def describe_npy(path: Path, tail: float) -> TokenFile:
 
     The fraction `tail` of the ids, at the end, is held out.
 
-    Errors:
-        DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
+    Errors: DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
     """
     ids = _mapped(path)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

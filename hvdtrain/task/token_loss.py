@@ -210,8 +210,7 @@ def check_separation(model: Any) -> None:
 
     The logits of a document after another one must be those of the document alone.
 
-    Errors:
-        TaskError: the model ignores the positions, such as one with a recurrent state.
+    Errors: TaskError: the model ignores the positions, such as one with a recurrent state.
     """
     import torch
 

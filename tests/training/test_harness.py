@@ -14,8 +14,8 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import ConfigError
-from hvdtrain.task.tokenizer_files import byte_tokenizer
-from hvdtrain.training.harness import TaskOptions, TaskResults, evaluate_tasks
+from hvdtrain.task.encode import byte_tokenizer
+from hvdtrain.training.evaluate_run import TaskOptions, TaskResults, evaluate_tasks
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 pytest.importorskip("lm_eval", reason="hvdtrain[harness] is not installed")

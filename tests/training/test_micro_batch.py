@@ -19,7 +19,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig, TrainConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import plan_of
-from hvdtrain.training.diagnostics.memory_advice import memory_advice
+from hvdtrain.training.records.memory import memory_advice
 from hvdtrain.training.start import device as devices
 from hvdtrain.training.start import micro_batch
 from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest, sizes_to_try

@@ -20,9 +20,7 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.training.diagnostics.backward_trace import BackwardTrace
-from hvdtrain.training.diagnostics.forward_trace import ForwardTrace
-from hvdtrain.training.diagnostics.origin import Origin, not_finite
+from hvdtrain.training.diagnostics.origin import BackwardTrace, ForwardTrace, Origin, not_finite
 from hvdtrain.training.loop.buffers import all_buffers, copy_to_host
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.loop.step import Stepper

@@ -98,8 +98,7 @@ class RollBack:
         `spoiled` is equal on all ranks. `wait_saved` waits for the checkpoint that is being written; its step may be
         one that is undone. Returns False if the policy does not allow a roll back.
 
-        Errors:
-            NonFiniteError: that of `spoiled`, if a roll back is not allowed.
+        Errors: NonFiniteError: that of `spoiled`, if a roll back is not allowed.
         """
         if not self._is_allowed(spoiled, state.progress):
             if spoiled.error is not None:

@@ -35,13 +35,15 @@ from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.start.fused import check_own_optimizer, sparse_only, why_not_fused
 from hvdtrain.training.start.optimizers import (
+    check_own_optimizer,
     lr_schedule,
     make_optimizer,
     move_optimizer_state,
+    sparse_only,
     task_schedule,
     total_steps,
+    why_not_fused,
 )
 
 NOTHING = -1

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.config.schema import Config
 from hvdtrain.observe.flops import FlopCount, peak_tflops
-from hvdtrain.training.start.kernels import allows_tf32
+from hvdtrain.training.start.device import allows_tf32
 
 _BACKWARD = 2
 """Backward costs twice as much as forward: it computes gradients of inputs and of weights."""

@@ -22,7 +22,7 @@ from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Listener, Spans
 from hvdtrain.state.divided import local
-from hvdtrain.training.records.device_spans import timing_event
+from hvdtrain.training.records.listeners import timing_event
 
 VERSION = 1
 _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7

@@ -38,8 +38,7 @@ from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import make_routers
-from hvdtrain.training.records.device_spans import DeviceSpans
-from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
+from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
 from hvdtrain.training.records.verdict_watch import VerdictWatch
 from hvdtrain.training.round import Round
 
@@ -113,8 +112,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:
     """On rank 0, add the sinks that the options name, and those of the calling program.
 
-    Errors:
-        ConfigError: one of them cannot be found or is not a sink; on every rank.
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
     wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks

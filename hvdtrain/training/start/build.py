@@ -38,8 +38,8 @@ from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.worker_steps import WorkerSteps
 from hvdtrain.training.records.compile_counts import CompileCounts
 from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.energy_use import EnergyUse
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
+from hvdtrain.training.records.job_facts import EnergyUse
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from hvdtrain.training.start.opening import ClaimWatch

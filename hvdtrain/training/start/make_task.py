@@ -160,8 +160,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 def refuse_exit() -> Iterator[None]:
     """Turn a `sys.exit` in the task's code into an error; it would end one rank silently.
 
-    Errors:
-        TaskError: the code has called it.
+    Errors: TaskError: the code has called it.
     """
     try:
         yield
@@ -177,8 +176,7 @@ def refuse_exit() -> Iterator[None]:
 def check_same_data(task: Task, comm: Comm) -> None:
     """Check that all ranks have the same data. Collective: yes.
 
-    Errors:
-        LaunchError: on every rank, if the data of one differs from rank 0's.
+    Errors: LaunchError: on every rank, if the data of one differs from rank 0's.
     """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     data_id = task.data_id

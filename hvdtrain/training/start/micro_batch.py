@@ -1,17 +1,25 @@
-"""Find the largest micro-batch that fits the memory of every GPU (`--train.micro_batch auto`)."""
+"""Find the largest micro-batch that fits the memory of every GPU (`--train.micro_batch auto`).
+
+By a trial; for engines with collectives in each pass by a prediction, because a trial would leave the other ranks in a
+collective if memory ran out on one.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from torch.utils.data import default_collate
 
@@ -23,14 +31,16 @@ from hvdtrain.config.schema import AUTO, Config
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import micro_batches
 from hvdtrain.errors import ConfigError
+from hvdtrain.files import write_text
 from hvdtrain.observe.failure.fault import out_of_memory
 from hvdtrain.observe.past_journal import read_events
 from hvdtrain.plan.plan import AUTO as AUTO_COMPRESSION
-from hvdtrain.training.diagnostics.memory_advice import memory_advice
+from hvdtrain.programs import run_program
 from hvdtrain.training.loop.buffers import restored_buffers
 from hvdtrain.training.loop.forward import checked_loss, to_device
+from hvdtrain.training.records.memory import memory_advice
 from hvdtrain.training.round import Round
-from hvdtrain.training.start.predicted_micro_batch import predict_largest
+from hvdtrain.yaml_file import yaml_text
 
 FOUND = "micro_batch_found"
 """Event: `samples` of a micro-batch, and `limited_by`, the ranks with too little memory for twice as many."""
@@ -45,8 +55,7 @@ _STATES = 2
 def check_auto(config: Config, device: torch.device) -> None:
     """Check that the micro-batch can be found, if it is asked for, before anything costs time.
 
-    Errors:
-        ConfigError: it cannot.
+    Errors: ConfigError: it cannot.
     """
     if config.train.micro_batch == AUTO and device.type != "cuda":
         raise ConfigError(
@@ -100,8 +109,7 @@ def use_found_micro_batch(current: Round) -> None:
     The first round of a job finds it; ranks that join later get it. A resumed run never gets a larger one than before:
     its samples, and random numbers, stay those of its micro-batches.
 
-    Errors:
-        ConfigError: not even one sample fits.
+    Errors: ConfigError: not even one sample fits.
     """
     worker = current.worker
     if current.run.config.train.micro_batch != AUTO:
@@ -208,3 +216,58 @@ def _without_trace(current: Round) -> Iterator[None]:
         if on_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+
+
+_GIB = 1 << 30
+_COMMUNICATION_BYTES = _GIB
+"""Memory that NCCL takes."""
+_GAPS = 0.1
+"""Fraction of the rest that is lost between blocks of memory."""
+
+
+def predict_largest(current: Round, most: int) -> tuple[int, list[int]]:
+    """Return the largest micro-batch up to `most` samples, and the ranks with the least memory if that limits it.
+
+    0 if one sample does not fit. A trial like those of other engines would leave the other ranks in a collective if
+    memory ran out on one.
+    Collective: yes.
+
+    Errors: ConfigError: the memory of the job cannot be predicted.
+    """
+    limit = current.run.config.memory.limit
+    memory = allgather_json(current.comm, _usable_bytes(current.worker.device, limit), name="micro_batch/memory")
+    fitting = on_rank_0(current.comm, partial(_ask, current, min(memory)), name="micro_batch/predicted")
+    if fitting >= most:
+        return most, []
+    return fitting, [rank for rank, usable in enumerate(memory) if usable == min(memory)]
+
+
+def _usable_bytes(device: torch.device, limit_gib: float | None) -> int:
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - _COMMUNICATION_BYTES
+    usable = free if limit_gib is None else min(free, limit_gib * _GIB)
+    return int((1 - _GAPS) * usable)
+
+
+def _ask(current: Round, usable_bytes: int) -> int:
+    """Return the largest micro-batch by `hvdtrain fit`.
+
+    It is another process, because a prediction needs torch's default process group for ranks that do not exist.
+    """
+    worker, ranks = current.worker, current.comm.size
+    with tempfile.TemporaryDirectory() as scratch:
+        config = Path(scratch) / "options.yaml"
+        write_text(config, yaml_text(current.run.resolved))
+        given = ["--ranks", str(ranks), "--gib", str(usable_bytes / _GIB), "--config", str(config)]
+        argv = [sys.executable, "-m", "hvdtrain", "fit", "--json", *given, "--parallel.device", worker.device.type]
+        done = run_program(argv, None, folder=worker.info.folder)
+    reason = next((text for text in done.err.splitlines() if "Error" in text), f"exit code {done.code}")
+    lines: list[dict[str, Any]] = orjson.loads(done.out) if done.out else [{"memory": None, "refused": reason}]
+    (line,) = lines
+    if line["memory"] is None:
+        raise ConfigError(
+            "--train.micro_batch auto cannot predict the memory of this job",
+            expected="a task of a module or a file, with steps that hvdtrain fit can predict",
+            found=line["refused"],
+            next_step="set a number, such as --train.micro_batch 4",
+        )
+    return int(line["micro_batch"]) if done.code == 0 else 0

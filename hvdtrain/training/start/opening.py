@@ -27,8 +27,7 @@ from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
-from hvdtrain.training.records.energy_use import EnergyUse
-from hvdtrain.training.records.job_facts import JobFacts, gather_facts
+from hvdtrain.training.records.job_facts import EnergyUse, JobFacts, gather_facts
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
@@ -87,11 +86,7 @@ class ClaimWatch:
         return [int(self._claim is not None and self._claim.lost)]
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
-        """Check the claim. Collective: yes.
-
-        Errors:
-            RunDirectoryError: on every rank, if it is lost.
-        """
+        """Check the claim. Collective: yes. Errors: RunDirectoryError: on every rank, if it is lost."""
         if sums[0]:
             on_rank_0(self._comm, self._check, name="claim")
 

@@ -21,11 +21,10 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
+from hvdtrain.state.buddies import pool_state
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.extras import unused
-from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.plain_names import named_like
-from hvdtrain.state.pooling import pool_state
+from hvdtrain.state.pieces import StateDict, named_like
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
@@ -40,8 +39,7 @@ def resume_state(current: Round) -> int:
     The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for. Where
     ranks hold pieces, it is the newest commit that has lost none.
 
-    Errors:
-        CheckpointError, LaunchError, DriftError, LostStateError: on every rank.
+    Errors: CheckpointError, LaunchError, DriftError, LostStateError: on every rank.
     """
     worker, comm, claim, recorder = current.worker, current.comm, current.claim, current.recorder
     state, touch = worker.state, current.spans.touch
@@ -105,8 +103,7 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
 
     If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`.
 
-    Errors:
-        CheckpointError: the checkpoint is missing, damaged, or of another model.
+    Errors: CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
     run, worker, recorder = current.run, current.worker, current.recorder
     claim, store = current.claim, current.store

@@ -72,8 +72,7 @@ class RunDirectory:
     def check(self) -> None:
         """Refuse to continue if another job has claimed the folder, or could: two jobs would write into one run.
 
-        Errors:
-            RunDirectoryError: another job has claimed it, or it was moved or removed.
+        Errors: RunDirectoryError: another job has claimed it, or it was moved or removed.
         """
         held = os.fstat(self.lock.fileno())
         try:
@@ -123,8 +122,7 @@ class RunDirectory:
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, atomically, with `resume: auto`, so that it resumes this run.
 
-        Errors:
-            RunDirectoryError: the disk is full, for example.
+        Errors: RunDirectoryError: the disk is full, for example.
         """
         try:
             self.mark_job()

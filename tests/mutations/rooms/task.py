@@ -39,14 +39,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/task/test_saved_model.py",
     ),
     mutation(
-        "task/chat_encoder.py",
+        "task/chat.py",
         "or whole[: len(after)] != after:",
         "or len(whole) < len(after):",
         "turns are counted at places where the whole conversation has other tokens",
         "tests/task/test_chat.py",
     ),
     mutation(
-        "task/chat_source.py",
+        "task/chat.py",
         "self.truncated += len(whole.ids) > self.length",
         "self.truncated += len(whole.ids) >= self.length",
         "a conversation that just fits counts as truncated",
@@ -95,7 +95,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/task/test_once_per_host.py",
     ),
     mutation(
-        "task/stored_weights.py",
+        "task/saved_model.py",
         "tensors[found[-1][0]].to(dtype, copy=True)",
         "tensors[found[-1][0]].to(dtype)",
         "a weight stays in the mapped file",
