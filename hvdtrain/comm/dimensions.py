@@ -85,7 +85,11 @@ class Dimensions:
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         fitting = [each for each in starmap(Dimensions, product(divisors, repeat=4)) if each and each._fits(size)]
-        nearest = min(fitting, key=self._distance, default=None)
+
+        def distance(other: Dimensions) -> int:
+            return sum(abs(value - getattr(other, name)) for name, value in vars(self).items())
+
+        nearest = min(fitting, key=distance, default=None)
         raise ConfigError(
             f"{size} rank(s){where and f' {where}'} do not have the dimensions {self.options}",
             expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
@@ -130,9 +134,6 @@ class Dimensions:
     def _fits(self, size: int) -> bool:
         fits_stages = size % self.same_samples == 0 and size % (self.ep * self.pp) == 0
         return fits_stages and (self.ep == 1 or self.ep % self.tp == 0)
-
-    def _distance(self, other: Dimensions) -> int:
-        return sum(abs(mine - theirs) for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
 
     def block(self, rank: int, width: int) -> list[int]:
         """Return the ranks that together hold what `width` ranks divide, with this one."""
@@ -239,13 +240,11 @@ def check_divides(option: str, ranks: int, count: int, what: str, next_step: str
 
 
 def _first_few(groups: Iterable[Sequence[int]]) -> str:
-    shown = [*dict.fromkeys(map(_shown, groups))]
-    return f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
+    shown: dict[str, None] = {}
+    for ranks in groups:
+        consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
+        shown[f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))] = None
+    return f"{', '.join([*shown][:4])}{', ...' if len(shown) > 4 else ''}"
 
 
 IN_GROUP = "in a group of --parallel.dp_shard"

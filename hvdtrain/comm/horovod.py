@@ -92,7 +92,13 @@ class HorovodHandle:
             except HorovodInternalError as error:
                 if "not supported with Join" in str(error):
                     del self._in_flight[self._name]  # it is over; a collective that a lost rank interrupts stays listed
-                    raise _joined(self._name) from None
+                    raise JoinedError(
+                        f"{self._name} cannot be exchanged: another rank has called hvd.join() and now takes part only"
+                        " in sums",
+                        expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with'
+                        " sparse_as_dense=True",
+                        next_step="or give each rank the same number of batches, and omit join",
+                    ) from None
                 raise
             self._in_flight.pop(self._name, None)
             # alltoall returns (rows, number of rows from each rank)
@@ -235,14 +241,6 @@ class HorovodComm:
     def _into(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         """Return what finishes a collective in place: Horovod's result is `tensor`, or a copy of it on the host."""
         return (lambda result: tensor.copy_(result.view(tensor.dtype))) if self.through_host else lambda result: tensor
-
-
-def _joined(name: str) -> JoinedError:
-    return JoinedError(
-        f"{name} cannot be exchanged: another rank has called hvd.join() and now takes part only in sums",
-        expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with sparse_as_dense=True',
-        next_step="or give each rank the same number of batches, and omit join",
-    )
 
 
 def _like(tensor: Tensor) -> Callable[[Tensor], Tensor]:

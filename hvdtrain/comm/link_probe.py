@@ -33,12 +33,7 @@ def probe_link(
 
     Ends before the size that would exceed `budget_s` by rank 0's clock, but always measures the two smallest sizes.
 
-    Args:
-        comm: ranks that begin each allreduce together.
-        device: of the tensors.
-        budget_s: time limit in seconds.
-        among: the ranks of each allreduce, a subset of `comm` that contains this one (default: `comm`).
-        sizes: in bytes, ascending.
+    `comm`: ranks that begin each allreduce together. `among`: the ranks of each, a subset with this one (default: all).
     """
     found: list[tuple[int, float]] = []
     slowest: list[tuple[int, float]] = []
@@ -91,17 +86,11 @@ _PART = 0.8  # of the time limit that is spent in allreduces; the rest is for ma
 
 @dataclass(frozen=True)
 class HostSpeeds:
-    """Bus bandwidths in bytes per second.
+    """Bus bandwidths in bytes per second."""
 
-    Attributes:
-        inside: of each host that has several ranks.
-        between: of each host with another one, the fastest.
-        everyone: of all ranks together; None with one rank.
-    """
-
-    inside: dict[str, float]
-    between: dict[str, float]
-    everyone: float | None
+    inside: dict[str, float]  # of each host that has several ranks
+    between: dict[str, float]  # of each host with another one, the fastest
+    everyone: float | None  # of all ranks together; None with one rank
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
@@ -139,14 +128,9 @@ def retried_pairs(between: dict[str, float], least: float) -> list[tuple[str, st
 
 
 def measure_hosts(comm: Comm, device: torch.device, hosts: Sequence[str], seconds: float, least: float) -> HostSpeeds:
-    """Measure; each rank returns the same. Collective: yes.
+    """Measure for about `seconds`; each rank returns the same. Collective: yes.
 
-    Args:
-        comm: all ranks.
-        device: of the tensors.
-        hosts: of each rank.
-        seconds: approximate time limit.
-        least: a host below this part of the median is measured again, with another one.
+    `hosts`: of each rank. `least`: a host below this part of the median is measured again, with another one.
     """
     ranks = ranks_by_host(hosts)
     names = list(ranks)
@@ -182,16 +166,11 @@ def _measure(comm: Comm, device: torch.device, groups: list[Group], budget_s: fl
     if isinstance(comm, GroupingComm):
         comm.add_groups([group for group in groups if len(group) < comm.size])
     mine = next((group for group in groups if comm.rank in group), [])
-    found = probe_link(comm, device, budget_s, among=_subset(comm, mine), sizes=HOST_SIZES)
+    among = comm if len(mine) == comm.size else comm.subset(mine, 0, 1) if mine else SoloComm()
+    found = probe_link(comm, device, budget_s, among=among, sizes=HOST_SIZES)
     everyone = allgather_json(comm, found, name="link/found")
     speeds = []
     for group in groups:
         slowest = [(size, max(everyone[rank][row][1] for rank in group)) for row, (size, _) in enumerate(found)]
         speeds.append((group, max(bus_bandwidth(size, seconds, len(group)) for size, seconds in slowest)))
     return speeds
-
-
-def _subset(comm: Comm, group: Group) -> Comm:
-    if not group:
-        return SoloComm()
-    return comm if len(group) == comm.size else comm.subset(group, 0, 1)

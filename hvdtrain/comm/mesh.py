@@ -18,19 +18,12 @@ _OPTION = "--parallel.dp_shard"
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of one rank.
+    """The groups of one rank."""
 
-    Attributes:
-        everyone: all ranks.
-        shard: those that together hold the whole model.
-        shard_ranks: their ranks among all.
-        replicas: those that hold the same part; None if all ranks divide the model.
-    """
-
-    everyone: Comm
-    shard: Comm
-    shard_ranks: list[int]
-    replicas: Comm | None = None
+    everyone: Comm  # all ranks
+    shard: Comm  # those that together hold the whole model
+    shard_ranks: list[int]  # their ranks among all
+    replicas: Comm | None = None  # those that hold the same part; None if all ranks divide the model
 
 
 def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:

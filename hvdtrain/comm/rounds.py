@@ -53,12 +53,9 @@ class Rounds(ABC):
 
     @abstractmethod
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
-        """Join the ranks of the next round. Collective: yes.
+        """Join the ranks of the next round, because it has `STARTED`, `FAILED` or `CHANGED`. Collective: yes.
 
-        Args:
-            why: started, failed or changed.
-            text: of the error that ended the round before.
-            step: optimizer steps in this process's memory; -1 for no state.
+        `text`: of the error that ended the round before. `step`: optimizer steps in memory here; -1 for no state.
 
         Errors: NoPlace: the job continues or ends without this process.
         """
@@ -267,12 +264,7 @@ Groups = Callable[[int], Sequence[Sequence[int]]]
 """Returns the ranks of each group that will exchange apart, of a number of ranks."""
 
 
-def no_groups(size: int) -> Sequence[Sequence[int]]:
-    """Return none."""
-    return []
-
-
-def start_rounds(info: RankInfo, groups: Groups = no_groups, *, horovod: bool = True) -> Rounds:
+def start_rounds(info: RankInfo, groups: Groups = lambda size: (), *, horovod: bool = True) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
     `groups`: of ranks that will exchange apart. `horovod`: whether training needs Horovod; without it torchrun may have
@@ -288,7 +280,7 @@ def start_rounds(info: RankInfo, groups: Groups = no_groups, *, horovod: bool = 
     return OneRound(comm)
 
 
-def start_comm(info: RankInfo, groups: Groups = no_groups) -> Comm:
+def start_comm(info: RankInfo, groups: Groups = lambda size: ()) -> Comm:
     """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
 
     `groups`: of ranks that will exchange apart. Collective: yes. Call `runtime.tuning.prepare` before.

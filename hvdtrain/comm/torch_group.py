@@ -91,7 +91,12 @@ class TorchComm:
     def allreduce(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks, in place. Collective: yes."""
         sent = self._sent(tensor)
-        return self._begin(name, sent, lambda: (self._reduce(sent), lambda: _into(tensor, sent)))
+
+        def start() -> Started:
+            work = dist.all_reduce(sent, group=self._group, async_op=True) if sent.numel() else None
+            return work, lambda: _into(tensor, sent)
+
+        return self._begin(name, sent, start)
 
     def allgather(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Concatenate along dimension 0. Collective: yes."""
@@ -193,9 +198,6 @@ class TorchComm:
         else:
             dist.all_reduce(table, group=self._group)
         return table.tolist()
-
-    def _reduce(self, tensor: Tensor) -> dist.Work | None:
-        return dist.all_reduce(tensor, group=self._group, async_op=True) if tensor.numel() else None
 
     def _exchange(
         self, found: Tensor, sent: Tensor, received: list[int] | None = None, given: list[int] | None = None

@@ -79,7 +79,9 @@ class Blocks(OuterCoding):
             if self._bits == 2:
                 rest = (len(values) - 1) % self._block + 1 if rows.stop == len(scales) else self._block
                 magnitudes = blocks.abs()
-                is_large = magnitudes > _SPLIT * _mean(magnitudes, self._block, rest)
+                mean = magnitudes.mean(1, keepdim=True)
+                mean[-1] *= self._block / rest
+                is_large = magnitudes > _SPLIT * mean
                 scales[rows] = two_levels(magnitudes, is_large, self._block, rest)
                 codes[rows] = _pack(is_large.to(torch.uint8) + 2 * (blocks < 0), 2)
                 continue
@@ -120,12 +122,6 @@ def two_levels(magnitudes: Tensor, is_large: Tensor, width: int, rest: int) -> T
     small[-1] -= width - rest
     sums = torch.where(is_large, magnitudes, 0.0).sum(1)
     return torch.stack([(magnitudes.sum(1) - sums) / small.clamp(min=1), sums / large.clamp(min=1)], 1)
-
-
-def _mean(magnitudes: Tensor, width: int, rest: int) -> Tensor:
-    found = magnitudes.mean(1, keepdim=True)
-    found[-1] *= width / rest
-    return found
 
 
 def _signed(codes: Tensor, levels: Tensor) -> Tensor:

@@ -21,17 +21,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """The facts about a bucket that sizes depend on.
+    """The facts about a bucket that sizes depend on."""
 
-    Attributes:
-        shapes: of the gradients.
-        dtype: of the gradients, by torch's name: "float32".
-        length: elements, including gaps between gradients.
-    """
-
-    shapes: Sequence[Sequence[int]]
-    dtype: str
-    length: int
+    shapes: Sequence[Sequence[int]]  # of the gradients
+    dtype: str  # of the gradients, by torch's name: "float32"
+    length: int  # elements, including gaps between gradients
 
 
 def fill(

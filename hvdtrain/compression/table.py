@@ -39,9 +39,13 @@ class Number:
     high: float
     whole: bool = False
 
-    def accepts(self, value: float) -> bool:
-        """Whether `value` is valid."""
-        return self.low <= value <= self.high and (not self.whole or value == int(value))
+    def read(self, text: str) -> float | None:
+        """Return the number in a text; None if it is invalid."""
+        try:
+            value = float(text)
+        except ValueError:
+            return None
+        return value if self.low <= value <= self.high and (not self.whole or value == int(value)) else None
 
 
 @dataclass(frozen=True)
@@ -86,17 +90,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Compression:
-    """A line of the table with its number.
+    """A line of the table with its number."""
 
-    Attributes:
-        kind: the line, or its `without_halves`.
-        number: the value after the colon; 0 if it takes none.
-        halves: whether an allreduce of 16-bit floats is faster than one of fp32.
-    """
-
-    kind: Kind
-    number: float = 0.0
-    halves: bool = True
+    kind: Kind  # the line, or its `without_halves`
+    number: float = 0.0  # the value after the colon; 0 if it takes none
+    halves: bool = True  # whether an allreduce of 16-bit floats is faster than one of fp32
 
     def __str__(self) -> str:
         return f"{self.kind.name}:{self.number:g}" if self.kind.number else self.kind.name
@@ -272,21 +270,13 @@ def parse(text: str) -> Compression:
     if kind is not None:
         if not colon:
             return Compression(kind, kind.number.default if kind.number else 0.0)
-        try:
-            value = float(written)
-        except ValueError:
-            value = float("nan")  # which no range accepts
-        if kind.number and kind.number.accepts(value):
+        if kind.number and (value := kind.number.read(written)) is not None:
             return Compression(kind, value)
     raise ConfigError(f"invalid compression {text!r}", expected=", ".join(choices()), next_step="choose one of these")
 
 
-_OUTER = {
-    "none": "",
-    "bf16": "outer:Bf16",
-    **dict.fromkeys(sizes.OUTER_BLOCKS, "outer:Blocks"),
-    "topk": "outer:ChunkedTopK",
-}
+_OUTER = {"none": "", "bf16": "outer:Bf16", **dict.fromkeys(sizes.OUTER_BLOCKS, "outer:Blocks")}
+_OUTER["topk"] = "outer:ChunkedTopK"
 """The coding of each value of ``--outer.compression``."""
 _SHARE = Number("share", 0.03, 1 / sizes.OUTER_CHUNK, 0.5)
 
@@ -304,10 +294,8 @@ class OuterKind:
 
     def load(self) -> OuterCoding | None:
         """Return the coding; None for fp32. Imports torch."""
-        make = _load_name(_OUTER[self.name]) if _OUTER[self.name] else None
-        if make is None or self.name == "bf16":
-            return make() if make else None
-        return make(self.number if self.name == "topk" else self.name)  # type: ignore[no-any-return]
+        given = {"none": (), "bf16": (), "topk": (self.number,)}.get(self.name, (self.name,))
+        return _load_name(_OUTER[self.name])(*given) if _OUTER[self.name] else None
 
 
 def parse_outer(text: str) -> OuterKind:
@@ -318,11 +306,7 @@ def parse_outer(text: str) -> OuterKind:
     name, colon, written = text.partition(":")
     if name in _OUTER and not colon:
         return OuterKind(name, _SHARE.default if name == "topk" else 0.0)
-    try:
-        share = float(written) if name == "topk" else float("nan")
-    except ValueError:
-        share = float("nan")
-    if _SHARE.accepts(share):
+    if name == "topk" and (share := _SHARE.read(written)) is not None:
         return OuterKind(name, share)
     raise ConfigError(
         f"invalid --outer.compression {text!r}",

@@ -40,30 +40,21 @@ _STEPS_AT_ONCE = 64
 class Stream:
     """The share of one rank in the endless stream of samples.
 
-    Attributes:
-        dataset: map-style with at least one sample, or iterable.
-        global_batch: samples per step.
-        micro_batch: samples per forward pass.
-        left_out: ranges [begin, end) of positions to skip, in order.
-        uniform: whether ranks with fewer micro-batches draw `repeated` ones.
-        in_turn: whether micro-batches go round the ranks: those of a pass of all ranks are neighbours.
-        data_state: place in an iterable data set, of `HostBatch.data_state`.
-        shares: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
-        workers: that train apart; each has its share of the micro-batches. None without such workers.
+    `shares`: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
     """
 
-    dataset: Dataset[Any]
+    dataset: Dataset[Any]  # map-style with at least one sample, or iterable
     seed: int
-    global_batch: int
-    micro_batch: int
+    global_batch: int  # samples per step
+    micro_batch: int  # samples per forward pass
     rank: int
     size: int
-    left_out: Sequence[Sequence[int]] = ()
-    uniform: bool = False
-    in_turn: bool = False
-    data_state: dict[str, Any] = field(default_factory=dict)
+    left_out: Sequence[Sequence[int]] = ()  # ranges [begin, end) of positions to skip, in order
+    uniform: bool = False  # whether ranks with fewer micro-batches draw `repeated` ones
+    in_turn: bool = False  # whether micro-batches go round the ranks: those of a pass of all ranks are neighbours
+    data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, of `HostBatch.data_state`
     shares: tuple[int, ...] | None = None
-    workers: Workers | None = None
+    workers: Workers | None = None  # that train apart, each with a share of the micro-batches
 
     def equal_shares(self) -> list[int]:
         """Return the micro-batches of each rank in a step, if they are divided equally."""
@@ -142,17 +133,11 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
 
 
 class HostBatch(NamedTuple):
-    """A micro-batch on the host.
+    """A micro-batch on the host."""
 
-    Attributes:
-        indices: of its samples in the data set, int64.
-        batch: the samples, later collated.
-        data_state: a place in an iterable data set before these samples, as JSON; "" for other data sets.
-    """
-
-    indices: bytes
-    batch: Any
-    data_state: bytes = b""
+    indices: bytes  # of its samples in the data set, int64
+    batch: Any  # the samples, later collated
+    data_state: bytes = b""  # a place in an iterable data set before these samples, as JSON; "" for other data sets
 
 
 class Seeded(Dataset[Any]):
@@ -272,7 +257,7 @@ class _Sampler:
 
 
 def training_samples(dataset: Dataset[Any]) -> int:
-    """Return the number of samples; 0 for an iterable data set. Errors: DataError: see `dataset_length`."""
+    """Return the number of samples; 0 for an iterable data set. Errors: those of `dataset_length`."""
     return 0 if is_iterable(dataset) else dataset_length(dataset)
 
 

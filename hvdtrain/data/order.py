@@ -157,16 +157,11 @@ class SampleOrder:
     With weights, sources take turns in a fixed pattern, which repeats after as many positions as the weights sum up to.
     Among any first n samples, the number of those of a source differs by less than 1 from n times its share. Each
     source has its own passes: it is used whole, in a random order, before one of its samples is used again.
-
-    Args:
-        samples: number of samples of all sources; 0 for an iterable data set, in its own order.
-        sources: length and weight, a whole number of 1 or more, of each source; empty for one order over all samples.
-        seed: of the order.
     """
 
-    samples: int
-    sources: Sequence[Sequence[int]]
-    seed: int
+    samples: int  # number of samples of all sources; 0 for an iterable data set, in its own order
+    sources: Sequence[Sequence[int]]  # length and whole weight of each; empty for one order over all samples
+    seed: int  # of the order
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:

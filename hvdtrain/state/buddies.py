@@ -52,17 +52,11 @@ def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | 
 
 @dataclass(frozen=True)
 class Copies:
-    """What a rank has of the pieces of a commit, besides its own.
+    """What a rank has of the pieces of a commit, besides its own."""
 
-    Attributes:
-        identity: of the commit, equal on all ranks.
-        every: keys of the pieces of all ranks, equal on all ranks.
-        pieces: of the ranks that this rank is the buddy of.
-    """
-
-    identity: str
-    every: list[PieceKey]
-    pieces: list[Piece]
+    identity: str  # of the commit, equal on all ranks
+    every: list[PieceKey]  # keys of the pieces of all ranks, equal on all ranks
+    pieces: list[Piece]  # of the ranks that this rank is the buddy of
 
 
 class Buddies:
@@ -154,17 +148,11 @@ Offer = tuple[int, str, int, list[int]]
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """What a rank has of a commit.
+    """What a rank has of a commit."""
 
-    Attributes:
-        step: optimizer steps done.
-        state: of this rank.
-        copies: of other ranks.
-    """
-
-    step: int
-    state: StateDict
-    copies: Copies
+    step: int  # optimizer steps done
+    state: StateDict  # of this rank
+    copies: Copies  # of other ranks
 
     def pieces(self) -> dict[PieceKey, Piece]:
         """Return all pieces in this rank's memory."""
@@ -179,19 +167,12 @@ class HeldCommit:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit to continue from.
+    """The commit to continue from."""
 
-    Attributes:
-        step: optimizer steps done.
-        identity: of the commit.
-        root: the lowest rank that has it.
-        holders: the lowest rank that has the piece, for each piece.
-    """
-
-    step: int
-    identity: str
-    root: int
-    holders: list[int]
+    step: int  # optimizer steps done
+    identity: str  # of the commit
+    root: int  # the lowest rank that has it
+    holders: list[int]  # the lowest rank that has the piece, for each piece
 
 
 def choose_commit(offers: Sequence[Sequence[Offer]]) -> Choice | None:

@@ -90,23 +90,14 @@ class Saved:
 
 @dataclass
 class CheckpointStore:
-    """The checkpoints of one run. Used only on rank 0.
+    """The checkpoints of one run. Used only on rank 0."""
 
-    Attributes:
-        directory: ``RUN/checkpoints``, created by the first save.
-        warn: shows a warning.
-        progress: called for each file and each verified MiB, so that the watchdog sees progress.
-        check: called before each save; raises if another job has taken over the run.
-        files: content by name of further files in each checkpoint; see `Task.files`.
-        best: which checkpoint is kept besides the newest.
-    """
-
-    directory: Path
-    warn: Callable[[str], None]
-    progress: Callable[[], None] = lambda: None
-    check: Callable[[], None] = lambda: None
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    best: Measure = field(default_factory=Measure)
+    directory: Path  # ``RUN/checkpoints``, created by the first save
+    warn: Callable[[str], None]  # shows a warning
+    progress: Callable[[], None] = lambda: None  # called for each file and each verified MiB, for the watchdog
+    check: Callable[[], None] = lambda: None  # called before each save; raises if another job has taken over the run
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files of each checkpoint; see `Task.files`
+    best: Measure = field(default_factory=Measure)  # which checkpoint is kept besides the newest
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""

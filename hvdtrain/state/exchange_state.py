@@ -36,17 +36,11 @@ def is_rounded(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Owned:
-    """The part of a model's parameter that this rank's optimizer updates.
+    """The part of a model's parameter that this rank's optimizer updates."""
 
-    Attributes:
-        parameter: of the optimizer; None if other ranks update all of it.
-        place: of this part; None for the whole parameter, on every rank.
-        owners: ranks that update a part of it; empty for all ranks.
-    """
-
-    parameter: nn.Parameter | None
-    place: Place | None = None
-    owners: tuple[int, ...] = ()
+    parameter: nn.Parameter | None  # of the optimizer; None if other ranks update all of it
+    place: Place | None = None  # of this part; None for the whole parameter, on every rank
+    owners: tuple[int, ...] = ()  # ranks that update a part of it; empty for all ranks
 
     def place_of(self, value: Tensor) -> Place | None:
         """Return the place of a tensor in the optimizer's state of this part."""

@@ -19,17 +19,11 @@ FROZEN = "frozen"
 
 @dataclass
 class FrozenWeights:
-    """The parameters of a model that were frozen when training started.
+    """The parameters of a model that were frozen when training started."""
 
-    Attributes:
-        names: of these parameters, other names of tied ones included.
-        digest: of names and values, hexadecimal. Empty if this process never had the values: then rank 0's counts.
-        hashes: of the values in the memory of this rank when training started, to detect changes; None before.
-    """
-
-    names: frozenset[str]
-    digest: str
-    hashes: Tensor | None = None
+    names: frozenset[str]  # of these parameters, other names of tied ones included
+    digest: str  # of names and values; empty if this process never had the values: then rank 0's counts
+    hashes: Tensor | None = None  # of the values here when training started, to detect changes; None before
 
     def left_out(self, model: nn.Module) -> frozenset[str]:
         """Return what a checkpoint leaves out.

@@ -26,17 +26,11 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a piece that not every rank holds.
+    """The place of a piece that not every rank holds."""
 
-    Attributes:
-        shape: of the whole tensor.
-        offset: of the piece's first element, for each dimension.
-        ranks: ranks that hold equal copies of the piece, ascending.
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    ranks: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the piece's first element, for each dimension
+    ranks: tuple[int, ...]  # ranks that hold equal copies of the piece, ascending
 
     def cut(self, whole: Tensor, size: Iterable[int]) -> Tensor:
         """Return the view of the piece, of shape `size`, in the whole tensor."""

@@ -18,32 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdtrain.runtime.memory import return_freed_memory
 
-_aten = torch.ops.aten
-_MAKE_ANOTHER = {
-    _aten.empty_like,
-    _aten.full_like,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-    _aten.new_full,
-    _aten.new_ones,
-    _aten.new_zeros,
-    _aten.ones_like,
-    _aten.rand_like,
-    _aten.randint_like,
-    _aten.randn_like,
-    _aten.zeros_like,
-}
+_NEW = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
+_NEW += " new_empty new_empty_strided new_full new_ones new_zeros"
+_MAKE_ANOTHER = {getattr(torch.ops.aten, name) for name in _NEW.split()}
 """Operations that need no values: their results are as always."""
-_FILL = {
-    _aten.bernoulli_,
-    _aten.cauchy_,
-    _aten.exponential_,
-    _aten.geometric_,
-    _aten.log_normal_,
-    _aten.normal_,
-    _aten.random_,
-    _aten.uniform_,
-}
+_DRAWN = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+_FILL = {getattr(torch.ops.aten, name) for name in _DRAWN.split()}
 """Operations that draw random numbers in place: how many depends only on shape, strides and dtype."""
 _TRUNCATED = "_no_grad_trunc_normal_"
 """What `nn.init.trunc_normal_` calls, under any of its names."""

@@ -122,29 +122,17 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class Corpus:
-    """Samples of one source, or of several.
+    """Samples of one source, or of several."""
 
-    Attributes:
-        train: a map-style data set with at least one sample of each source.
-        heldout: of all sources in order; None if there are too few tokens for a sample.
-        vocabulary: one more than the largest id.
-        nominal_weight: number of tokens with a loss in a typical sample.
-        digest: a hash of the data and the weights.
-        tokenizer: its files for transformers, by name; empty if it is unknown.
-        end: id of the last token of each document, if documents are to be separate.
-        is_chat: whether samples are conversations with marks, see `chat_loss`.
-        note: a line about the data; may be empty.
-    """
-
-    train: Any
-    heldout: Any
-    vocabulary: int
-    nominal_weight: float
-    digest: str
-    tokenizer: Mapping[str, bytes]
-    end: int | None
-    is_chat: bool
-    note: str
+    train: Any  # a map-style data set with at least one sample of each source
+    heldout: Any  # of all sources in order; None if there are too few tokens for a sample
+    vocabulary: int  # one more than the largest id
+    nominal_weight: float  # number of tokens with a loss in a typical sample
+    digest: str  # a hash of the data and the weights
+    tokenizer: Mapping[str, bytes]  # its files for transformers, by name; empty if it is unknown
+    end: int | None  # id of the last token of each document, if documents are to be separate
+    is_chat: bool  # whether samples are conversations with marks, see `chat_loss`
+    note: str  # a line about the data; may be empty
 
 
 class _Prepared(NamedTuple):

@@ -36,15 +36,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A folder with the files of a model.
+    """A folder with the files of a model."""
 
-    Attributes:
-        folder: of a checkpoint, or in the form of transformers.
-        is_checkpoint: whether it is a checkpoint of hvdtrain.
-    """
-
-    folder: Path
-    is_checkpoint: bool
+    folder: Path  # of a checkpoint, or in the form of transformers
+    is_checkpoint: bool  # whether it is a checkpoint of hvdtrain
 
     @property
     def has_adapters(self) -> bool:

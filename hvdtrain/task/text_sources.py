@@ -43,26 +43,16 @@ _JSON_LINES = {".jsonl", ".ndjson"}
 
 @dataclass(frozen=True)
 class Source:
-    """Documents as ids.
-
-    Args:
-        identity: JSON values that change with the documents' content, order or split.
-        train: starts to yield the ids to train on, in pieces.
-        heldout: starts to yield the held-out ids; returns None to hold out the end of `train`.
-        vocabulary: returns one more than the largest id; called when the ids are written.
-        tokenizer: returns the files of the tokenizer for transformers, by name; empty if it is unknown.
-        end: returns the id after each document; None if there is none, or it is unknown.
-        note: returns a line about the ids after they have been written.
-    """
+    """Documents as ids."""
 
     name: str
-    identity: list[Any]
-    train: Callable[[], Iterator[Ids]]
-    heldout: Callable[[], Iterator[Ids] | None]
-    vocabulary: Callable[[], int]
-    tokenizer: Callable[[], Mapping[str, bytes]]
-    end: Callable[[], int | None]
-    note: Callable[[], str] = str
+    identity: list[Any]  # JSON values that change with the documents' content, order or split
+    train: Callable[[], Iterator[Ids]]  # starts to yield the ids to train on, in pieces
+    heldout: Callable[[], Iterator[Ids] | None]  # starts to yield them; None: hold out the end of `train`
+    vocabulary: Callable[[], int]  # returns one more than the largest id; called when the ids are written
+    tokenizer: Callable[[], Mapping[str, bytes]]  # its files for transformers, by name; empty if unknown
+    end: Callable[[], int | None]  # returns the id after each document; None if there is none, or it is unknown
+    note: Callable[[], str] = str  # returns a line about the ids after they have been written
 
 
 @dataclass(frozen=True)

@@ -36,23 +36,17 @@ _NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensiona
 class TokenFile:
     """A file of ids: those to train on, then the held-out ones.
 
-    Args:
-        dtype: numpy's name of the ids' type, with byte order.
-        offset_bytes: offset of the first id.
-        train, heldout: numbers of ids.
-        vocabulary: one more than the largest id.
-        digest: SHA-256 of the ids as stored, equal on all hosts with the same data.
-        note: a line to show about them.
+    `train`, `heldout`: numbers of ids.
     """
 
     path: str
-    dtype: str
-    offset_bytes: int
+    dtype: str  # numpy's name of the ids' type, with byte order
+    offset_bytes: int  # offset of the first id
     train: int
     heldout: int
-    vocabulary: int
-    digest: str
-    note: str = ""
+    vocabulary: int  # one more than the largest id
+    digest: str  # SHA-256 of the ids as stored, equal on all hosts with the same data
+    note: str = ""  # a line to show about them
 
     def save(self, folder: Path) -> None:
         """Write this description into `folder`. A file in that folder has a relative path."""

@@ -29,20 +29,12 @@ class MtpLoss:
 
 
 class Targets(NamedTuple):
-    """Tokens of a batch, with what a model has to predict.
+    """Tokens of a batch, with what a model has to predict."""
 
-    Attributes:
-        inputs_BT: ids, int64.
-        targets_BT: the id after each, or `IGNORED`.
-        places_BT: position of each token in its document, from which transformers makes masks of attention; None if
-            documents see each other.
-        counted: number of targets that are not ignored; None if it has to be counted.
-    """
-
-    inputs_BT: Any
-    targets_BT: Any
-    places_BT: Any = None
-    counted: float | None = None
+    inputs_BT: Any  # ids, int64
+    targets_BT: Any  # the id after each, or `IGNORED`
+    places_BT: Any = None  # of each token in its document, for masks of attention; None if documents see each other
+    counted: float | None = None  # number of targets that are not ignored; None if it has to be counted
 
     def weight(self) -> Tensor | float:
         """Return the number of targets that are not ignored."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
@@ -44,19 +44,12 @@ Sums = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Values of a model over samples, equal on all ranks.
+    """Values of a model over samples, equal on all ranks."""
 
-    Attributes:
-        means: of the loss, and of each metric by name.
-        samples: their number.
-        unit: of the weight of the loss.
-        passes: the first sample of each forward pass, and its sums; in order.
-    """
-
-    means: Mapping[str, float]
-    samples: int
-    unit: str
-    passes: list[tuple[int, Sums]]
+    means: Mapping[str, float]  # of the loss, and of each metric by name
+    samples: int  # their number
+    unit: str  # of the weight of the loss
+    passes: list[tuple[int, Sums]]  # the first sample of each forward pass, and its sums; in order
 
 
 def evaluate_run(
@@ -94,7 +87,9 @@ def evaluate_run(
     found = evaluate(
         task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums))
     )
-    passes = list(_gathered([(start, _numbers(sums)) for start, sums in own], comm))
+    numbers = [(start, {name: [float(part) for part in pair] for name, pair in sums.items()}) for start, sums in own]
+    gathered = allgather_json(comm, numbers, name="evaluate/passes")
+    passes: list[tuple[int, Sums]] = [(start, sums) for each in gathered for start, sums in each]
     names = sorted({name for _, sums in passes for name in sums})
     means = {name.removeprefix("metric/"): _mean([sums[name] for _, sums in passes if name in sums]) for name in names}
     means |= {name: value for name, value in found.metrics.items() if name in task.metric_objects} if found else {}
@@ -107,22 +102,9 @@ def _load(task: Task, load: Callable[[], StateDict] | None, comm: Comm) -> None:
     frozen = find_frozen(task.model) if task.remakes_frozen else None
     state = TrainState(task.model, optimizer, torch.amp.GradScaler(enabled=False), Progress(), frozen=frozen)
     if load is not None:
-        on_rank_0(comm, partial(_load_here, state, load), name="evaluate/load")
+        on_rank_0(comm, lambda: state.load_model(load()), name="evaluate/load")
     if comm.size > 1:
         broadcast_state(state, comm)
-
-
-def _load_here(state: TrainState, load: Callable[[], StateDict]) -> None:
-    state.load_model(load())
-
-
-def _numbers(sums: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> Sums:
-    return {name: [float(part) for part in pair] for name, pair in sums.items()}
-
-
-def _gathered(own: list[tuple[int, Sums]], comm: Comm) -> Iterator[tuple[int, Sums]]:
-    for each in allgather_json(comm, own, name="evaluate/passes"):
-        yield from ((start, sums) for start, sums in each)
 
 
 def _mean(pairs: list[list[float]]) -> float:
@@ -144,19 +126,12 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which tasks to evaluate, and how.
+    """Which tasks to evaluate, and how."""
 
-    Attributes:
-        names: of tasks or groups of the harness, or of those in `folder`.
-        folder: with YAML files of further tasks. They may name Python functions, which then run.
-        fewshot: examples before each question; None for what a task says.
-        samples: the first ones of each task; 0 for all.
-    """
-
-    names: Sequence[str]
-    folder: Path | None = None
-    fewshot: int | None = None
-    samples: int = 0
+    names: Sequence[str]  # of tasks or groups of the harness, or of those in `folder`
+    folder: Path | None = None  # with YAML files of further tasks. They may name Python functions, which then run.
+    fewshot: int | None = None  # examples before each question; None for what a task says
+    samples: int = 0  # the first ones of each task; 0 for all
 
 
 @dataclass(frozen=True)

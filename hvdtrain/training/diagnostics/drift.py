@@ -32,16 +32,12 @@ class Drift:
     N hashes are equal if ``N * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
     If groups of ranks divide parameters, there is one more hash for each part that several ranks have.
-
-    Attributes:
-        every: steps between two checks; 0 for none.
-        share: makes buffers that differ equal.
     """
 
     state: TrainState
     comm: Comm
-    every: int
-    share: Callable[[Mapping[str, list[int]]], None]
+    every: int  # steps between two checks; 0 for none
+    share: Callable[[Mapping[str, list[int]]], None]  # makes buffers that differ equal
     warn: Callable[[str], None]
 
     def __post_init__(self) -> None:

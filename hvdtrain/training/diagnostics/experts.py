@@ -37,7 +37,9 @@ class Routers:
         if not self._counts:
             return
         with torch.no_grad():
-            shares = torch.stack([_most(counts) for counts in self._counts.values()])
+            # Of the busiest expert; NaN if some indices were not experts.
+            counted = self._counts.values()
+            shares = torch.stack([torch.where(n[-1] == 0, n[:-1].max() / n.sum(), math.nan) for n in counted])
             self._shares = torch.empty_like(shares, device="cpu", pin_memory=shares.is_cuda)
             self._shares.copy_(shares, non_blocking=True)
         self._counts.clear()
@@ -81,11 +83,6 @@ def count_tokens(chosen: Tensor, experts: int) -> Tensor:
     where = where.where((where >= 0) & (where < experts), experts)  # out of bounds would end training
     counts = torch.zeros(*where.shape[:-1], experts + 1, dtype=torch.float64, device=where.device)
     return counts.scatter_add_(-1, where, torch.ones_like(where, dtype=counts.dtype))
-
-
-def _most(counts: Tensor) -> Tensor:
-    """Return the share of the busiest expert; NaN if some indices were not experts."""
-    return torch.where(counts[-1] == 0, counts[:-1].max() / counts.sum(), math.nan)
 
 
 def chosen_experts(output: Any) -> tuple[Tensor, int] | None:

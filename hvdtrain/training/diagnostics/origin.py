@@ -27,22 +27,16 @@ _NOT_THE_CAUSE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 class Origin:
     """The origin of a non-finite number.
 
-    Attributes:
-        kind: forward or backward, which made it from finite numbers; parameter or input, which was non-finite from the
-            start; overflow, for a gradient that is too large for its format.
-        module: name in the model; "" for the model itself; None for the loss function.
-        module_type: its class.
-        function: that made it: a torch function, or its gradient.
-        place: file:line of the call, outside torch.
-        tensor: name of the parameter, if it is one.
+    `kind`: forward or backward, which made it from finite numbers; parameter or input, which was non-finite from the
+    start; overflow, for a gradient that is too large for its format.
     """
 
     kind: str
-    module: str | None = None
-    module_type: str | None = None
-    function: str | None = None
-    place: str | None = None
-    tensor: str | None = None
+    module: str | None = None  # name in the model; "" for the model itself; None for the loss function
+    module_type: str | None = None  # its class
+    function: str | None = None  # that made it: a torch function, or its gradient
+    place: str | None = None  # file:line of the call, outside torch
+    tensor: str | None = None  # name of the parameter, if it is one
 
     def __str__(self) -> str:
         """Describe it in a phrase."""
@@ -96,19 +90,12 @@ def source_line(stack: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """The origin of one non-finite tensor.
+    """The origin of one non-finite tensor."""
 
-    Attributes:
-        number: in order of time.
-        origin: its `kind` may also be buffer; or constant, an infinity in the source, as in masks.
-        has_nan: it contains nan, not only infinities.
-        parents: of its inputs that were already non-finite.
-    """
-
-    number: int
-    origin: Origin
-    has_nan: bool
-    parents: list[_Record]
+    number: int  # in order of time
+    origin: Origin  # its `kind` may also be buffer; or constant, an infinity in the source, as in masks
+    has_nan: bool  # it contains nan, not only infinities
+    parents: list[_Record]  # of its inputs that were already non-finite
 
 
 class ForwardTrace(TorchFunctionMode):
@@ -170,7 +157,8 @@ class ForwardTrace(TorchFunctionMode):
             infinite = any(isinstance(n, float) and math.isinf(n) for n in leaves((args, kwargs)))
             for result in results:
                 if not any(result is t for t in bad) and not_finite(result):
-                    self._add(result, "constant" if infinite and not bad else "forward", _name(func), bad)
+                    called = str(resolve_name(func) or name or type(func).__name__)
+                    self._add(result, "constant" if infinite and not bad else "forward", called, bad)
         return out
 
     def origin(self, loss: Tensor) -> Origin:
@@ -241,10 +229,6 @@ def _ancestors(record: _Record) -> list[_Record]:
 
 def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.detach().isnan().any())
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(resolve_name(function) or getattr(function, "__name__", type(function).__name__))
 
 
 def _gradient_name(tensor: Tensor) -> str | None:

@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,21 +31,13 @@ _MOST_ALONE = 32
 
 @dataclass(frozen=True)
 class Finding:
-    """The cause of a non-finite step.
+    """The cause of a non-finite step."""
 
-    Attributes:
-        origin: the operation.
-        rank: that had the micro-batch.
-        positions: range [begin, end) of the micro-batch.
-        samples: positions of the samples that fail by themselves; all of the micro-batch if none does.
-        indices: of these samples in the data set.
-    """
-
-    origin: Origin
-    rank: int
-    positions: list[int]
-    samples: list[int]
-    indices: list[int]
+    origin: Origin  # the operation
+    rank: int  # that had the micro-batch
+    positions: list[int]  # range [begin, end) of the micro-batch
+    samples: list[int]  # positions of the samples that fail by themselves; all of the micro-batch if none does
+    indices: list[int]  # of these samples in the data set
 
     def __str__(self) -> str:
         """Describe it in one line."""
@@ -187,7 +179,9 @@ def preserved_state(model: nn.Module, engine: Engine, device: torch.device) -> I
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), _uncompiled():
+        # Compiled models run eagerly: hooks would make them compile again, and would not see inside.
+        eager: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), eager:
             yield
     finally:
         for parameter, gradient in gradients:
@@ -198,11 +192,3 @@ def preserved_state(model: nn.Module, engine: Engine, device: torch.device) -> I
         np.random.set_state(numpy)
         for module, training in modes.items():
             module.training = training
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled models eagerly: hooks would make them compile again, and would not see inside."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance

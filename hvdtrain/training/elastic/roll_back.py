@@ -25,19 +25,12 @@ Policy = Literal["never", "spikes", "non_finite", "both"]
 
 @dataclass(frozen=True)
 class SpoiledSteps:
-    """Steps that have spoiled training, equal on all ranks.
+    """Steps that have spoiled training, equal on all ranks."""
 
-    Attributes:
-        kind: spikes: the loss jumped; non_finite: the limit of non-finite steps in a row was reached.
-        first_step: the first of the steps; the last is the newest step.
-        positions: range [begin, end) of their samples.
-        error: ends the run if it is not rolled back; None if training may continue.
-    """
-
-    kind: Literal["spikes", "non_finite"]
-    first_step: int
-    positions: list[int]
-    error: NonFiniteError | None = None
+    kind: Literal["spikes", "non_finite"]  # the loss jumped; or the limit of non-finite steps in a row was reached
+    first_step: int  # the first of the steps; the last is the newest step
+    positions: list[int]  # range [begin, end) of their samples
+    error: NonFiniteError | None = None  # ends the run if it is not rolled back; None if training may continue
 
 
 @dataclass
@@ -46,23 +39,18 @@ class RollBack:
 
     After a roll back, the steps since the commit are done again. Other samples replace the spoiled ones.
 
-    Attributes:
-        policy: which spoiled steps are rolled back.
-        comm: rank 0's clock decides when commits are due.
-        store: on rank 0; None elsewhere.
-        needs_commits: whether losing a rank loses state, so that commits are needed under every policy; equal on all
-            ranks.
-        buddies: of the ranks, where losing one loses pieces of the state; else None.
+    `needs_commits`: whether losing a rank loses state, so that commits are needed under every policy; equal on all
+    ranks.
     """
 
-    policy: Policy
+    policy: Policy  # which spoiled steps are rolled back
     commits: Commits
-    comm: Comm
-    store: CheckpointStore | None
+    comm: Comm  # rank 0's clock decides when commits are due
+    store: CheckpointStore | None  # on rank 0; None elsewhere
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
     needs_commits: Callable[[], bool] = lambda: False
-    buddies: Buddies | None = None
+    buddies: Buddies | None = None  # of the ranks, where losing one loses pieces of the state; else None
 
     def values(self) -> list[int]:
         """Return 1 if the next step ends with a commit, by rank 0's clock; the step sums it over ranks."""

@@ -21,21 +21,16 @@ _BACKWARD = 2
 class FirstPass:
     """Counts the FLOPs of the first forward pass in training, without an extra pass.
 
-    Attributes:
-        config: precision, samples of a pass, and the peak if the user gives it.
-        device: of this rank.
-        size: number of ranks.
-        event: records the event ``flops``, once: ``per_sample``, FLOPs of training on a sample; ``device``;
-            ``peak_per_s`` of all ranks together and ``peak_source``, None if unknown. It is not called if nothing
-            could be counted.
-        same_samples: number of ranks that have the same samples.
+    `event`: records the event ``flops``, once: ``per_sample``, FLOPs of training on a sample; ``device``;
+    ``peak_per_s`` of all ranks together and ``peak_source``, None if unknown. It is not called if nothing could be
+    counted.
     """
 
-    config: Config
-    device: torch.device
-    size: int
+    config: Config  # precision, samples of a pass, and the peak if the user gives it
+    device: torch.device  # of this rank
+    size: int  # number of ranks
     event: Callable[[dict[str, Any]], None]
-    same_samples: int
+    same_samples: int  # number of ranks that have the same samples
     _is_counted: bool = field(default=False, init=False)
 
     def __call__(self) -> AbstractContextManager[object]:

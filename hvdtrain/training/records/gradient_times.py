@@ -82,22 +82,15 @@ class GradientMarks:
 
 @dataclass
 class GradientTimes(Listener):
-    """A watcher of steps and a listener to spans. It removes all hooks after step `_LAST` and writes a file.
+    """A watcher of steps and a listener to spans. It removes all hooks after step `_LAST` and writes a file."""
 
-    Attributes:
-        ready: made before the engine.
-        path: of the file; a later start of the run replaces it.
-        warn: called if the file cannot be written.
-        host: cores of this host.
-    """
-
-    ready: GradientMarks
+    ready: GradientMarks  # made before the engine
     engine: Engine
     comm: Comm
     spans: Spans
-    path: Path
-    warn: Callable[[str], None]
-    host: HostFacts
+    path: Path  # of the file; a later start of the run replaces it
+    warn: Callable[[str], None]  # called if the file cannot be written
+    host: HostFacts  # cores of this host
     _first_step: int = -1
     _timed: list[dict[str, Any]] = field(default_factory=list)
     _pass_marks: dict[str, Any] = field(default_factory=dict)

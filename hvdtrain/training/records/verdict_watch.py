@@ -25,16 +25,11 @@ _REST = 50
 
 @dataclass
 class VerdictWatch:
-    """A watcher that looks every `every_s` seconds, in a thread, until closed; on rank 0.
+    """A watcher that looks every `every_s` seconds, in a thread, until closed; on rank 0."""
 
-    Attributes:
-        run: the folder.
-        say: shows a line. event: records one; any thread calls both.
-    """
-
-    run: Path
+    run: Path  # the folder
     every_s: float
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # shows a line. event: records one; any thread calls both
     event: Callable[[dict[str, Any]], None]
     _step: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)

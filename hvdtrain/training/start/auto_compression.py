@@ -33,18 +33,13 @@ _LINK_S = 0.5
 
 @dataclass
 class CompressionTrial:
-    """Measures steps, then chooses the compression of an engine.
+    """Measures steps, then chooses the compression of an engine."""
 
-    Attributes:
-        engine: its compression is undecided.
-        batch: (global batch, micro-batch) in samples.
-    """
-
-    engine: ExchangeEngine
+    engine: ExchangeEngine  # its compression is undecided
     comm: Comm
     device: torch.device
     host: HostFacts
-    batch: tuple[int, int]
+    batch: tuple[int, int]  # (global batch, micro-batch) in samples
     event: Callable[[dict[str, Any]], None]
     say: Callable[[str], None]
     _count: int = 0

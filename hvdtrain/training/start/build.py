@@ -106,7 +106,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
-    dimensions = worker.plan.dimensions
+    dimensions, elastic = worker.plan.dimensions, current.rounds.elastic
     counts_flops = comm.rank == 0 and current.is_new and dimensions.pp == 1  # else each stage has others
     around = (
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else nullcontext
@@ -131,7 +131,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         loads=make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         balance=make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         around=around,
-        confirms=current.rounds.elastic and device.type == "cuda",
+        confirms=elastic and device.type == "cuda",
         batch_norm=current.batch_norm,
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
     )
@@ -160,6 +160,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger, records=records)
+    host = worker.info.variables.get("HOROVOD_HOSTNAME", worker.info.host)  # as the launcher names it
     roll_back = RollBack(
         policy=config.elastic.roll_back,
         commits=worker.commits,
@@ -168,13 +169,13 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         event=recorder.event,
         warn=recorder.warn,
         needs_commits=partial(_loses_state, current.rounds, engine),
-        buddies=_make_buddies(current, engine),
+        buddies=Buddies(comm, host, current.rounds.is_leaving, spans.touch) if elastic and engine.in_pieces else None,
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
     if isinstance(engine, ExchangeEngine) and engine.undecided:
-        host = read_host(worker.info.variables)
-        trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
+        facts = read_host(worker.info.variables)
+        trial = CompressionTrial(engine, comm, device, facts, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)
     parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
     parts += [balance] if balance is not None else []
@@ -196,12 +197,3 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
 def _loses_state(rounds: Rounds, engine: Engine) -> bool:
     """Return whether a lost rank takes state with it: pieces, or residuals that its compression has not delivered."""
     return rounds.elastic and (engine.in_pieces or parse(engine.compression).kind.feedback)
-
-
-def _make_buddies(current: Round, engine: Engine) -> Buddies | None:
-    rounds = current.rounds
-    if not rounds.elastic or not engine.in_pieces:
-        return None
-    info = current.worker.info
-    host = info.variables.get("HOROVOD_HOSTNAME", info.host)  # as the launcher names it
-    return Buddies(current.comm, host, rounds.is_leaving, current.spans.touch)

@@ -46,14 +46,9 @@ def pick_device(wanted: str, local_rank: int, local_size: int, comm: Comm | None
 
     With ``shared``, ranks beyond the number of devices begin again at the first.
 
-    A process keeps its device: its local rank may change later, when ranks join or leave.
-
-    Args:
-        wanted: auto, cpu, cuda or shared.
-        local_rank: of this process on its host.
-        local_size: ranks of this host.
-        comm: if given, the call is collective, and only ranks that see the same devices are counted: a launcher may
-            let each rank see those of its socket (``srun --gpu-bind=closest``).
+    A process keeps its device: its local rank may change later, when ranks join or leave. With `comm`, the call is
+    collective, and only ranks that see the same devices are counted: a launcher may let each rank see those of its
+    socket (``srun --gpu-bind=closest``). `wanted`: auto, cpu, cuda or shared.
 
     Errors:
         ConfigError: cuda was asked for, but there is no CUDA device.
@@ -112,18 +107,9 @@ def bind_rank(
 ) -> Binding | None:
     """Pin this process to cores near its device (`runtime.binding`), and fit torch's number of threads to them.
 
-    Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training.
-
-    Args:
-        wanted: auto, gpu, numa or none.
-        device: of this rank.
-        rounds: with the place of this rank on its host.
-        comm: if given, the call is collective, and ranks that the launcher bound to different cores are recognized.
-        variables: of this process.
-        root: root folder of ``sys``.
-
-    Returns:
-        None if it is not to be bound.
+    Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training. Returns None
+    if it is not to be bound. With `comm`, the call is collective, and ranks that the launcher bound to different cores
+    are recognized. `wanted`: auto, gpu, numa or none. `root`: root folder of ``sys``.
 
     Errors: ConfigError: gpu was asked for, but the device is a CPU.
     """
@@ -199,13 +185,7 @@ def training_stream(device: torch.device) -> Iterator[None]:
 def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = False) -> str:
     """Check that no two ranks share a device; NCCL does not support it. Collective: yes.
 
-    Args:
-        device: of this rank.
-        comm: the ranks.
-        may_share: if two ranks share a device, have tensors go through host memory, instead of an error.
-
-    Returns:
-        A warning, if two ranks share a device.
+    If they share one and `may_share`, tensors go through host memory, and it returns a warning.
 
     Errors: LaunchError: two ranks do, and may not, on every rank.
     """

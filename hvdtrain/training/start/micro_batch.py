@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch.utils.data import default_collate
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.compression.table import parse
-from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import AUTO, Config
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import micro_batches
@@ -119,7 +118,8 @@ def use_found_micro_batch(current: Round) -> None:
         found, lacking = _search(current)
     worker.micro_batch = found
     current.recorder.event({"event": FOUND, "samples": found, "limited_by": lacking})
-    current.run = _with_micro_batch(current.run, found)
+    config = current.run.config
+    current.run = replace(current.run, config=replace(config, train=replace(config.train, micro_batch=found)))
 
 
 def _search(current: Round) -> tuple[int, list[int]]:
@@ -133,7 +133,7 @@ def _search(current: Round) -> tuple[int, list[int]]:
         found, lacking = predict_largest(current, sizes[-1])
     else:
         with _without_trace(current):
-            found, lacking = find_largest(comm, sizes, Trial(current).run)
+            found, lacking = find_largest(comm, sizes, partial(try_pass, current))
     if not found:
         advice = memory_advice(config, worker.state.model, worker.device, comm.size, elastic=current.rounds.elastic)
         raise ConfigError(
@@ -148,53 +148,40 @@ def _search(current: Round) -> tuple[int, list[int]]:
     return found, lacking
 
 
-def _with_micro_batch(run: RunConfig, samples: int) -> RunConfig:
-    config = run.config
-    return replace(run, config=replace(config, train=replace(config.train, micro_batch=samples)))
+def try_pass(current: Round, samples: int) -> None:
+    """Run forward and backward of the first samples, while the memory that training will need besides is taken.
 
-
-@dataclass
-class Trial:
-    """Forward and backward of a micro-batch, while the memory that training will need besides is taken.
-
-    It has no collectives, and comes before the engine. Call it inside of `_without_trace`.
+    It has no collectives, and comes before the engine. Call it inside of `_without_trace`. Errors: that of torch if
+    memory runs out.
     """
+    worker, config = current.worker, current.run.config
+    task, device = worker.task, worker.device
+    stream = Stream(task.train_data, config.seed, samples, samples, 0, 1)
+    ((_, _, drawn),) = fetch_step(stream, 0)
+    batch = to_device((task.collate or default_collate)(drawn), device)
+    reserve = torch.empty(_reserve_bytes(current), dtype=torch.uint8, device=device)
+    for _ in range(2):  # the second adds to gradients that exist
+        seed_forward(config.seed, 0)
+        with worker.precision.weights():
+            with worker.precision.autocast():
+                loss, _ = checked_loss(task, worker.state.model, batch)
+            torch.autograd.backward(loss)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del reserve
 
-    current: Round
 
-    def run(self, samples: int) -> None:
-        """Run the first `samples` samples. Errors: that of torch if memory runs out."""
-        worker, config = self.current.worker, self.current.run.config
-        task, device = worker.task, worker.device
-        stream = Stream(task.train_data, config.seed, samples, samples, 0, 1)
-        ((_, _, drawn),) = fetch_step(stream, 0)
-        batch = to_device((task.collate or default_collate)(drawn), device)
-        reserve = torch.empty(self._reserve_bytes(), dtype=torch.uint8, device=device)
-        for _ in range(2):  # the second adds to gradients that exist
-            seed_forward(config.seed, 0)
-            with worker.precision.weights():
-                with worker.precision.autocast():
-                    loss, _ = checked_loss(task, worker.state.model, batch)
-                torch.autograd.backward(loss)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        del reserve
-
-    def _reserve_bytes(self) -> int:
-        """Return the bytes of the optimizer's state, of averages, of the exchange, and some to spare."""
-        device, config, size = self.current.worker.device, self.current.run.config, self.current.comm.size
-        if device.type != "cuda":
-            return 0
-        trained = sum(
-            p.numel() * p.element_size() for p in self.current.worker.state.model.parameters() if p.requires_grad
-        )
-        parts = size if config.parallel.shard != "none" else 1
-        averages = trained if config.train.ema is not None else 0
-        states = 0 if config.memory.offload != "none" else _STATES * trained // parts
-        compression = config.parallel.compression
-        feedback = compression == AUTO_COMPRESSION or parse(compression).kind.feedback
-        exchange = (1 + feedback) * trained if size > 1 or self.current.rounds.elastic else 0
-        return states + averages + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
+def _reserve_bytes(current: Round) -> int:
+    """Return the bytes of the optimizer's state, of averages, of the exchange, and some to spare."""
+    device, plan, size = current.worker.device, current.worker.plan, current.comm.size
+    if device.type != "cuda":
+        return 0
+    trained = sum(p.numel() * p.element_size() for p in current.worker.state.model.parameters() if p.requires_grad)
+    averages = trained if plan.averaged else 0
+    states = 0 if plan.offload else _STATES * trained // (size if plan.shard != "none" else 1)
+    feedback = plan.compression == AUTO_COMPRESSION or parse(plan.compression).kind.feedback
+    exchange = (1 + feedback) * trained if size > 1 or current.rounds.elastic else 0
+    return states + averages + exchange + int(_SPARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 @contextmanager

@@ -34,7 +34,8 @@ def why_not_fused(parameters: Iterable[tuple[str, nn.Parameter]], sparse: Collec
             return f"{name} has sparse gradients, which torch's fused kernels do not support"
         if not parameter.is_floating_point() or parameter.device.type not in ("cpu", "cuda"):
             return f"{name} has {parameter.dtype} on {parameter.device}, which torch's fused kernels do not support"
-        if not _is_dense(parameter):
+        # Not contiguous in some order of dimensions.
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             return (
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} does not fill its memory,"
                 " and torch's fused kernels would change other elements"
@@ -67,39 +68,16 @@ def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
     return {p: name for p, name in found.items() if p.requires_grad and p not in dense}
 
 
-def _is_dense(parameter: nn.Parameter) -> bool:
-    """Return whether the elements are contiguous in some order of dimensions."""
-    return parameter.stride() == torch.empty_like(parameter, device="meta").stride()
-
-
 _Groups = list[dict[str, Any]]
 
 
-def _adamw(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    betas = (given.beta1, given.beta2)
-    return torch.optim.AdamW(groups, lr=given.peak_lr, betas=betas, eps=given.eps, fused=fused)
-
-
-def _sgd(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    return torch.optim.SGD(groups, lr=given.peak_lr, momentum=given.momentum, fused=fused)
-
-
-def _muon(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    betas = (given.beta1, given.beta2)
-    return Muon(groups, given.peak_lr, momentum=given.momentum, betas=betas, eps=given.eps, fused=fused)
-
-
-def _adafactor(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    return torch.optim.Adafactor(groups, lr=given.peak_lr)
-
-
-OPTIMIZERS: Mapping[str, Callable[[_Groups, OptimizerConfig, bool], Optimizer]] = {
-    "adamw": _adamw,  # Loshchilov and Hutter, 2019
-    "sgd": _sgd,
-    "muon": _muon,  # Jordan et al., 2024
-    "adafactor": _adafactor,  # Shazeer and Stern, 2018
+OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+    "adamw": (torch.optim.AdamW, ("betas", "eps", "fused")),  # Loshchilov and Hutter, 2019
+    "sgd": (torch.optim.SGD, ("momentum", "fused")),
+    "muon": (Muon, ("momentum", "betas", "eps", "fused")),  # Jordan et al., 2024
+    "adafactor": (torch.optim.Adafactor, ()),  # Shazeer and Stern, 2018
 }
-"""By `OptimizerConfig.name`: makes the optimizer of groups of parameters, with fused kernels if they are right."""
+"""By `OptimizerConfig.name`: its class, and which arguments it takes besides groups of parameters and `lr`."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -130,7 +108,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
     fused = not why_not_fused(((name, p) for name, p in model.named_parameters() if p.requires_grad), sparse)
-    return OPTIMIZERS[config.name](groups, config, fused)
+    options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "momentum": config.momentum, "fused": fused}
+    kind, takes = OPTIMIZERS[config.name]
+    return kind(groups, lr=config.peak_lr, **{name: options[name] for name in takes})
 
 
 def _matrices(model: nn.Module) -> set[nn.Parameter]:

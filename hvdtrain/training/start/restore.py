@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -142,7 +141,9 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
             f" training starts again at step 1. The checkpoints stay, as set-aside-... in {store.directory}. To use"
             " another checkpoint, stop the run and give --resume PATH"
         )
-    _warn_changes(old, run.resolved, recorder)
+    if changed := list_changes(old, run.resolved) if old is not None else []:
+        recorder.event({"event": "config_changed", "changes": changed})
+        recorder.warn("the config has changed since the last start of the run:\n  " + "\n  ".join(changed))
     if damaged := damaged_lines(claim.layout.journal):
         recorder.warn(
             f"{len(damaged)} line(s) of {claim.layout.journal} cannot be read, the first is line {damaged[0]}: they are"
@@ -170,13 +171,6 @@ def _with_fitting_workers(current: Round, snapshot: StateDict) -> StateDict:
         " of the last outer step, with the mean state of their optimizers"
     )
     return without_workers(snapshot)
-
-
-def _warn_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
-    changed = list_changes(old, new) if old is not None else []
-    if changed:
-        recorder.event({"event": "config_changed", "changes": changed})
-        recorder.warn("the config has changed since the last start of the run:\n  " + "\n  ".join(changed))
 
 
 def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tuple[Saved, StateDict] | None:

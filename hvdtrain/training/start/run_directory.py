@@ -35,23 +35,14 @@ _NEXT = {
 
 @dataclass
 class RunDirectory:
-    """A claimed run folder; the claim lasts until `release`, or the end of the process.
+    """A claimed run folder; the claim lasts until `release`, or the end of the process."""
 
-    Attributes:
-        path: of the folder, which exists.
-        lock: open file; its lock is the claim.
-        lease: the claim if the file system has no locks.
-        job: identifies the claiming job (`runtime.environment.JOB`); "" if nothing does.
-        folder: in which the job was started; the task's code may have changed the current folder since.
-        remark: on a new run, for the user; "" for none.
-    """
-
-    path: Path
-    lock: IO[bytes]
-    lease: Lease | None
-    job: str
-    folder: Path
-    remark: str = ""
+    path: Path  # of the folder, which exists
+    lock: IO[bytes]  # open file; its lock is the claim
+    lease: Lease | None  # the claim if the file system has no locks
+    job: str  # identifies the claiming job (`runtime.environment.JOB`); "" if nothing does
+    folder: Path  # in which the job was started; the task's code may have changed the current folder since
+    remark: str = ""  # on a new run, for the user; "" for none
 
     @property
     def layout(self) -> RunLayout:
