@@ -85,7 +85,7 @@ def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     from hvdtrain.task.causal_lm import load_model
     from hvdtrain.task.encode import load_tokenizer
     from hvdtrain.task.saved_model import find_model
-    from hvdtrain.training.evaluate_run import TaskOptions, evaluate_tasks
+    from hvdtrain.training.evaluate_run import evaluate_tasks
     from hvdtrain.training.start.device import pick_device
 
     if training:
@@ -96,11 +96,11 @@ def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     tokenizer, model = load_tokenizer(source.folder), load_model(source).eval()
     comm = start_rounds(info, horovod=True).enter(STARTED)
     device = pick_device("auto", comm.local_rank, comm.local_size, comm)
-    wanted = TaskOptions(options.tasks, options.task_folder, options.fewshot, options.samples)
-    found = evaluate_tasks(model.to(device), tokenizer, wanted, comm)
-    values = {f"{task}/{name}": value for task, named in found.metrics.items() for name, value in named.items()}
+    wanted = (options.tasks, options.task_folder, options.fewshot, options.samples)
+    metrics, samples = evaluate_tasks(model.to(device), tokenizer, comm, *wanted)
+    values = {f"{task}/{name}": value for task, named in metrics.items() for name, value in named.items()}
     return {"model": str(source.folder), **values}, lambda: [
-        json.dumps({"task": task, **sample}, default=str) for task, each in found.samples.items() for sample in each
+        json.dumps({"task": task, **sample}, default=str) for task, each in samples.items() for sample in each
     ]
 
 

@@ -79,7 +79,6 @@ class Dimensions:
                     f"--parallel.{name} {str(value).lower()} without a pipeline",
                     expected="--parallel.pp 2 or more",
                     next_step=f"set it, or leave out --parallel.{name}",
-                    everywhere=True,
                 )
         if self._fits(size):
             return
@@ -95,7 +94,6 @@ class Dimensions:
             expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
             " divide the ranks of a stage; --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
-            everywhere=True,
         )
 
     def check_passes(self, size: int, passes: int) -> None:
@@ -109,14 +107,12 @@ class Dimensions:
                 f"{self.options}, but a pipeline has {own} micro-batch(es) in a step",
                 expected=f"{self.pp} or more, as many as stages; four times as many keep them busy",
                 next_step="a larger --train.global_batch, a smaller --train.micro_batch, or fewer stages",
-                everywhere=True,
             )
         if self.virtual_stages > 1 and passes % (self.pp * (size // self.same_samples)):
             raise ConfigError(
                 f"{self.options}, but {size // self.same_samples} pipeline(s) have {passes} micro-batches in a step",
                 expected=f"a multiple of {self.pp} micro-batches for each pipeline, the number of stages",
                 next_step="another --train.global_batch or --train.micro_batch, or leave out --parallel.virtual_stages",
-                everywhere=True,
             )
 
     def bubble(self, size: int, passes: int) -> float:
@@ -235,7 +231,6 @@ def check_divides(option: str, ranks: int, count: int, what: str, next_step: str
             f"{option}: {ranks} ranks cannot divide the {count} {what}",
             expected=f"one of {', '.join(fitting[:12])}{', ...' if fitting[12:] else ''}",
             next_step=next_step,
-            everywhere=True,
         )
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.imagined import ImaginedComm
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_order import Order, Started, TorchHandle
+from hvdtrain.comm.torch_order import Order, Started, TorchHandle, is_lost_rank, lost_rank
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
 from hvdtrain.runtime.environment import RankInfo
 
@@ -69,8 +68,7 @@ class TorchComm:
     to those of DDP, so that NCCL cannot deadlock; the trainer's do. Tensors are moved as bytes, so that any dtype is
     allowed; sums are limited to the backend's dtypes.
 
-    Attributes:
-        through_host: whether tensors go through host memory, because ranks share a CUDA device.
+    `through_host`: whether tensors go through host memory, because ranks share a CUDA device.
     """
 
     through_host = False

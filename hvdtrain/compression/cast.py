@@ -67,8 +67,7 @@ class Fp16(Compressor):
     Passes over the bucket, in bytes of fp32: 1/2 to pack (written; the gradient is in the cache), 1 1/2 to unpack (its
     check for overflow reads the cache).
 
-    Attributes:
-        scale: s, by which gradients are multiplied.
+    `scale`: s, by which gradients are multiplied.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm) -> None:

@@ -43,10 +43,7 @@ class Int8Blocks:
 
     On a GPU all shards are processed at once, so that the number of kernels does not depend on the number of ranks.
 
-    Args:
-        device: of the values.
-        step: blocks in a run on a CPU.
-        levels: the largest code.
+    `step`: blocks in a run on a CPU. `levels`: the largest code.
     """
 
     def __init__(self, device: torch.device, step: int = ROWS, levels: float = LEVELS) -> None:
@@ -141,9 +138,8 @@ class Int8(Compressor):
     Passes over the bucket, in bytes of fp32: 1 to pack, 1 1/4 to encode (2 1/4 if errors are kept), 1/2 to sum, 1 1/4
     to decode.
 
-    Args:
-        stochastic: round up or down at random so that the mean is right. The random numbers depend on the bucket's
-            name, the rank and the number of applied steps, and repeat within a step.
+    `stochastic`: round up or down at random so that the mean is right. The random numbers depend on the bucket's name,
+    the rank and the number of applied steps, and repeat within a step.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False, stochastic: bool = False) -> None:

@@ -37,12 +37,8 @@ def fill(
 ) -> list[list[str]]:
     """Assign gradients in order to buckets of at most `limit_bytes`. A larger gradient gets a bucket of its own.
 
-    Args:
-        names: in the order in which backward finishes them.
-        limit_bytes: size limit of a bucket.
-        size_of: bytes of a gradient.
-        kind_of: only gradients of the same kind (dtype, device) share a bucket.
-        alone: gradients that get a bucket of their own.
+    `names`: in the order in which backward finishes them. `size_of`: bytes of a gradient. `kind_of`: only gradients of
+    the same kind (dtype, device) share a bucket. `alone`: gradients that get a bucket of their own.
     """
     buckets: list[list[str]] = []
     open_: dict[Hashable, tuple[list[str], int]] = {}

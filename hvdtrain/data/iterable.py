@@ -45,10 +45,8 @@ class IterableSamples(Dataset[Any]):
     The data set may have the methods `set_epoch`, called before each pass with its number, and `state_dict` and
     `load_state_dict`. A resume then reads only what follows, if the state leads to the same samples.
 
-    Args:
-        keep: number of samples that can be asked for again.
-        state: a result of `state`; empty for the start.
-        warn: whether to warn if the data set's state leads to other samples.
+    `keep`: number of samples that can be asked for again. `state`: a result of `state`; empty for the start. `warn`:
+    whether to warn if the data set's state leads to other samples.
 
     Errors: DataError: when it is read: the data set has no samples, is its own iterator, or has an invalid state.
     """

@@ -209,10 +209,8 @@ def train_batches(
 class Batches:
     """Batches on the host, loaded according to the loader's options.
 
-    Args:
-        keys: called at each iteration; yields for each batch a seed, then the indices of its samples.
-        collate: makes a batch of samples; None for torch's function.
-        persistent: keep the loader processes for the next iteration.
+    `keys`: called at each iteration; yields for each batch a seed, then the indices of its samples. `collate`: makes a
+    batch of samples; None for torch's function. `persistent`: keep the loader processes for the next iteration.
     """
 
     def __init__(

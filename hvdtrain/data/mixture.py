@@ -20,9 +20,7 @@ class Mixture(ConcatDataset[Any]):
 
     torch's WeightedRandomSampler draws from a list with a weight of every sample, and forgets its position.
 
-    Args:
-        datasets: map-style, at least one sample each.
-        weights: of each data set, relative to their sum.
+    `datasets`: map-style, at least one sample each. `weights`: of each data set, relative to their sum.
 
     Errors: DataError: an invalid weight, or another number of weights than of data sets.
     """

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 _ROUNDS = 6
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -107,7 +109,7 @@ def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDAr
 
 def mix_seed(seed: int, value: int) -> int:
     """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014)."""
-    return _splitmix_int(_splitmix_int(seed & _MASK) ^ (value & _MASK)) >> 1
+    return _splitmix(_splitmix(seed & _MASK) ^ (value & _MASK)) >> 1
 
 
 def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
@@ -130,20 +132,13 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: list[np.uint64])
     return joined
 
 
-def _splitmix_int(x: int) -> int:
-    """Compute `_splitmix` of one number, for which numpy takes ten times as long."""
-    z = (x + 0x9E3779B97F4A7C15) & _MASK
+def _splitmix(x: T) -> T:
+    """Hash 64-bit numbers: one int, for which numpy takes ten times as long, or an array of uint64."""
+    number: Any = x
+    z = (number + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        z = x + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    mixed: T = z ^ (z >> 31)
     return mixed
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json, on_rank_0
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.divisible import (
     DividedEngine,

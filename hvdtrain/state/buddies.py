@@ -30,9 +30,7 @@ def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | 
     It is a rank that stays, on another host if there is one. The ranks of a host have different buddies, as far as
     possible; on a single host, each has the next rank.
 
-    Args:
-        hosts: of the ranks.
-        leaving: whether the rank is about to leave the job.
+    `leaving`: whether the rank is about to leave the job.
     """
     ranks = range(len(hosts))
     staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)
@@ -62,11 +60,8 @@ class Copies:
 class Buddies:
     """The ranks of a round, which keep copies of each other's pieces in the memory of their hosts.
 
-    Args:
-        comm: the ranks.
-        host: name of this rank's host.
-        is_leaving: says whether this rank is about to leave the job.
-        progress: called for each chunk.
+    `host`: name of this rank's host. `is_leaving`: says whether this rank is about to leave the job. `progress`: called
+    for each chunk.
     """
 
     def __init__(

@@ -69,7 +69,6 @@ class Measure:
             raise ConfigError(
                 f"--checkpoint.best {self.name}: evaluations have no such value",
                 expected=", ".join(["loss", *metrics]),
-                everywhere=True,
             )
 
 

@@ -45,8 +45,7 @@ class Placeholder(Tensor):
 
     Errors: RuntimeError, NotImplementedError: an operation needs values.
 
-    Attributes:
-        read: reads the values, if this process can do so later; None if another rank has them.
+    `read`: reads the values, if this process can do so later; None if another rank has them.
     """
 
     read: Callable[[], Tensor] | None = None

@@ -120,9 +120,6 @@ class Encoded(NamedTuple):
 class ChatEncoder:
     """A tokenizer of transformers with a chat template, read on first use.
 
-    Args:
-        files: of the tokenizer, by name.
-
     Errors:
         ConfigError: the tokenizer has no chat template.
         DataError: the files are damaged.
@@ -286,7 +283,7 @@ class _Rows:
             if (int((number + 1) * self.heldout) > int(number * self.heldout)) != held:
                 continue
             whole = self.encoder.encode(conversation)
-            kept: Any = type(whole)(whole.ids[: self.length], whole.counted[: self.length])
+            kept = Encoded(whole.ids[: self.length], whole.counted[: self.length])
             if any(kept.counted):
                 self.used += 1
                 self.truncated += len(whole.ids) > self.length

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.chat import chat_source
@@ -135,11 +135,6 @@ class Corpus:
     note: str  # a line about the data; may be empty
 
 
-class _Prepared(NamedTuple):
-    name: str
-    file: TokenFile
-
-
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     """Prepare the tokens once per host, and map them into memory.
 
@@ -153,14 +148,14 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     tokenizer: Mapping[str, bytes]
     end: Callable[[], int | None]
     if config.tokens:
-        prepared = [_Prepared(name, _describe_npy_once(name, config.heldout)) for name in config.names]
+        prepared = [(name, _describe_npy_once(name, config.heldout)) for name in config.names]
         own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
         tokenizer, end = (own.files(), own.end_id) if own else ({}, lambda: None)
     else:
         sources = _sources(config, own_tokenizer)
-        prepared = [_Prepared(source.name, _tokenize_once(source, config.heldout)) for source in sources]
+        prepared = [(source.name, _tokenize_once(source, config.heldout)) for source in sources]
         tokenizer, end = sources[0].tokenizer(), sources[0].end
-    train = [_train_windows(one, config) for one in prepared]
+    train = [_train_windows(name, file, config) for name, file in prepared]
     kind = Rows if config.chat else Windows
     heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
     heldout = [windows for windows in heldout if len(windows)]
@@ -208,8 +203,7 @@ def _joined(parts: Sequence[Dataset[Any]], weights: list[float] | None) -> Datas
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
-def _train_windows(prepared: _Prepared, config: TextConfig) -> Windows:
-    name, file = prepared
+def _train_windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
     train = (Rows if config.chat else Windows)(file, 0, file.train, config.seq_len)
     if not len(train):
         raise DataError(

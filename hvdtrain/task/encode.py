@@ -27,9 +27,7 @@ def files_next_to(tokenizer: Path) -> dict[str, bytes]:
 def settings(end: str | None, **more: Any) -> bytes:
     """Return a tokenizer_config.json for a tokenizer without one.
 
-    Args:
-        end: its token after each document, if any.
-        more: further settings.
+    `end`: its token after each document, if any.
     """
     named = {} if end is None else {"eos_token": end, "pad_token": end}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named, **more}

@@ -187,8 +187,7 @@ def with_group_norm(model: nn.Module) -> nn.Module:
     The output of a batch norm depends on the samples in the same forward pass, and so on micro-batch and world size.
     The output of a group norm depends only on the sample.
 
-    Returns:
-        `model`, or a group norm if `model` is itself a batch norm.
+    Returns `model`, or a group norm if `model` is itself a batch norm.
     """
     from torch import nn
 

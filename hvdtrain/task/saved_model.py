@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,7 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class StoredWeights:
     """The tensors of a folder under the names of a model.
 
-    Args:
-        model: of transformers; its state has shapes and dtypes.
-        files: that have the tensors, by their names there.
+    `files`: that have the tensors, by their names there.
 
     Errors: ImportError: transformers is too old.
     """
@@ -182,37 +180,24 @@ class StoredWeights:
             ) from error
 
     def _read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
         first, (shape, dtype) = self._first[name], self._own[name]
         found = self._sources[first]
-        with _opened({key: self._files[key] for key, _ in found}) as tensors:
+        paths = {key: self._files[key] for key, _ in found}
+        with ExitStack() as stack:  # what was read of mapped files counts as memory of this process until then
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*paths.values()}}
             if found[0][1] is None:
-                value: Tensor = tensors[found[-1][0]].to(dtype, copy=True)
+                value: Tensor = opened[paths[found[-1][0]]].get_tensor(found[-1][0]).to(dtype, copy=True)
             else:
                 converter = copy.deepcopy(self._converters[found[0][1]])
                 for key, pattern in found:
-                    converter.add_tensor(first, key, pattern, partial(tensors.__getitem__, key))
+                    converter.add_tensor(first, key, pattern, partial(opened[paths[key]].get_tensor, key))
                 values = converter.convert(first, model=self._model, config=self._model.config)[name]
                 value = (values[0] if isinstance(values, Sequence) else values).to(dtype)
         if value.shape != shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)} in the folder, and {tuple(shape)} in the model")
         return value
-
-
-class _Tensors(dict[str, Any]):
-    """Opened files by the names of their tensors; an item is a tensor in the mapped file."""
-
-    def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key).get_tensor(key)
-
-
-@contextmanager
-def _opened(files: Mapping[str, Path]) -> Iterator[_Tensors]:
-    """Map files; what was read of them counts as memory of this process until they are closed."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*files.values()}}
-        yield _Tensors({key: opened[path] for key, path in files.items()})
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -233,11 +218,8 @@ def model_to_read(auto: Any, folder: Path, config: Any, kernel: Mapping[str, str
     None if this is not possible: the model is quantized, transformers is too old, or the folder lacks a tensor, which
     `from_pretrained` names.
 
-    Args:
-        auto: a class of transformers that makes models.
-        folder: with config.json and safetensors files.
-        config: of the model.
-        kernel: further arguments of the model.
+    `auto`: a class of transformers that makes models. `folder`: with config.json and safetensors files. `kernel`:
+    further arguments of the model.
     """
     import torch
 

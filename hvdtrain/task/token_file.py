@@ -89,13 +89,9 @@ def write_tokens(
 ) -> TokenFile:
     """Write ids to a file in `folder`, and describe it there.
 
-    Args:
-        folder: folder of the file and its description.
-        train: ids to train on, in pieces of shape (n,).
-        heldout: held-out ids, likewise; None to hold out the last ids of `train`.
-        tail: fraction of `train` to hold out if `heldout` is None.
-        vocabulary: one more than the largest id.
-        note: called at the end for a line about the ids.
+    `train`: ids to train on, in pieces of shape (n,). `heldout`: held-out ids, likewise; None to hold out the last ids
+    of `train`. `tail`: fraction of `train` to hold out if `heldout` is None. `note`: called at the end for a line about
+    the ids.
     """
     import numpy as np
 

@@ -51,10 +51,7 @@ def joined_targets(tokens_BT: Any) -> Targets:
 def separate_targets(tokens_BT: Any, *, end: int, config: Any) -> Targets:
     """Return the targets of ids (B, T + 1), int64: each token but the first one of its document, given those before it.
 
-    Args:
-        tokens_BT: ids.
-        end: id of the last token of each document.
-        config: of the model, with the kernel of attention.
+    `end`: id of the last token of each document. `config`: of the model, with the kernel of attention.
     """
     inputs_BT = tokens_BT[:, :-1]
     ends_BT = inputs_BT == end
@@ -66,10 +63,7 @@ def separate_targets(tokens_BT: Any, *, end: int, config: Any) -> Targets:
 def chat_targets(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
     """Return the targets of ids with marks (B, T + 1), int64: the tokens that are marked as counted.
 
-    Args:
-        marked_BT: ids with marks.
-        apart: whether conversations do not see each other.
-        config: of the model, with the kernel of attention.
+    `apart`: whether conversations do not see each other. `config`: of the model, with the kernel of attention.
     """
     ids_BT, counted_BT, starts_BT = marked_BT >> MARKS, (marked_BT & COUNTED).bool(), (marked_BT & FIRST).bool()
     inputs_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
@@ -90,10 +84,8 @@ def next_token_loss(
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of each token, given the tokens before it, and the number of tokens.
 
-    Args:
-        model: takes `input_ids`, returns an object with `logits`.
-        tokens_BT: ids (B, T + 1), int64.
-        part: of the T tokens; the model attends to those of other parts. None for all.
+    `model`: takes `input_ids`, returns an object with `logits`. `part`: of the T tokens; the model attends to those of
+    other parts. None for all.
     """
     return token_loss(model, tokens_BT, targets=joined_targets, part=part)
 
@@ -102,21 +94,17 @@ def token_loss(
     model: nn.Module,
     batch: Any,
     *,
-    targets: Callable[[Any], Targets],
+    targets: Callable[[Any], Targets] = joined_targets,
     part: SequencePart | None = None,
     mtp: MtpLoss | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of a batch's targets, and their number.
 
-    Args:
-        model: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`.
-        batch: on the model's device.
-        targets: of a batch.
-        part: as of `next_token_loss`.
-        mtp: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
+    `model`: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`. `part`:
+    as of `next_token_loss`. `mtp`: adds the gradients of the losses of tokens further ahead, in training; the sum is
+    without them.
 
-    Returns:
-        The sum in nats, in float32 for any dtype of logits; and the number.
+    Returns the sum in nats, in float32 for any dtype of logits; and the number.
     """
     import torch
 

@@ -30,7 +30,7 @@ from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.task.base import Task, import_library
+from hvdtrain.task.base import import_library
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
 from hvdtrain.training.loop.evaluate import HeldOut, evaluate
 from hvdtrain.training.loop.forward import Precision, autocast_experts
@@ -72,7 +72,13 @@ def evaluate_run(
     model = task.model.to(device)
     if config.precision != "fp32":
         autocast_experts(model)
-    _load(task, load, comm)
+    frozen = find_frozen(task.model) if task.remakes_frozen else None
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler(enabled=False)
+    state = TrainState(model, optimizer, scaler, Progress(), frozen=frozen)
+    if load is not None:
+        on_rank_0(comm, lambda: state.load_model(load()), name="evaluate/load")
+    if comm.size > 1:
+        broadcast_state(state, comm)
     precision = Precision(config.precision, device, Bf16Weights(model) if config.precision == BF16_WEIGHTS else None)
     on_cuda = device.type == "cuda"
     samples = HeldOut(task, comm, config, on_cuda=on_cuda)
@@ -96,17 +102,6 @@ def evaluate_run(
     return Evaluated(means, samples.count, task.unit, passes)
 
 
-def _load(task: Task, load: Callable[[], StateDict] | None, comm: Comm) -> None:
-    """Give the models of all ranks the state that `load` returns on rank 0."""
-    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.0)
-    frozen = find_frozen(task.model) if task.remakes_frozen else None
-    state = TrainState(task.model, optimizer, torch.amp.GradScaler(enabled=False), Progress(), frozen=frozen)
-    if load is not None:
-        on_rank_0(comm, lambda: state.load_model(load()), name="evaluate/load")
-    if comm.size > 1:
-        broadcast_state(state, comm)
-
-
 def _mean(pairs: list[list[float]]) -> float:
     """Return the sum over the weight, each rounded once: in any order the same."""
     value, weight = (math.fsum(pair[part] for pair in pairs) for part in (0, 1))
@@ -124,33 +119,26 @@ _BOOTSTRAPS = 1000
 """Resamples for the standard error of a metric that has no formula."""
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """Which tasks to evaluate, and how."""
-
-    names: Sequence[str]  # of tasks or groups of the harness, or of those in `folder`
-    folder: Path | None = None  # with YAML files of further tasks. They may name Python functions, which then run.
-    fewshot: int | None = None  # examples before each question; None for what a task says
-    samples: int = 0  # the first ones of each task; 0 for all
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]
+"""What the harness notes of each sample, by task."""
 
 
-@dataclass(frozen=True)
-class TaskResults:
-    """Results by task, equal on all ranks.
-
-    Attributes:
-        metrics: value by name, such as "acc", and its standard error as "acc_stderr", if it has one.
-        samples: what the harness notes of each sample.
-    """
-
-    metrics: Mapping[str, Mapping[str, float]]
-    samples: Mapping[str, Sequence[Mapping[str, Any]]]
-
-
-def evaluate_tasks(model: nn.Module, tokenizer: Any, options: TaskOptions, comm: Comm) -> TaskResults:
+def evaluate_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    comm: Comm,
+    names: Sequence[str],
+    folder: Path | None = None,
+    fewshot: int | None = None,
+    samples: int = 0,
+) -> tuple[dict[str, dict[str, float]], Samples]:
     """Evaluate a causal language model, in passes of one sample. Collective: yes.
 
-    The model is whole, on the device of this rank.
+    The model is whole, on the device of this rank. `names` are those of tasks or groups of the harness, or of YAML
+    files in `folder`, which may name Python functions that then run. `fewshot`: examples before each question (default:
+    what a task says). `samples`: the first ones of each task; 0 for all.
+
+    Returns for each task the values by name, such as "acc" and its standard error "acc_stderr"; and the samples.
 
     Errors: ConfigError: a task is unknown, or its data are not on this machine.
     """
@@ -164,25 +152,23 @@ def evaluate_tasks(model: nn.Module, tokenizer: Any, options: TaskOptions, comm:
     answering._loglikelihood_tokens = partial(_quiet, answering._loglikelihood_tokens)
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(answering, kind, partial(_answer_all, getattr(answering, kind), comm))
-    folder = None if options.folder is None else str(options.folder)
-    manager = import_module("lm_eval.tasks").TaskManager(include_path=folder)
-    if unknown := [name for name in options.names if not manager.match_tasks([name])]:
+    manager = import_module("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(
             f"there is no task {unknown[0]!r} of lm-evaluation-harness",
             expected="the name of a task or a group, such as arc_easy, or of a YAML file in --task_folder",
             next_step="lm-eval ls tasks",
-            everywhere=True,
         )
     try:
-        tasks = manager.load(list(options.names))
+        tasks = manager.load(list(names))
         for task in tasks["tasks"].values():
-            fewshot = task.get_config("num_fewshot")
-            if fewshot != 0:  # a task that says 0 makes no sense with more
-                task.set_config(key="num_fewshot", value=(fewshot or 0) if options.fewshot is None else options.fewshot)
+            own = task.get_config("num_fewshot")
+            if own != 0:  # a task that says 0 makes no sense with more
+                task.set_config(key="num_fewshot", value=(own or 0) if fewshot is None else fewshot)
             task.set_fewshot_seed(seed=_SEED)
         # simple_evaluate would also run programs that describe the machine, and return nothing on some ranks.
-        limit, bootstraps = options.samples or None, _BOOTSTRAPS
-        found: Any = harness.evaluate(lm=answering, task_dict=tasks, limit=limit, bootstrap_iters=bootstraps)
+        limits = {"limit": samples or None, "bootstrap_iters": _BOOTSTRAPS}
+        found: Any = harness.evaluate(lm=answering, task_dict=tasks, **limits)
     except OSError as error:
         raise ConfigError(
             f"the data of a task cannot be read: {error}",
@@ -190,7 +176,7 @@ def evaluate_tasks(model: nn.Module, tokenizer: Any, options: TaskOptions, comm:
             next_step="hf download REPOSITORY --repo-type dataset on a machine that reaches it, copy its cache, and set"
             " HF_HUB_OFFLINE=1 here",
         ) from error
-    return TaskResults({name: _metrics(values) for name, values in found["results"].items()}, found["samples"])
+    return {name: _metrics(values) for name, values in found["results"].items()}, found["samples"]
 
 
 def _quiet(answer: Callable[..., list[Any]], requests: Any, disable_tqdm: bool = True, **options: Any) -> list[Any]:

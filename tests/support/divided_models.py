@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hvdtrain import Task
-from hvdtrain.task.attention import divide_attention
 from hvdtrain.task.base import SequencePart
+from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import next_token_loss
 
 DIVIDED = (

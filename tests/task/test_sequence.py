@@ -19,9 +19,9 @@ from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.sequence import _exchange, divide_sequences
 from hvdtrain.engine.token_exchange import rows_by_comm
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.task.attention import _attend, divide_attention
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from hvdtrain.task.sequence import _attend, divide_attention
 from hvdtrain.task.token_loss import (
     IGNORED,
     MARKS,

@@ -63,8 +63,7 @@ class EMA(Callback):
     After step n, `decay` or (1 + n) / (10 + n), if that is less, of the average stays: otherwise the initial values
     would be most of a short run's average (TensorFlow's ExponentialMovingAverage, num_updates).
 
-    Attributes:
-        average: by the name of the parameter, divided as it is.
+    `average`: by the name of the parameter, divided as it is.
     """
 
     def __init__(self, decay: float) -> None:
@@ -140,7 +139,6 @@ class Callbacks:
             raise ConfigError(
                 "two callbacks are of the same class: checkpoints could not distinguish their state",
                 found=", ".join(type(member).__name__ for member in members),
-                everywhere=True,
             )
         self.asked: list[str] = []
         self.why: str | None = None
@@ -158,7 +156,6 @@ class Callbacks:
                 expected=f"on each rank those of rank 0: {', '.join(names[0]) or 'none'}",
                 found=f"on rank {other}: {', '.join(names[other]) or 'none'}",
                 next_step="pass the same callbacks on every rank; in their methods, training.rank tells which it is",
-                everywhere=True,
             )
         if not self._has_begun:
             for callback in self.by_name.values():
@@ -224,7 +221,6 @@ def make_callbacks(config: Config, info: RankInfo, given: Sequence[Any], *, eval
         raise ConfigError(
             "training cannot be judged by evaluations: there are no held-out data",
             next_step="omit --train.patience and --checkpoint.best, or hold out data",
-            everywhere=True,
         )
     members: list[Callback] = [EMA(train.ema)] if train.ema is not None else []
     members += [EarlyStopping(train.patience, best)] if train.patience is not None else []
@@ -241,5 +237,4 @@ def _checked(value: Any, name: str) -> Callback:
         f"{name} is no callback",
         expected="an object of a class of hvdtrain.Callback, with every = 1 or more",
         found=f"every = {value.every!r}" if isinstance(value, Callback) else type(value).__name__,
-        everywhere=True,
     )

@@ -177,8 +177,7 @@ def find_unequal(
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
     """Check that every parameter is bit-equal on all ranks. Collective: yes.
 
-    Returns:
-        Persistent buffers that differ, with the ranks on which they differ from rank 0.
+    Returns persistent buffers that differ, with the ranks on which they differ from rank 0.
 
     Errors: DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or
     from the first rank with the same part.

@@ -104,12 +104,9 @@ class ForwardTrace(TorchFunctionMode):
     A non-finite tensor is not an error in itself: masks contain infinities, and `where` may discard them. Only those
     that the loss was computed from count. Each is traced back to the first of them.
 
-    Args:
-        model: hooks on its modules show which module runs.
-        batch: on the device.
+    `model`: hooks on its modules show which module runs.
 
-    Attributes:
-        module_of: for each node of the autograd graph, the module that made it; None for the loss function.
+    `module_of`: for each node of the autograd graph, the module that made it; None for the loss function.
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
@@ -240,8 +237,7 @@ class BackwardTrace:
 
     It does not use full backward hooks of modules: they wrap outputs in views, which breaks in-place functions.
 
-    Args:
-        module_of: the module that made each node; None for the loss function.
+    `module_of`: the module that made each node; None for the loss function.
     """
 
     def __init__(self, loss: Tensor, module_of: Mapping[Node, str | None]) -> None:

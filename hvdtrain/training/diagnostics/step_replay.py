@@ -57,8 +57,7 @@ def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> tup
     Each rank fetches its micro-batches again, runs forward and backward, and stops at the first non-finite one. There
     is no collective before that. An error in a replay is not an error of the run.
 
-    Returns:
-        The first finding of each rank that has one, and the errors of the replay by rank; equal on all ranks.
+    Returns the first finding of each rank that has one, and the errors of the replay by rank; equal on all ranks.
     """
     try:
         with warnings.catch_warnings():

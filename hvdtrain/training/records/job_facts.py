@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,14 @@ from hvdtrain.runtime.host import cpu_list, cpu_ranges
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
 
-@dataclass(frozen=True)
-class JobFacts:
-    """Facts of a start.
+def gather_facts(
+    comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None
+) -> tuple[dict[str, Any], dict[str, Counter]]:
+    """Return facts of the whole job, and the counters of energy that this rank reads for it, by kind. Collective: yes.
 
-    Attributes:
-        record: of the whole job, for the event `started`: `devices` (their number; a GPU that ranks share counts once,
-            and a rank on CPUs is a device), `machine` (hosts, and the number of each device by name), `versions`,
-            `binding` (`binding_map`; empty if ranks are not bound), and `energy` (by kind, why its energy is not
-            measured; empty if it is).
-        counters: of energy, that this rank reads for the job, by kind.
-    """
-
-    record: Mapping[str, Any]
-    counters: Mapping[str, Counter]
-
-
-def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None) -> JobFacts:
-    """Gather the facts of all ranks. Collective: yes.
+    The facts are for the event `started`: `devices` (their number; a GPU that ranks share counts once, and a rank on
+    CPUs is a device), `machine` (hosts, and the number of each device by name), `versions`, `binding` (`binding_map`;
+    empty if ranks are not bound), and `energy` (by kind, why its energy is not measured; empty if it is).
 
     The first rank of each host reads the counter of its processors, and the first rank of each GPU that of the GPU.
     ``root``: the root of the file system with ``sys`` and ``proc``. `binding`: of this rank.
@@ -75,14 +64,17 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), bindi
     }
     owners = [n for n, rank in enumerate(ranks) if _first(ranks, GPUS, rank["places"][GPUS]) == n] if gpu else None
     devices = [rank["device"] for n, rank in enumerate(ranks) if owners is None or n in owners]
+    bindings = [rank["binding"] for rank in ranks if rank["binding"] is not None]
+    bound = [Binding(cpu_list(cpus), gpu, kept) for cpus, gpu, kept in bindings]
     record = {
         "devices": len(devices),
         "machine": {"hosts": list(dict.fromkeys(rank["host"] for rank in ranks)), "devices": dict(Tally(devices))},
         "versions": versions(),
-        "binding": _binding_map(ranks),
+        # None if one is not bound: all have the same options.
+        "binding": binding_map([rank["host"] for rank in ranks], bound) if len(bound) == len(ranks) else [],
         "energy": {kind: _reason([rank["energy"].get(kind, "") for rank in ranks]) for kind in opened},
     }
-    return JobFacts(record, counters)
+    return record, counters
 
 
 def versions() -> dict[str, str]:
@@ -99,15 +91,6 @@ def versions() -> dict[str, str]:
 def _first(ranks: list[dict[str, Any]], kind: str, place: str) -> int:
     """Return the first rank at a place."""
     return next(number for number, rank in enumerate(ranks) if rank["places"][kind] == place)
-
-
-def _binding_map(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    bound = [(rank["host"], rank["binding"]) for rank in ranks if rank["binding"] is not None]
-    if len(bound) < len(ranks):  # not one of them: all have the same options
-        return []
-    return binding_map(
-        [host for host, _ in bound], [Binding(cpu_list(cpus), gpu, kept) for _, (cpus, gpu, kept) in bound]
-    )
 
 
 def _reason(reasons: list[str]) -> str:
@@ -134,10 +117,7 @@ class EnergyUse:
     The event `energy` has the joules by kind since the start of this round. Rank 0 writes it every ten seconds and at
     the end. A counter that fails makes its kind unknown for this round: `failed` names it.
 
-    Args:
-        counters: that this rank reads, by kind.
-        kinds: that some rank reads.
-        event: records an event; used on rank 0.
+    `counters`: that this rank reads, by kind. `kinds`: that some rank reads. `event`: records an event; used on rank 0.
     """
 
     def __init__(

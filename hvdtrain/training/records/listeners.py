@@ -47,9 +47,8 @@ class DeviceSpans:
     The time between the event at the end of backward and the one after the wait is the exposed communication: the
     device is idle then. Durations arrive late: those of a step's optimizer with the next step.
 
-    Args:
-        spans: receives the device's spans, timed by its own clock.
-        event: makes a timing event: `record()`, `query()`, `elapsed_time(later)` in ms, `synchronize()`.
+    `spans`: receives the device's spans, timed by its own clock. `event`: makes a timing event: `record()`, `query()`,
+    `elapsed_time(later)` in ms, `synchronize()`.
     """
 
     def __init__(self, spans: Spans, event: Callable[[], Any] = timing_event) -> None:

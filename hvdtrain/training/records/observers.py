@@ -39,7 +39,7 @@ from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
-from hvdtrain.training.records.verdict_watch import VerdictWatch
+from hvdtrain.training.records.run_report import VerdictWatch
 from hvdtrain.training.round import Round
 
 _FIRST_STEPS = 20
@@ -73,9 +73,8 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     Measuring the link delays all ranks. In an elastic job, rank 0's measurement from an earlier round, of equally many
     ranks on the same hosts, still counts.
 
-    Returns:
-        The number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
-        `finish`, or None if there is no step to do.
+    Returns the number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
+    `finish`, or None if there is no step to do.
     """
     if current.run.config.observe.timeline == "off":
         return 0, None

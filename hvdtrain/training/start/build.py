@@ -36,8 +36,7 @@ from hvdtrain.training.loop.step_sums import CombinedSums, StepSums
 from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compile_counts import CompileCounts
-from hvdtrain.training.records.compute import FirstPass
+from hvdtrain.training.records.compute import CompileCounts, FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.records.job_facts import EnergyUse
 from hvdtrain.training.round import Round

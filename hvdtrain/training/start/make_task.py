@@ -105,8 +105,7 @@ def make_task_by_rank(make: Callable[[], Task], comm: Comm, *, may_read_later: b
     If that fails on a rank, it makes the task again, with all values. So it does if it has drawn other random numbers
     than rank 0, because its data could differ.
 
-    Returns:
-        The task; and a warning if ranks other than 0 have made the whole model, else "".
+    Returns the task; and a warning if ranks other than 0 have made the whole model, else "".
     """
     task, reason, placeholders = None, "", list[str]()
     reading: AbstractContextManager[list[Any]] = values_read_later() if may_read_later else nullcontext([])

@@ -161,7 +161,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/parallel/test_state.py",
     ),
     mutation(
-        "state/unsaved.py",
+        "state/frozen.py",
         "            return id(value), value._version\n",
         "            return id(value)\n",
         "a tensor that an optimizer changes in place outside of its state is lost without a warning",

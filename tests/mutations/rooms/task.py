@@ -25,7 +25,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/task/test_windows.py",
     ),
     mutation(
-        "task/attention.py",
+        "task/sequence.py",
         'if version != 2 and getattr(model.config, "attention_dropout", None):',
         'if getattr(model.config, "attention_dropout", None):',
         "a model with dropout never gets flash attention",
@@ -96,8 +96,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "task/saved_model.py",
-        "tensors[found[-1][0]].to(dtype, copy=True)",
-        "tensors[found[-1][0]].to(dtype)",
+        "get_tensor(found[-1][0]).to(dtype, copy=True)",
+        "get_tensor(found[-1][0]).to(dtype)",
         "a weight stays in the mapped file",
         "tests/task/test_stored_weights.py",
     ),

@@ -46,7 +46,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_evaluate.py",
     ),
     mutation(
-        "training/diagnostics/curves.py",
+        "training/diagnostics/step_checks.py",
         "_SMALLEST = 0.01\n",
         "_SMALLEST = 0.001\n",
         "on a loss curve without noise small jumps are spikes",

@@ -32,11 +32,7 @@ _VERSIONS = (3, 2, 4)
 def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """Let a model of transformers use the wanted attention, in place; return a line about what it uses.
 
-    Args:
-        model: it uses sdpa where it can, else eager.
-        wanted: auto, flash, sdpa or eager.
-        device: of training.
-        dtype: of forward.
+    `wanted`: auto, flash, sdpa or eager. `device`: of training. `dtype`: of forward.
 
     Errors: ConfigError: what is wanted by name is not supported.
     """
@@ -136,11 +132,8 @@ _OPTION, _CHECKED = "--parallel.cp", 8
 def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: bool = False) -> None:
     """Let a model of transformers that gets a part of each sequence attend to all of it, in place.
 
-    Args:
-        model: its `position_ids` are those in the whole sequence.
-        part: of this rank.
-        seq_len: number of tokens of a whole sequence.
-        apart: whether documents do not see each other; then `position_ids` are those in the document.
+    `model`: its `position_ids` are those in the whole sequence. `apart`: whether documents do not see each other; then
+    `position_ids` are those in the document.
 
     Errors: ConfigError: the tokens, the heads or the attention cannot be divided.
     """
@@ -240,7 +233,6 @@ def _check_full_attention(model: Any, used: str) -> None:
             expected="full attention by sdpa",
             next_step=("" if kinds and found in kinds else "--model.attention sdpa, ")
             + "--data.documents joined, or leave out --parallel.cp",
-            everywhere=True,
         )
 
 
@@ -303,5 +295,4 @@ def _refused(model: Any, found: str, instead: str = "") -> ConfigError:
         " sdpa or flash",
         found=found,
         next_step=f"{instead}use another model, or leave out --parallel.cp",
-        everywhere=True,
     )
