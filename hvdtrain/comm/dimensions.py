@@ -44,14 +44,9 @@ class Dimensions:
         return self != ONE
 
     @property
-    def model_dimensions(self) -> set[str]:
-        """The names of those by which ranks hold parts of the model."""
-        return {name for name in ("tp", "ep", "pp") if getattr(self, name) > 1}
-
-    @property
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model; else each has all of it, unless its engine divides it."""
-        return bool(self.model_dimensions)
+        return max(self.tp, self.ep, self.pp) > 1
 
     @property
     def experts(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvdtrain.errors import HorovodError, JoinedError
 from hvdtrain.install import record
@@ -28,12 +31,6 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
 _session = 0
 _groups: dict[tuple[int, ...], Any] = {}
 """The process sets that Horovod was initialised with, by their ranks."""
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 def session() -> int:
@@ -71,10 +68,7 @@ class HorovodHandle:
     """A collective that Horovod's background thread executes."""
 
     def __init__(self, handle: Any, name: str, in_flight: dict[str, float], finish: Callable[[Tensor], Tensor]) -> None:
-        self._handle = handle
-        self._name = name
-        self._in_flight = in_flight
-        self._finish = finish
+        self._handle, self._name, self._in_flight, self._finish = handle, name, in_flight, finish
         self._result: Tensor | None = None
 
     def done(self) -> bool:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError, LaunchError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hvdtrain.comm.base import Comm
 
 _OPTION = "--parallel.dp_shard"
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -196,7 +196,13 @@ class DriverRounds(Rounds):
         refuse_without_address(variables)
         change_variables(variables)
         before, met = open_sockets().keys(), threading.Event()
-        cutter = threading.Thread(target=_cut_all, args=(before, met), daemon=True)
+
+        def cut_all() -> None:  # that were opened since then, until the ranks have met or given up
+            while not met.is_set():
+                shut_down_receiving(open_sockets().keys() - before)
+                met.wait(_AGAIN_S)
+
+        cutter = threading.Thread(target=cut_all, daemon=True)
         self._client.wake = cutter.start
         try:
             self._check_whole()
@@ -242,13 +248,6 @@ class DriverRounds(Rounds):
     def report_leaving(self, why: str) -> None:
         """Report the end to the driver."""
         self._client.report_leaving(why)
-
-
-def _cut_all(before: Collection[int], met: threading.Event) -> None:
-    """Cut all connections opened after `before`, until the ranks have met or given up."""
-    while not met.is_set():
-        shut_down_receiving(open_sockets().keys() - before)
-        met.wait(_AGAIN_S)
 
 
 def in_collective(frame: FrameType | None) -> bool:

@@ -93,15 +93,14 @@ class Blocks(OuterCoding):
     def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Multiply codes by scales, and add."""
         codes, scales = self._views(payload)
-        start = 0
-        for rows, count in _counts(len(total), self._block, total.device):
+        for rows, place in _places(len(total), self._block, total.device):
             found = _unpack(codes[rows], self._bits)
             if self._bits == 2:
                 decoded = _signed(found, scales[rows])
             else:
                 decoded = found.float().sub_(self._top).mul_(scales[rows])
-            total[start : start + count].add_(decoded.view(-1)[:count], alpha=weight)
-            start += count
+            part = total[place]
+            part.add_(decoded.view(-1)[: len(part)], alpha=weight)
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes, (blocks, bytes), and scales, (blocks, 1 or 2)."""
@@ -161,13 +160,12 @@ class ChunkedTopK(OuterCoding):
         if not len(total):
             return
         positions, codes, magnitudes = self._views(payload)
-        start = 0
-        for rows, count in _counts(len(total), OUTER_CHUNK, total.device):
+        for rows, place in _places(len(total), OUTER_CHUNK, total.device):
             values = _signed(_unpack(codes[rows], 2)[:, : self._count], magnitudes[rows])
             chunks = torch.zeros(len(values), OUTER_CHUNK, device=total.device)
             chunks.scatter_(1, _unpack_positions(positions[rows])[:, : self._count], values)
-            total[start : start + count].add_(chunks.view(-1)[:count], alpha=weight)
-            start += count
+            part = total[place]
+            part.add_(chunks.view(-1)[: len(part)], alpha=weight)
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return positions and codes, (chunks, bytes), and magnitudes, (chunks, 2)."""
@@ -180,20 +178,18 @@ class ChunkedTopK(OuterCoding):
 
 def _rows(values: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield some rows of `width` values at a time; the last one is padded with zeros."""
-    start = 0
-    for rows, count in _counts(len(values), width, values.device):
-        part = values[start : start + count]
-        yield rows, torch.nn.functional.pad(part, (0, -count % width)).view(-1, width)
-        start += count
+    for rows, place in _places(len(values), width, values.device):
+        part = values[place]
+        yield rows, torch.nn.functional.pad(part, (0, -len(part) % width)).view(-1, width)
 
 
-def _counts(length: int, width: int, device: torch.device) -> Iterator[tuple[slice, int]]:
-    """Yield slices of rows of `width` values, and the number of values in them."""
+def _places(length: int, width: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows of `width` values, and those of the values in them."""
     rows = -(-length // width)
     step = max(rows, 1) if base.processes_at_once(device) else max(1, _AT_ONCE // width)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        yield slice(first, last), min(last * width, length) - first * width
+        yield slice(first, last), slice(first * width, min(last * width, length))
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -164,14 +164,7 @@ class Compression:
 
 _BF16_COPIES = Copies(0.6, (0.0, 2.2), after=0.9)
 _FP16_BY_OWNERS = Kind(
-    "fp16",
-    "cast:fp16_by_owners",
-    sizes.bf16,
-    2e-3,
-    floor=1e-6,
-    copies=_BF16_COPIES,
-    bulk=True,
-    between_hosts_mib=2,
+    "fp16", "cast:fp16_by_owners", sizes.bf16, 2e-3, floor=1e-6, copies=_BF16_COPIES, bulk=True, between_hosts_mib=2
 )
 
 TABLE = {

@@ -60,11 +60,9 @@ class Placeholder(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what is known."""
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        """Return another one."""
         made = memo[id(self)] = Placeholder(self, self.requires_grad)
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
@@ -81,7 +79,6 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the meta device."""
         named = dict(kwargs or {})
         if func.namespace != "aten" or _writes_values(func, args, named):
             raise NotImplementedError(f"{func} needs values of parameters")
@@ -148,7 +145,6 @@ class _HugeTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
         named = dict(kwargs or {})
         if func is torch.empty and named.get("device") in (None, "cpu", _CPU) and "out" not in named:
             made = torch.empty(*args, **{**named, "device": _META, "pin_memory": False})

@@ -233,6 +233,8 @@ def _with_weights(
 ) -> nn.Module:
     import torch
 
+    from hvdtrain.state.placeholder import Placeholder
+
     kind, place = auto, str(source.folder)
     if weights is not None:  # only a model's own class takes weights from memory
         with torch.device("meta"):
@@ -262,7 +264,11 @@ def _with_weights(
             expected=f"weights of all parameters of a {model_config.model_type} model",
             found=f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if found[3:] else ""),
         )
-    return model if weights is None else _with_own_memory(model)
+    if weights is not None:
+        for tensor in chain(model.parameters(), model.buffers()):
+            if not isinstance(tensor, Placeholder):
+                tensor.data = tensor.data.clone()  # out of the mapped files
+    return model
 
 
 def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
@@ -322,14 +328,4 @@ def _base_model(config: dict[str, Any], source: SavedModel) -> nn.Module:
         torch.manual_seed(mix_seed(config["seed"], 0))
         model = causal_lm(options, vocabulary=described.vocab_size, seq_len=config["data"]["seq_len"])
         add_adapters(model, parse_lora(options.lora or ""))
-    return model
-
-
-def _with_own_memory(model: nn.Module) -> nn.Module:
-    """Copy parameters and buffers out of the mapped files. Returns the model."""
-    from hvdtrain.state.placeholder import Placeholder
-
-    for tensor in chain(model.parameters(), model.buffers()):
-        if not isinstance(tensor, Placeholder):
-            tensor.data = tensor.data.clone()
     return model

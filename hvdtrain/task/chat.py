@@ -20,7 +20,7 @@ import orjson
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.task.base import import_library
 from hvdtrain.task.encode import END_TOKENS, SETTINGS, ByteEncoder, Encoder, settings
-from hvdtrain.task.text_sources import Source, TextFile
+from hvdtrain.task.text_sources import Source, TextFile, unreadable
 from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
 
 if TYPE_CHECKING:
@@ -51,12 +51,7 @@ def read_conversations(files: Iterable[Path]) -> Iterator[Conversation]:
                     if line.strip():
                         yield Conversation(_messages(line, path, number), f"{path}, line {number}")
         except OSError as error:
-            raise DataError(
-                f"cannot read the file {path}",
-                expected="a readable file",
-                found=error.strerror,
-                next_step="check its permissions, or exclude it from --data.chat",
-            ) from error
+            raise unreadable(path, error, "--data.chat") from error
 
 
 def _messages(line: bytes, path: Path, number: int) -> list[Message]:

@@ -160,23 +160,21 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
     heldout = [windows for windows in heldout if len(windows)]
     digests = [file.digest for _, file in prepared] + ([str(config.weights)] if config.weights else [])
+    weight = float(config.seq_len)
+    if config.chat:  # the mean of a few samples of each source
+        few = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
+        weight = max(1.0, sum(few) / len(few))
     return Corpus(
         train=_joined(train, config.weights),
         heldout=_joined(heldout, None) if heldout else None,
         vocabulary=max(file.vocabulary for _, file in prepared) >> (MARKS if config.chat else 0),
-        nominal_weight=_mean_counted(train) if config.chat else float(config.seq_len),
+        nominal_weight=weight,
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         tokenizer=tokenizer,
         end=_end_token(config, end(), train) if config.separate and not config.chat else None,
         is_chat=bool(config.chat),
         note="; ".join(f"{name}: {file.note}" for name, file in prepared if file.note),
     )
-
-
-def _mean_counted(train: Sequence[Windows]) -> float:
-    """Return the mean number of tokens with a loss, of a few samples of each source."""
-    few = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
-    return max(1.0, sum(few) / len(few))
 
 
 def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) -> int:

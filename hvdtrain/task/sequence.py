@@ -86,8 +86,7 @@ def _is_installed(version: int) -> bool:
     """Return whether the library of a version is installed; transformers would download another kernel."""
     from transformers import utils
 
-    check: Any = getattr(utils, f"is_flash_attn_{version}_available", lambda: False)
-    return bool(check())
+    return bool(getattr(utils, f"is_flash_attn_{version}_available", lambda: False)())
 
 
 def _try(config: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -127,7 +127,7 @@ def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:
         try:
             about = path.stat()
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         files.append(TextFile(path, path.relative_to(folder).as_posix(), about.st_size, about.st_mtime_ns))
     return sorted(files, key=lambda file: file.name)
 
@@ -206,13 +206,14 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 yield piece
                 at_bytes += len(piece)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError, option: str = "--data.text") -> DataError:
+    """Return the error for a file that `option` names."""
     return DataError(
         f"cannot read the file {path}",
         expected="a readable file",
         found=error.strerror,
-        next_step="check its permissions, or exclude it from --data.text",
+        next_step=f"check its permissions, or exclude it from {option}",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.checkpoint_store import Measure
 from hvdtrain.state.divided import copy_of, local
 from hvdtrain.training.callbacks.base import Callback, Training
-
-if TYPE_CHECKING:
-    from hvdtrain.training.loop.evaluate import Evaluation
+from hvdtrain.training.loop.evaluate import Evaluation
 
 
 class EarlyStopping(Callback):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -39,7 +40,6 @@ class Origin:
     tensor: str | None = None  # name of the parameter, if it is one
 
     def __str__(self) -> str:
-        """Describe it in a phrase."""
         where = f"{self.module or 'the model'} ({self.module_type})" if self.module is not None else "the loss function"
         if self.kind == "parameter":
             return f"{self.tensor} of {where} is itself not finite"
@@ -63,15 +63,11 @@ def not_finite(value: Tensor) -> bool:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value).values()
-    elif not isinstance(value, (tuple, list)):
-        yield value
-        return
-    for part in value:
-        yield from leaves(part)
+    for leaf in tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves(vars(leaf))
+        else:
+            yield leaf
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -123,7 +119,6 @@ class ForwardTrace(TorchFunctionMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ForwardTrace:
-        """Add hooks to every module."""
         for module in self._names:
             if not isinstance(module, torch.jit.ScriptModule):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
@@ -132,7 +127,6 @@ class ForwardTrace(TorchFunctionMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Remove the hooks."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
@@ -140,7 +134,6 @@ class ForwardTrace(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, and check its inputs and outputs."""
         if self._is_checking:
             return func(*args, **(kwargs or {}))
         bad = [t for t in tensors((args, kwargs)) if not_finite(t)]  # before: some functions write to their inputs
@@ -250,7 +243,6 @@ class BackwardTrace:
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> BackwardTrace:
-        """Add a hook to every node."""
         self._hooks += [node.register_hook(self._hook(node)) for node in _graph(self._loss)]
         return self
 

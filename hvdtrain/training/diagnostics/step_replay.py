@@ -40,7 +40,6 @@ class Finding:
     indices: list[int]  # of these samples in the data set
 
     def __str__(self) -> str:
-        """Describe it in one line."""
         return (
             f"{self.origin} (rank {self.rank}, sample(s) at position {_some(self.samples)}, index"
             f" {_some(self.indices)} of the data set)"

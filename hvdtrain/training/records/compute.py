@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,14 +92,17 @@ class CompileCounts:
         breaks = {text: n - before.get(text, 0) for text, n in self._counted.counters["graph_break"].items()}
         breaks = {text: number for text, number in breaks.items() if number > 0}
         late = self._frames() - self._late_after
+        newest = self._newest(self._frames() - self._frames_before)
+        reasons = [(each, getattr(each, "recompile_reason", None)) for each in self._newest(late)]
         facts: dict[str, Any] = {
             "event": COMPILED,
             "frames": self._frames() - self._frames_before,
             "graph_breaks": sum(breaks.values()),
             "late": late,
             "break_reasons": [_first_line(text) for text in breaks][:_MOST],
-            "break_places": self._break_places(),
-            "late_reasons": self._late_reasons(late),
+            "break_places": _different(map(_place, (each for each in newest if each.co_name.startswith(_RESUMED)))),
+            # Why what was there did not fit, and where.
+            "late_reasons": _different(f"{_place(each)}: {_first_line(reason)}" for each, reason in reasons if reason),
         }
         self._event(facts)
         parts = [f"torch.compile: {facts['graph_breaks']} graph break(s), {late} compilation(s) after step 1"]
@@ -115,16 +118,9 @@ class CompileCounts:
         frames = [each for each in self._counted.get_compilation_metrics() if each.co_name]  # others are of backward
         return frames[-count:] if count else []
 
-    def _break_places(self) -> list[str]:
-        newest = self._newest(self._frames() - self._frames_before)
-        found = [_place(each) for each in newest if str(each.co_name).startswith(_RESUMED)]
-        return list(dict.fromkeys(found))[:_MOST]
 
-    def _late_reasons(self, late: int) -> list[str]:
-        """Return why what was there did not fit, and where."""
-        reasons = [(each, getattr(each, "recompile_reason", None)) for each in self._newest(late)]
-        found = [f"{_place(each)}: {_first_line(reason)}" for each, reason in reasons if reason]
-        return list(dict.fromkeys(found))[:_MOST]
+def _different(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))[:_MOST]
 
 
 def _place(metrics: Any) -> str:

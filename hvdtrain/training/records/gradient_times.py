@@ -100,7 +100,6 @@ class GradientTimes(Listener):
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        """Listen to the spans."""
         self.spans.listeners.append(self)
 
     def begin_step(self, step: int) -> None:

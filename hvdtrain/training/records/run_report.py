@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.objects import allgather_bytes, allgather_json, broadcast_json
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.files import write_text
@@ -192,8 +192,7 @@ def collect_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None
     most = min(_SPANS_BYTES, _SPANS_TOGETHER_BYTES // len(far))
     content = _packed(own, most) if comm.rank in far and own else b""
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    lengths = allgather_json(comm, len(data), name="timeline/lengths")
-    contents = torch.split(comm.allgather(data, name="timeline/contents").wait(), lengths)
+    contents = allgather_bytes(comm, data, name="timeline/contents")
     if comm.rank != 0:
         return
     for rank in far:
