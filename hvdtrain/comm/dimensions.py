@@ -17,23 +17,14 @@ from hvdtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Numbers of ranks.
+    """Numbers of ranks."""
 
-    Attributes:
-        tp: that divide each matrix of a block, and have the same samples.
-        ep: that divide the experts of a layer; a multiple of `tp`, or 1.
-        cp: that divide each sequence, and have the same samples.
-        pp: that divide the layers, as stages of a pipeline, and have the same samples.
-        virtual_stages: no number of ranks, but of the groups of layers that each rank of a pipeline has.
-        zero_bubble: whether stages compute the gradients of weights while they would wait.
-    """
-
-    tp: int = 1
-    ep: int = 1
-    cp: int = 1
-    pp: int = 1
-    virtual_stages: int = 1
-    zero_bubble: bool = False
+    tp: int = 1  # that divide each matrix of a block, and have the same samples
+    ep: int = 1  # that divide the experts of a layer; a multiple of `tp`, or 1
+    cp: int = 1  # that divide each sequence, and have the same samples
+    pp: int = 1  # that divide the layers, as stages of a pipeline, and have the same samples
+    virtual_stages: int = 1  # no number of ranks, but of the groups of layers that each rank of a pipeline has
+    zero_bubble: bool = False  # whether stages compute the gradients of weights while they would wait
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Dimensions:
@@ -240,5 +231,4 @@ def _first_few(groups: Iterable[Sequence[int]]) -> str:
 IN_GROUP = "in a group of --parallel.dp_shard"
 """Where ranks are that have dimensions of their own; see `Dimensions.check`."""
 
-ONE = Dimensions()
-"""Data-parallel ranks only: each holds the whole model, unless its engine divides it."""
+ONE = Dimensions()  # data-parallel ranks only: each holds the whole model, unless its engine divides it

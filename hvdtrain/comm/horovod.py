@@ -25,12 +25,10 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
-"""What other modules use of Horovod."""
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]  # what other modules use of Horovod
 
 _session = 0
-_groups: dict[tuple[int, ...], Any] = {}
-"""The process sets that Horovod was initialised with, by their ranks."""
+_groups: dict[tuple[int, ...], Any] = {}  # the process sets that Horovod was initialised with, by their ranks
 
 
 def session() -> int:

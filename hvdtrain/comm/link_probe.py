@@ -20,8 +20,7 @@ bandwidth; larger sizes do."""
 _LARGE = 1 << 22
 """Bytes from which the mean counts: the first of several allreduces may use up what a link passes at once."""
 
-MEASURED = "link/bytes/"
-"""Beginning of the names of the allreduces that are measured."""
+MEASURED = "link/bytes/"  # beginning of the names of the allreduces that are measured
 
 _TIMES = 2
 
@@ -76,8 +75,7 @@ def clock_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-HOST_SIZES = tuple(1 << exponent for exponent in range(16, 29, 2))
-"""Bytes: 64 KiB to 256 MiB in factors of four."""
+HOST_SIZES = tuple(1 << exponent for exponent in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB in factors of four
 
 Group = list[int]
 

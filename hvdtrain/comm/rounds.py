@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STARTED, FAILED, CHANGED = "started", "failed", "changed"
-"""Why a rank asks for a place."""
+STARTED, FAILED, CHANGED = "started", "failed", "changed"  # why a rank asks for a place
 
 _WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
 _INNERMOST = 3
-_AGAIN_S = 0.05
-"""Between two checks for new connections while the round cannot be completed."""
+_AGAIN_S = 0.05  # between two checks for new connections while the round cannot be completed
 
 
 class Rounds(ABC):

@@ -16,8 +16,7 @@ from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torc
 from hvdtrain.runtime.environment import RankInfo
 
 _lasting: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-_comms = 0
-"""Communicators that this process has made: each has its own keys in the store."""
+_comms = 0  # communicators that this process has made: each has its own keys in the store
 
 
 def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:

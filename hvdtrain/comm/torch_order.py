@@ -37,8 +37,7 @@ def lost_rank(error: BaseException, what: str) -> LostRankError:
     )
 
 
-_BLOCK = 1024
-"""Entries of the order that are deleted together, once every rank has read them."""
+_BLOCK = 1024  # entries of the order that are deleted together, once every rank has read them
 
 Started = tuple["dist.Work | None", Callable[[], Tensor]]
 """A running collective, None if it is complete, and what returns its result then."""

@@ -14,17 +14,13 @@ from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import shard_length
 from hvdtrain.errors import JoinedError
 
-_BACK_OFF = 4
-"""Powers of two by which the scale shrinks after a sum that is not finite."""
+_BACK_OFF = 4  # powers of two by which the scale shrinks after a sum that is not finite
 _LARGEST = 8
 """The scale brings the largest magnitude of a sum to just below two to this power. Parts and later steps may be 2^8
 times as large, and a value of 2^-22 of it is still a normal fp16 number."""
-_CHECK_EVERY = 16
-"""Steps between two searches for the largest magnitude."""
-_AFTER_ZEROS = 10
-"""The scale's exponent after a sum of zeros: later gradients up to 64 still fit."""
-_RANGE = (-40, 24)
-"""Limits of the scale's exponent."""
+_CHECK_EVERY = 16  # steps between two searches for the largest magnitude
+_AFTER_ZEROS = 10  # the scale's exponent after a sum of zeros: later gradients up to 64 still fit
+_RANGE = (-40, 24)  # limits of the scale's exponent
 _PIECE = 32 << 10
 """Elements: 128 KiB of fp32, so that several pieces fit in an L2 cache of 1 MiB. A call costs about 2 us, a tenth of an
 operation on one piece."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 COPY_S_PER_BYTE = 4.5e-11
 """Seconds to copy a byte of a gradient that backward has just written, where nothing was measured."""
-_CALL_S = 1.5e-5
-"""Seconds to start a collective, or to pack a gradient of any size."""
+_CALL_S = 1.5e-5  # seconds to start a collective, or to pack a gradient of any size
 
 
 @dataclass(frozen=True)

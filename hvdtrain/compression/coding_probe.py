@@ -59,10 +59,7 @@ class _Repeated(Finished):
 
 
 def measure_coding(
-    compression: Compression,
-    shapes: Sequence[BucketShape],
-    gradients: Sequence[Sequence[Tensor | None]],
-    ranks: int,
+    compression: Compression, shapes: Sequence[BucketShape], gradients: Sequence[Sequence[Tensor | None]], ranks: int
 ) -> list[CodingCost]:
     """Measure the cost of each bucket: the minimum over several steps, after one that is not counted.
 

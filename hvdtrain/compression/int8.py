@@ -24,8 +24,7 @@ LEVELS = 127.0
 ROWS = 512
 """Blocks processed at a time on a CPU: 512 KiB of fp32, and as much scratch. Twice as many do not fit in an L2 cache;
 half as many spend a third more time in calls."""
-_LEAST = 1e-30
-"""A block of values below this times 127 is sent as zeros, because its scale would have no inverse."""
+_LEAST = 1e-30  # a block of values below this times 127 is sent as zeros, because its scale would have no inverse
 
 
 class Codes(NamedTuple):

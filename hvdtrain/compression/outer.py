@@ -15,8 +15,7 @@ from torch import Tensor
 from hvdtrain.compression import base
 from hvdtrain.compression.sizes import OUTER_BLOCKS, OUTER_CHUNK, outer_count, outer_payload
 
-_AT_ONCE = 1 << 17
-"""Values that a CPU encodes at a time, so that scratch memory stays in its cache."""
+_AT_ONCE = 1 << 17  # values that a CPU encodes at a time, so that scratch memory stays in its cache
 _SMALLEST = 1e-30
 _SPLIT = 1.23
 """Over the mean magnitude, where large ones begin: 0.9816 of the standard deviation of normal values, which is best

@@ -52,40 +52,24 @@ class Number:
 class Kind:
     """One line of the table.
 
-    Attributes:
-        name: its name in options.
-        make: "module:name" of the `Compressor` in this package.
-        payload: bytes sent, as a function of bucket, world size and number.
-        tolerance: of the law in `base.Compressor`, relative to the sum over ranks of the largest magnitude packed.
-        floor: error allowed per element in addition, however small all elements are.
-        copies: estimated cost of coding; the default suits any compressor until `coding_probe` has measured it.
-        copies_bfloat16: the same for bfloat16 gradients, if they are sent in another way.
-        number: None if it takes no number.
-        feedback: whether it uses error feedback.
-        auto: whether `--parallel.compression auto` considers it. The table lists compressors that lose least first.
-        bulk: whether it sends so much that, between hosts, the training thread must leave the exchange processor time.
-        between_hosts_mib: bucket size between hosts: small enough that the first bucket starts early and the last one
-            is short, large enough for few collectives.
-        rounds: collectives of each kind in one exchange, which share its payload.
-        without_halves: the line to use where an allreduce of 16-bit floats is slow.
-        coding: "module:name" of its `Coding` in this package, for engines that divide parameters; None if it has none.
+    `auto`: whether `--parallel.compression auto` considers it. The table lists compressors that lose least first.
     """
 
-    name: str
-    make: str
-    payload: Callable[[Bucket, int, float], Payload]
-    tolerance: float
-    floor: float = 0.0
-    copies: Copies = UNMEASURED
-    copies_bfloat16: Copies | None = None
-    number: Number | None = None
-    feedback: bool = False
+    name: str  # its name in options
+    make: str  # "module:name" of the `Compressor` in this package
+    payload: Callable[[Bucket, int, float], Payload]  # bytes sent, as a function of bucket, world size and number
+    tolerance: float  # of the law in `base.Compressor`, relative to the sum over ranks of the largest magnitude packed
+    floor: float = 0.0  # error allowed per element in addition, however small all elements are
+    copies: Copies = UNMEASURED  # estimated cost of coding; the default suits any until `coding_probe` has measured it
+    copies_bfloat16: Copies | None = None  # the same for bfloat16 gradients, if they are sent in another way
+    number: Number | None = None  # None if it takes no number
+    feedback: bool = False  # whether it uses error feedback
     auto: bool = False
-    bulk: bool = False
-    between_hosts_mib: int = 8
-    rounds: int = 1
-    without_halves: Kind | None = None
-    coding: str | None = None
+    bulk: bool = False  # it sends so much that, between hosts, training must leave the exchange processor time
+    between_hosts_mib: int = 8  # bucket size: small for an early start and a short end, large for few collectives
+    rounds: int = 1  # collectives of each kind in one exchange, which share its payload
+    without_halves: Kind | None = None  # the line to use where an allreduce of 16-bit floats is slow
+    coding: str | None = None  # "module:name" of its `Coding` here, for engines that divide parameters
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from torch.utils.data._utils import worker
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import DataError
 
-_COMPARED = 4
-"""Samples to compare after a state was loaded."""
+_COMPARED = 4  # samples to compare after a state was loaded
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -32,8 +32,7 @@ from hvdtrain.errors import DataError
 _SAMPLE, _FORWARD = 1, 2
 """Offsets of the seed for the random state that makes samples, and for that of the forward pass."""
 
-_STEPS_AT_ONCE = 64
-"""Steps to order at once: a numpy call costs about 10 us, a sample 0.1 us."""
+_STEPS_AT_ONCE = 64  # steps to order at once: a numpy call costs about 10 us, a sample 0.1 us
 
 
 @dataclass(frozen=True)

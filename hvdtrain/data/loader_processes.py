@@ -20,8 +20,7 @@ from hvdtrain.launch.job_end import describe_exit
 
 T = TypeVar("T")
 
-_MOMENT_S = 5.0
-"""Seconds between the loss of a connection to a loader process and its end."""
+_MOMENT_S = 5.0  # seconds between the loss of a connection to a loader process and its end
 
 _processes: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 

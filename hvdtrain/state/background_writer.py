@@ -25,8 +25,7 @@ from hvdtrain.state.tensor_file import check_dtypes
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
 """Delay of the retry after the first failed save, and the limit up to which it doubles."""
 
-_PATIENCE_S = 2.0
-"""Seconds that a failed run waits for a checkpoint that only rank 0 is writing."""
+_PATIENCE_S = 2.0  # seconds that a failed run waits for a checkpoint that only rank 0 is writing
 
 
 class CheckpointWriter:

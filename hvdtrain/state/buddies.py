@@ -18,8 +18,7 @@ from hvdtrain.state.pieces import Piece, PieceKey, Place, StateDict, dtype_named
 from hvdtrain.state.sync import assemble_pieces, broadcast_state
 from hvdtrain.state.train_state import TrainState
 
-_CHUNK_BYTES = 16 << 20
-"""Bytes that a rank sends at a time."""
+_CHUNK_BYTES = 16 << 20  # bytes that a rank sends at a time
 
 _ALIGNMENT = 64
 
@@ -85,7 +84,7 @@ class Buddies:
     def _send(self, own: list[Piece], buddies: list[int | None], specs: Sequence[list[Any]]) -> list[Piece]:
         comm = self._comm
         totals = [
-            sum(_padded(_nbytes(spec)) for spec in rank) if buddy is not None else 0
+            sum(padded(_nbytes(spec)) for spec in rank) if buddy is not None else 0
             for rank, buddy in zip(specs, buddies, strict=True)
         ]
         senders = [rank for rank, buddy in enumerate(buddies) if buddy == comm.rank]
@@ -108,7 +107,8 @@ def _nbytes(spec: list[Any]) -> int:
     return math.prod(shape) * dtype_named(spec[3]).itemsize
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor takes in a buffer of several."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -118,7 +118,7 @@ def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
     length = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        for part in (flat, torch.zeros(_padded(len(flat)) - len(flat), dtype=torch.uint8)):
+        for part in (flat, torch.zeros(padded(len(flat)) - len(flat), dtype=torch.uint8)):
             while len(part):
                 parts.append(part[: _CHUNK_BYTES - length])
                 length, part = length + len(parts[-1]), part[len(parts[-1]) :]
@@ -134,7 +134,7 @@ def _unpack(buffer: Tensor, specs: list[Any], rank: int) -> Iterator[Piece]:
         group, name, shape, dtype, whole, offset = spec
         tensor = buffer[: _nbytes(spec)].view(dtype_named(dtype)).reshape(shape)
         yield Piece(group, name, tensor, Place(tuple(whole), tuple(offset), (rank,)))
-        buffer = buffer[_padded(_nbytes(spec)) :]
+        buffer = buffer[padded(_nbytes(spec)) :]
 
 
 Offer = tuple[int, str, int, list[int]]

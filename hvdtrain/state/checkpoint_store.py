@@ -67,13 +67,11 @@ class Measure:
         """Check that evaluations have the value. Errors: ConfigError, on every rank."""
         if self.name != "loss" and self.name not in metrics:
             raise ConfigError(
-                f"--checkpoint.best {self.name}: evaluations have no such value",
-                expected=", ".join(["loss", *metrics]),
+                f"--checkpoint.best {self.name}: evaluations have no such value", expected=", ".join(["loss", *metrics])
             )
 
 
-BEST = "best"
-"""Name of the link to the best checkpoint, and of that checkpoint in ``RUN@best``."""
+BEST = "best"  # name of the link to the best checkpoint, and of that checkpoint in ``RUN@best``
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
@@ -157,7 +155,8 @@ class CheckpointStore:
         every = {**files, **{name: write_bytes(folder / name, content) for name, content in texts.items()}}
         write_bytes(folder / MANIFEST, manifest_text(step, notes, every).encode())
         fsync(folder)
-        target = self._free_name(step)
+        again = max((saved.again + 1 for saved in self.list() if saved.step == step), default=0)
+        target = self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
         folder.rename(target)
         self._link_best()
         fsync(self.directory)
@@ -269,10 +268,6 @@ class CheckpointStore:
                 found=error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
                 next_step="check the disk; earlier checkpoints are unchanged",
             ) from error
-
-    def _free_name(self, step: int) -> Path:
-        again = max((saved.again + 1 for saved in self.list() if saved.step == step), default=0)
-        return self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
 
 
 def load(path: Path, progress: Callable[[], None] = lambda: None, *, groups: Container[str] | None = None) -> StateDict:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.placeholder import Placeholder
 
-FROZEN = "frozen"
-"""The key of the digest among the plain values of a state."""
+FROZEN = "frozen"  # the key of the digest among the plain values of a state
 
 
 @dataclass

@@ -22,8 +22,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.state.sync import broadcast_all, empty
 from hvdtrain.state.train_state import stored_as
 
-_SENT = (Tensor, int, float, str, bool, type(None))
-"""Types of values in an optimizer that are sent."""
+_SENT = (Tensor, int, float, str, bool, type(None))  # types of values in an optimizer that are sent
 
 
 @torch.no_grad()

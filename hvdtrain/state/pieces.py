@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Key = tuple[str, str]
-"""The group and the name of a tensor."""
+Key = tuple[str, str]  # the group and the name of a tensor
 
 
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Place:
         return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
 
 
-PieceKey = tuple[str, str, tuple[int, ...]]
-"""Group, name and offset of a piece."""
+PieceKey = tuple[str, str, tuple[int, ...]]  # group, name and offset of a piece
 
 
 @dataclass(frozen=True)
@@ -84,16 +81,14 @@ def dtype_named(name: str) -> torch.dtype:
 class StateDict:
     """The pieces of a state that one rank holds, and plain values that JSON supports.
 
-    Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor},
-            "callbacks": {"callback/name": tensor}}; the last two only if they are not empty. ``optimizer_values``
-            holds numbers of a divided optimizer's state, by ``name/slot``, as tensors without dimensions.
-        values: equal on all ranks.
-        places: of the pieces; a tensor without a place is whole, and equal on all ranks.
+    `tensors`: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor},
+    "callbacks": {"callback/name": tensor}}; the last two only if they are not empty. ``optimizer_values`` holds numbers
+    of a divided optimizer's state, by ``name/slot``, as tensors without dimensions.
+    `places`: of the pieces; a tensor without a place is whole, and equal on all ranks.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # equal on all ranks
     places: Mapping[Key, Place] = field(default_factory=dict)
 
     @property
@@ -224,5 +219,4 @@ def named_like(state: StateDict, own: Iterable[str]) -> StateDict:
     return StateDict(tensors, {**state.values, **with_names})
 
 
-_WITH_NAMES = ("aliases", "optimizer", "exchange", "callbacks")
-"""The keys of values that have names of tensors."""
+_WITH_NAMES = ("aliases", "optimizer", "exchange", "callbacks")  # the keys of values that have names of tensors

@@ -25,8 +25,7 @@ _MAKE_ANOTHER = {getattr(torch.ops.aten, name) for name in _NEW.split()}
 _DRAWN = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
 _FILL = {getattr(torch.ops.aten, name) for name in _DRAWN.split()}
 """Operations that draw random numbers in place: how many depends only on shape, strides and dtype."""
-_TRUNCATED = "_no_grad_trunc_normal_"
-"""What `nn.init.trunc_normal_` calls, under any of its names."""
+_TRUNCATED = "_no_grad_trunc_normal_"  # what `nn.init.trunc_normal_` calls, under any of its names
 _LARGE_BYTES = 1 << 20
 _HUGE_BYTES = 1 << 30
 """The kernel may refuse such memory, though nothing is written to it: of the experts of a layer, for example."""

@@ -38,14 +38,11 @@ from hvdtrain.files import fsync, write_text
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.tensor_file import FileDigest, read_header, write_tensors
 
-MIN_BYTES = 32 << 20
-"""Fewer bytes are not worth a file of their own."""
+MIN_BYTES = 32 << 20  # fewer bytes are not worth a file of their own
 
-TIMEOUT_S = 120.0
-"""Seconds without any change in the folder after which rank 0 gives up."""
+TIMEOUT_S = 120.0  # seconds without any change in the folder after which rank 0 gives up
 
-_POLL_S = (0.01, 0.5)
-"""First and longest interval between two looks into the folder."""
+_POLL_S = (0.01, 0.5)  # first and longest interval between two looks into the folder
 
 
 class Abandoned(Exception):
@@ -213,8 +210,7 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 
 _NAME = re.compile(r"\.writing-step-\d+-[0-9a-f]+-(\d+)-(.+)")
-_SILENT_S = 900.0
-"""A temporary folder of another host without changes for this long is abandoned."""
+_SILENT_S = 900.0  # a temporary folder of another host without changes for this long is abandoned
 
 
 def temporary_name(step: int) -> str:

@@ -18,8 +18,7 @@ from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import TrainState
 
-_WINDOW_BYTES = 64 << 20
-"""Bytes of tensors that are broadcast at the same time."""
+_WINDOW_BYTES = 64 << 20  # bytes of tensors that are broadcast at the same time
 
 
 def broadcast_state(

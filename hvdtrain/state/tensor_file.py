@@ -34,8 +34,7 @@ CHECKSUM = "xxh3_128"
 _PIECES = "pieces"
 
 _BLOCK = 1 << 20
-_BUFFER = 1 << 16
-"""Bytes of the buffer for small tensors; larger ones bypass it."""
+_BUFFER = 1 << 16  # bytes of the buffer for small tensors; larger ones bypass it
 
 _READ = 4 << 20
 _FLUSH = 16 << 20

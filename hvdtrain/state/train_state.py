@@ -20,8 +20,7 @@ from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
 from hvdtrain.state.pieces import Key, Place, StateDict, named_like, specs
 
-NUMBERS = "optimizer_values"
-"""The group of plain numbers in the state of a divided optimizer."""
+NUMBERS = "optimizer_values"  # the group of plain numbers in the state of a divided optimizer
 _SPARSE = ".sparse"
 """Ends the name of a slot that is sparse in the optimizer, such as SGD's momentum of an embedding, and saved dense."""
 _NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}

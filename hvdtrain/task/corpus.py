@@ -110,14 +110,11 @@ def check_data(config: TextConfig) -> None:
 
 log = logging.getLogger(__name__)
 
-_LOOKED_AT = 1 << 24
-"""Tokens of a source to look for the end of a document in."""
+_LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
 
-_PROGRESS_S = 10.0
-"""Seconds between reports while text is tokenized."""
+_PROGRESS_S = 10.0  # seconds between reports while text is tokenized
 
-_SAMPLES = 64
-"""Samples of a source from which the typical number of tokens with a loss is computed."""
+_SAMPLES = 64  # samples of a source from which the typical number of tokens with a loss is computed
 
 
 @dataclass(frozen=True)
@@ -284,8 +281,7 @@ def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
             next_step=hub_advice(tokens) or "correct --data.tokens",
         ) from error
     return _cached(
-        lambda folder: describe_npy(path, heldout).save(folder),
-        [str(path), about.st_size, about.st_mtime_ns, heldout],
+        lambda folder: describe_npy(path, heldout).save(folder), [str(path), about.st_size, about.st_mtime_ns, heldout]
     )
 
 

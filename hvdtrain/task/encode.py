@@ -85,8 +85,7 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.integer[Any]]
 
-SEPARATOR = 256
-"""Id after each document if tokens are bytes."""
+SEPARATOR = 256  # id after each document if tokens are bytes
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
 """Names of the token at the end of a document. The first one in a vocabulary is used."""

@@ -50,11 +50,9 @@ PRESETS = {
 }
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 2
 
-_SPLIT_SEED = 0
-"""Constant, so that every run holds out the same images."""
+_SPLIT_SEED = 0  # constant, so that every run holds out the same images
 
-_ZOOM = 4
-"""A ResNet's first two layers halve an image twice, so its stages see digits in their original size, 8 x 8."""
+_ZOOM = 4  # a ResNet's first two layers halve an image twice, so its stages see digits in their original size, 8 x 8
 
 _SYNTHETIC, _SYNTHETIC_CLASSES = 64, 1000
 _SMALLEST = 32

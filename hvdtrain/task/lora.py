@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FORM = "rank=16, or rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
-_SHOWN = 12
-"""Names of layers in an error."""
+_SHOWN = 12  # names of layers in an error
 
 
 @dataclass(frozen=True)

@@ -140,12 +140,7 @@ class StoredWeights:
 
     def __init__(self, model: Any, files: Mapping[str, Path]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         self._model, self._files = model, files
         self._own = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 _TOKENS = 16
-_VERSIONS = (3, 2, 4)
-"""Of flash attention, in the order of preference."""
+_VERSIONS = (3, 2, 4)  # of flash attention, in the order of preference
 
 
 def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.task.base import SequencePart
 
-IGNORED = -100
-"""Target of a position without a loss."""
+IGNORED = -100  # target of a position without a loss
 
 COUNTED, FIRST, MARKS = 1, 2, 2
 """Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
@@ -117,12 +116,7 @@ def token_loss(
 
 
 def mtp_metrics(
-    model: nn.Module,
-    batch: Any,
-    *,
-    targets: Callable[[Any], Targets],
-    count: int,
-    part: SequencePart | None = None,
+    model: nn.Module, batch: Any, *, targets: Callable[[Any], Targets], count: int, part: SequencePart | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
     import torch

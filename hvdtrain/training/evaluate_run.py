@@ -38,8 +38,7 @@ from hvdtrain.training.start.device import pick_device
 from hvdtrain.training.start.make_task import make_task
 
 Split = Literal["heldout", "train"]
-Sums = dict[str, list[float]]
-"""Sum and weight of the loss, and of each metric as ``metric/NAME``."""
+Sums = dict[str, list[float]]  # sum and weight of the loss, and of each metric as ``metric/NAME``
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,10 @@ def for_evaluation(config: Config, samples: int, *, one_by_one: bool) -> Config:
 
 
 _SEED = 1234  # of the choice of examples; the harness's own default
-_BOOTSTRAPS = 1000
-"""Resamples for the standard error of a metric that has no formula."""
+_BOOTSTRAPS = 1000  # resamples for the standard error of a metric that has no formula
 
 
-Samples = Mapping[str, Sequence[Mapping[str, Any]]]
-"""What the harness notes of each sample, by task."""
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # what the harness notes of each sample, by task
 
 
 def evaluate_tasks(

@@ -153,7 +153,12 @@ class ForwardTrace(TorchFunctionMode):
 
     def origin(self, loss: Tensor) -> Origin:
         """Return the origin of a non-finite `loss`."""
-        every = _ancestors(self._record(loss))
+        todo = [self._record(loss)]
+        every = {*todo}
+        while todo:
+            new = set(todo.pop().parents) - every
+            every |= new
+            todo += new
         # Not buffers: the step itself, which ran before, has spoiled running statistics.
         sources = [r for r in every if not r.parents and r.origin.kind not in ("constant", "buffer")]
         # From constant infinities only: the function that turned them into nan, such as softmax of a fully masked row.
@@ -206,15 +211,6 @@ class ForwardTrace(TorchFunctionMode):
         if kind == "buffer" and not _has_nan(tensor):
             kind = "constant"
         return self._add(tensor, kind, None, [], name)
-
-
-def _ancestors(record: _Record) -> list[_Record]:
-    found, todo = {record}, [record]
-    while todo:
-        new = set(todo.pop().parents) - found
-        found |= new
-        todo += new
-    return list(found)
 
 
 def _has_nan(tensor: Tensor) -> bool:

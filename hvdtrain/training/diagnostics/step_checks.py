@@ -20,24 +20,18 @@ from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.round import Round
 
-WINDOW = 64
-"""Steps that a value is compared with."""
+WINDOW = 64  # steps that a value is compared with
 
-_LEAST = 24
-"""Steps before the first report."""
+_LEAST = 24  # steps before the first report
 
 _DEVIATIONS = 8.0
-_SMALLEST = 0.01
-"""Smallest deviation, as a share of the median, so that a curve without noise is not all spikes."""
+_SMALLEST = 0.01  # smallest deviation, as a share of the median, so that a curve without noise is not all spikes
 
-_QUIET = 8
-"""Steps without a spike before the next one counts as new."""
+_QUIET = 8  # steps without a spike before the next one counts as new
 
-KEEP = WINDOW + _QUIET
-"""Values that `detect_jump` needs."""
+KEEP = WINDOW + _QUIET  # values that `detect_jump` needs
 
-_RISES = 4.0
-"""Deviations of the mean of a window, of about an eighth of those of its values."""
+_RISES = 4.0  # deviations of the mean of a window, of about an eighth of those of its values
 _IN_A_ROW = 3
 
 Direction = Literal["up", "down"]
@@ -112,12 +106,9 @@ class Rise:
         return (first, lowest, median) if self._above == _IN_A_ROW else None
 
 
-_REPLAYS, _WITHIN = 3, 1000
-"""Largest number of replays within a number of steps; each costs a step or two."""
-_STABLE = 100
-"""Steps at a loss scale; before, an overflow is how fp16 finds its scale."""
-_HALVED = 8
-"""Steps in a row: what is not finite at a small fraction of the scale is no overflow."""
+_REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
+_STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
+_HALVED = 8  # steps in a row: what is not finite at a small fraction of the scale is no overflow
 
 _NEXT = {
     "input": "check these samples of the data set, or leave them out",
@@ -148,7 +139,10 @@ class StepChecks:
         if result.applied:
             scale, steps = self._scale
             self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
-            self._check_norm(result.grad_norm, progress)
+            if (usual := detect_jump(self._norms, result.grad_norm)) is not None:
+                facts = {"grad_norm": result.grad_norm, "expected": usual, "positions": self._positions(progress)}
+                self._event("grad_norm_spike", progress, **facts)
+            self._norms.append(result.grad_norm)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
@@ -196,13 +190,6 @@ class StepChecks:
             )
         progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
-
-    def _check_norm(self, norm: float, progress: Progress) -> None:
-        expected = detect_jump(self._norms, norm)
-        if expected is not None:
-            positions = self._positions(progress)
-            self._event("grad_norm_spike", progress, grad_norm=norm, expected=expected, positions=positions)
-        self._norms.append(norm)
 
     def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:
         first, end = self._positions(progress)

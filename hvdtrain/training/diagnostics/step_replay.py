@@ -25,8 +25,7 @@ from hvdtrain.training.loop.buffers import all_buffers, copy_to_host
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.loop.step import Stepper
 
-_MOST_ALONE = 32
-"""Largest micro-batch with samples that are tried one by one."""
+_MOST_ALONE = 32  # largest micro-batch with samples that are tried one by one
 
 
 @dataclass(frozen=True)

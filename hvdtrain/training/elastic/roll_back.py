@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from hvdtrain.comm.base import Comm
@@ -15,8 +14,7 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 
-MAX_ROLL_BACKS = 3
-"""Largest number of roll backs within `STRETCH` steps."""
+MAX_ROLL_BACKS = 3  # largest number of roll backs within `STRETCH` steps
 
 STRETCH = 1000
 
@@ -99,7 +97,13 @@ class RollBack:
         state.progress.rolled_back = [*before.rolled_back, step]
         self._report(spoiled, step, state.progress.step)
         wait_saved()
-        on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
+
+        def set_aside() -> None:  # newer checkpoints: there are some only among skipped steps, which have no commits
+            assert self.store is not None
+            older = [saved for saved in self.store.list() if saved.step <= state.progress.step]
+            self.store.set_aside_after(max(older, default=None))
+
+        on_rank_0(self.comm, set_aside, name="set_aside")
         return True
 
     def _is_allowed(self, spoiled: SpoiledSteps, progress: Progress) -> bool:
@@ -110,11 +114,6 @@ class RollBack:
             return True
         self.warn(f"no roll back at step {progress.step}: there were {MAX_ROLL_BACKS} within {STRETCH} steps")
         return False
-
-    def _set_aside_after(self, step: int) -> None:
-        """Set aside checkpoints newer than `step`; there are some only among skipped steps, which have no commits."""
-        assert self.store is not None
-        self.store.set_aside_after(max((saved for saved in self.store.list() if saved.step <= step), default=None))
 
     def _report(self, spoiled: SpoiledSteps, step: int, to: int) -> None:
         facts = {"from_step": step, "to_step": to, "positions": spoiled.positions, "reason": spoiled.kind}

@@ -46,8 +46,7 @@ from hvdtrain.training.start.optimizers import (
     why_not_fused,
 )
 
-NOTHING = -1
-"""The step of a process that has no state to offer."""
+NOTHING = -1  # the step of a process that has no state to offer
 
 
 @dataclass

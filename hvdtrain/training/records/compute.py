@@ -13,8 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.observe.flops import FlopCount, peak_tflops
 from hvdtrain.training.start.device import allows_tf32
 
-_BACKWARD = 2
-"""Backward costs twice as much as forward: it computes gradients of inputs and of weights."""
+_BACKWARD = 2  # backward costs twice as much as forward: it computes gradients of inputs and of weights
 
 
 @dataclass
@@ -65,8 +64,7 @@ COMPILED = "compiled"
 `break_reasons`, `break_places` (where a compiled function resumes after a break) and `late_reasons`."""
 _RESUMED = "torch_dynamo_resume_in_"
 """Start of the names that torch gives to the rest of a function after a graph break."""
-_MOST = 3
-"""Reasons of each kind that are recorded."""
+_MOST = 3  # reasons of each kind that are recorded
 
 
 class CompileCounts:

@@ -27,8 +27,7 @@ def timing_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-SLACK_NS = 100e3
-"""A thread that waits for an event continues so soon after it."""
+SLACK_NS = 100e3  # a thread that waits for an event continues so soon after it
 
 
 class _Pending(NamedTuple):

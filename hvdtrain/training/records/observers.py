@@ -42,11 +42,9 @@ from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchPr
 from hvdtrain.training.records.run_report import VerdictWatch
 from hvdtrain.training.round import Round
 
-_FIRST_STEPS = 20
-"""Steps of each start with written spans, under ``--observe.timeline auto``."""
+_FIRST_STEPS = 20  # steps of each start with written spans, under ``--observe.timeline auto``
 
-_LINK_S, _NETWORK_S = 0.08, 0.5
-"""Time limit for measuring the link at each start, in seconds."""
+_LINK_S, _NETWORK_S = 0.08, 0.5  # time limit for measuring the link at each start, in seconds
 
 
 def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> HorovodTimeline | None:

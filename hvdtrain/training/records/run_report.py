@@ -34,8 +34,7 @@ from hvdtrain.timeline.verdicts import changed
 from hvdtrain.training.round import Round
 
 _PATIENCE_S = 120.0
-_REST = 50
-"""Pause after a look, in times its duration: with many ranks it takes long."""
+_REST = 50  # pause after a look, in times its duration: with many ranks it takes long
 
 
 @dataclass
@@ -95,14 +94,12 @@ MOST_BYTES = 1 << 25
 """Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
 `hvdtrain timeline report` reads everything."""
 
-_SPANS_BYTES = 8 << 20
-"""Size limit of one rank's spans that are copied to rank 0; later spans are left out."""
+_SPANS_BYTES = 8 << 20  # size limit of one rank's spans that are copied to rank 0; later spans are left out
 
 _SPANS_TOGETHER_BYTES = 256 << 20
 """Size limit of all of them together; every rank receives them, compressed to about a tenth."""
 
-_HEAD_BYTES = 1024
-"""First bytes of a file of spans, which identify it: they contain the rank and the time of its start."""
+_HEAD_BYTES = 1024  # first bytes of a file of spans, which identify it: they contain the rank and the time of its start
 
 
 def explain_run(current: Round) -> Analysis | None:

@@ -27,8 +27,7 @@ from hvdtrain.timeline.whatif.predict import WORTH, choose_compression
 
 _FIRST, _COUNT = 3, 5
 """Steps to measure. The first step learns the buckets, and the second one is the first to use them."""
-_LINK_S = 0.5
-"""Time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms."""
+_LINK_S = 0.5  # time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms.
 
 
 @dataclass

@@ -16,15 +16,7 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.observe.monitor import gpu_identity, pci_address
-from hvdtrain.runtime.binding import (
-    Binding,
-    Seat,
-    bind_to_domains,
-    bind_to_gpus,
-    cores_near,
-    numa_domains,
-    pin_process,
-)
+from hvdtrain.runtime.binding import Binding, Seat, bind_to_domains, bind_to_gpus, cores_near, numa_domains, pin_process
 from hvdtrain.runtime.environment import change_variables
 from hvdtrain.runtime.host import cpu_list, cpu_ranges, physical_cores
 from hvdtrain.runtime.rules import THREADS

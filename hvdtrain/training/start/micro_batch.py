@@ -43,12 +43,9 @@ from hvdtrain.yaml_file import yaml_text
 
 FOUND = "micro_batch_found"
 """Event: `samples` of a micro-batch, and `limited_by`, the ranks with too little memory for twice as many."""
-_UNEVEN = 1.25
-"""How many samples a rank may have, as a multiple of an even share."""
-_SPARE = 0.05
-"""Fraction of a GPU's memory that a trial leaves free."""
-_STATES = 2
-"""Tensors of the optimizer for each parameter, as of AdamW."""
+_UNEVEN = 1.25  # how many samples a rank may have, as a multiple of an even share
+_SPARE = 0.05  # fraction of a GPU's memory that a trial leaves free
+_STATES = 2  # tensors of the optimizer for each parameter, as of AdamW
 
 
 def check_auto(config: Config, device: torch.device) -> None:
@@ -206,10 +203,8 @@ def _without_trace(current: Round) -> Iterator[None]:
 
 
 _GIB = 1 << 30
-_COMMUNICATION_BYTES = _GIB
-"""Memory that NCCL takes."""
-_GAPS = 0.1
-"""Fraction of the rest that is lost between blocks of memory."""
+_COMMUNICATION_BYTES = _GIB  # memory that NCCL takes
+_GAPS = 0.1  # fraction of the rest that is lost between blocks of memory
 
 
 def predict_largest(current: Round, most: int) -> tuple[int, list[int]]:

@@ -22,10 +22,8 @@ from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
-_FEW = 3
-"""Options in which a run may differ from one that the user may have meant to continue."""
-_NEWEST = 20
-"""Runs that are looked at for this."""
+_FEW = 3  # options in which a run may differ from one that the user may have meant to continue
+_NEWEST = 20  # runs that are looked at for this
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on the disk, or give another --run_dir"),
     errno.ENOENT: "restore it (if it is a link: its target), or give another --run_dir",

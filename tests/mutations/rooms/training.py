@@ -47,8 +47,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "training/diagnostics/step_checks.py",
-        "_SMALLEST = 0.01\n",
-        "_SMALLEST = 0.001\n",
+        "_SMALLEST = 0.01  #",
+        "_SMALLEST = 0.001  #",
         "on a loss curve without noise small jumps are spikes",
         "tests/training/test_loss_spikes.py",
     ),
