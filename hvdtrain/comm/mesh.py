@@ -63,9 +63,7 @@ def comm_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Com
 def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
     """Make the communicators of a mesh. Collective: yes.
 
-    Errors:
-        ConfigError: the ranks cannot form such groups.
-        LaunchError: a group that fits on one host is on several.
+    Errors: ConfigError: the ranks cannot form such groups; LaunchError: a group that fits on one host is on several.
     """
     own = [ranks for ranks in mesh_groups(comm.size, dp_shard) if comm.rank in ranks]
     if not own:

@@ -282,11 +282,9 @@ def start_comm(info: RankInfo, groups: Groups = lambda size: ()) -> Comm:
 
     `groups`: of ranks that will exchange apart. Collective: yes. Call `runtime.tuning.prepare` before.
 
-    Errors:
-        ConfigError: the ranks cannot form these groups.
-        HorovodError: missing, or built for another torch, or without MPI.
-        LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
-            the ranks of one job.
+    Errors: ConfigError: the ranks cannot form these groups; HorovodError: missing, or built for another torch, or
+    without MPI; LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does
+    not start the ranks of one job.
     """
     sets = groups(info.size)
     if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):

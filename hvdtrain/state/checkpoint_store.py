@@ -123,9 +123,7 @@ class CheckpointStore:
     def write(self, write: ShardedWrite, progress: Callable[[], None], abandoned: threading.Event) -> str:
         """Write, wait for the other ranks, complete the checkpoint and return its name.
 
-        Errors:
-            UnwrittenCheckpointError: a rank could not write.
-            Abandoned: the checkpoint is no longer needed.
+        Errors: UnwrittenCheckpointError: a rank could not write; Abandoned: the checkpoint is no longer needed.
         """
         try:
             with self.discard_on_error(write.step, write.folder):
@@ -275,9 +273,8 @@ def load(path: Path, progress: Callable[[], None] = lambda: None, *, groups: Con
 
     For `progress` see `CheckpointStore`.
 
-    Errors:
-        CheckpointError: a file is missing, truncated or changed.
-        UnreadableCheckpointError: a file cannot be opened.
+    Errors: CheckpointError: a file is missing, truncated or changed; UnreadableCheckpointError: a file cannot be
+    opened.
     """
     try:
         with detect_unreadable(path):

@@ -150,9 +150,7 @@ class ShardedWrite:
 
         Calls `progress` after each change in the folder. For `timeout_s` see `TIMEOUT_S`.
 
-        Errors:
-            OSError: a writer failed or timed out.
-            Abandoned: `abandoned` was set.
+        Errors: OSError: a writer failed or timed out; Abandoned: `abandoned` was set.
         """
         waited_s, poll_s, before = 0.0, _POLL_S[0], None
         while True:

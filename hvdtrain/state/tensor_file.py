@@ -80,9 +80,7 @@ def write_tensors(
 
     The kernel has started to write it to disk; the caller must fsync.
 
-    Errors:
-        CheckpointError: the format does not support a dtype.
-        OSError: the file cannot be written.
+    Errors: CheckpointError: the format does not support a dtype; OSError: the file cannot be written.
     """
     # The format requires data without gaps; the widest dtypes come first for alignment.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

@@ -50,9 +50,7 @@ _VALUES = {"progress", "aliases", "optimizer", "groups", "scaler", "exchange", F
 def check_values(path: Path, values: Mapping[str, Any]) -> None:
     """Check the plain values of the checkpoint in `path`, as far as every run can.
 
-    Errors:
-        CheckpointError: there are unknown ones.
-        Others: there are impossible ones.
+    Errors: CheckpointError: there are unknown ones; others: there are impossible ones.
     """
     progress, known = values["progress"], vars(Progress())
     if unknown := [*(values.keys() - _VALUES), *(f"progress.{name}" for name in progress.keys() - known.keys())]:

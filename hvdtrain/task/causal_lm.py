@@ -290,9 +290,7 @@ def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
     The weights that were frozen are made as the run made them, from the options in its folder, and compared with the
     digest in the checkpoint.
 
-    Errors:
-        ConfigError: the folder of the run has no config.yaml.
-        CheckpointError: the frozen weights are others now.
+    Errors: ConfigError: the folder of the run has no config.yaml; CheckpointError: the frozen weights are others now.
     """
     from hvdtrain.state.frozen import FROZEN, find_frozen
     from hvdtrain.task.lora import merge_adapters

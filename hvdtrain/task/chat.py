@@ -115,9 +115,7 @@ class Encoded(NamedTuple):
 class ChatEncoder:
     """A tokenizer of transformers with a chat template, read on first use.
 
-    Errors:
-        ConfigError: the tokenizer has no chat template.
-        DataError: the files are damaged.
+    Errors: ConfigError: the tokenizer has no chat template; DataError: the files are damaged.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:

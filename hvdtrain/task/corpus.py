@@ -137,9 +137,7 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
 
     The model's `own_tokenizer`, a tokenizer.json, is used for text if the config names none.
 
-    Errors:
-        ConfigError: options conflict.
-        DataError: data is missing, unreadable, empty or too short.
+    Errors: ConfigError: options conflict; DataError: data is missing, unreadable, empty or too short.
     """
     check_data(config)
     tokenizer: Mapping[str, bytes]

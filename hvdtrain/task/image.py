@@ -115,9 +115,7 @@ def open_images(config: ImageConfig) -> tuple[TensorDataset, TensorDataset | Non
     Returns:
         Pairs of an image (C, H, W), float32, and a label, int64; held-out pairs, or None; the number of classes.
 
-    Errors:
-        ConfigError: an option has an invalid value.
-        TaskError: scikit-learn is missing.
+    Errors: ConfigError: an option has an invalid value; TaskError: scikit-learn is missing.
     """
     if not 0 <= config.heldout < 1:
         raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))

@@ -73,9 +73,7 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
     The model keeps its class; parameters get peft's names, such as ``o_proj.base_layer.weight`` and
     ``o_proj.lora_A.default.weight``. New matrices depend on torch's global seed, and change no output.
 
-    Errors:
-        TaskError: peft is missing.
-        ConfigError: the model has no such layers.
+    Errors: TaskError: peft is missing; ConfigError: the model has no such layers.
     """
     from torch import nn
 

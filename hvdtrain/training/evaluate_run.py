@@ -58,10 +58,8 @@ def evaluate_run(
 
     The model is whole on each rank, whichever engine trained it. `load` is None for the task's own weights.
 
-    Errors:
-        DataError: there are no samples of the split.
-        CheckpointError: the state is that of another model.
-        Others: those of the task.
+    Errors: DataError: there are no samples of the split; CheckpointError: the state is that of another model; others:
+    those of the task.
     """
     device = pick_device(config.parallel.device, comm.local_rank, comm.local_size, comm)
     task = make_task(build, config)

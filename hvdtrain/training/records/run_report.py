@@ -43,8 +43,8 @@ class VerdictWatch:
 
     run: Path  # the folder
     every_s: float
-    say: Callable[[str], None]  # shows a line. event: records one; any thread calls both
-    event: Callable[[dict[str, Any]], None]
+    say: Callable[[str], None]  # shows a line; any thread calls it
+    event: Callable[[dict[str, Any]], None]  # records one; any thread calls it
     _step: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
 

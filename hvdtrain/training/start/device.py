@@ -42,10 +42,8 @@ def pick_device(wanted: str, local_rank: int, local_size: int, comm: Comm | None
     collective, and only ranks that see the same devices are counted: a launcher may let each rank see those of its
     socket (``srun --gpu-bind=closest``). `wanted`: auto, cpu, cuda or shared.
 
-    Errors:
-        ConfigError: cuda was asked for, but there is no CUDA device.
-        LaunchError: more ranks on this host than CUDA devices; or some ranks see devices and others none, on every
-            rank.
+    Errors: ConfigError: cuda was asked for, but there is no CUDA device; LaunchError: more ranks on this host than CUDA
+    devices; or some ranks see devices and others none, on every rank.
     """
     if wanted != "cpu" and comm is not None and comm.size > 1:
         local_rank, local_size = _place_among_equals(comm)
