@@ -134,7 +134,8 @@ class ChatEncoder:
         Errors: DataError: the template refuses the conversation, or does not show its turns.
         """
         try:
-            ids, counted = self._by_marks(conversation) if self._has_marks else self._by_prefixes(conversation)
+            has_marks = _MARK.search(self._tokenizer.get_chat_template())
+            ids, counted = self._by_marks(conversation) if has_marks else self._by_prefixes(conversation)
         except HvdtrainError:
             raise
         except Exception as error:  # templates raise errors of jinja2 and their own
@@ -178,10 +179,6 @@ class ChatEncoder:
     def _ids(self, messages: list[dict[str, Any]], **more: Any) -> list[int]:
         found: list[int] = self._tokenizer.apply_chat_template(messages, return_dict=True, **more)["input_ids"]
         return found
-
-    @cached_property
-    def _has_marks(self) -> bool:
-        return bool(_MARK.search(self._tokenizer.get_chat_template()))
 
     @cached_property
     def _tokenizer(self) -> Any:

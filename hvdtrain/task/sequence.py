@@ -166,22 +166,14 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
     model.set_attn_implementation(own)
 
 
-class _As:
-    """A module of attention that uses a kernel of another name."""
+class _Changed:
+    """A module, or its configuration, with another value of some attributes."""
 
-    def __init__(self, module: Any, name: str) -> None:
-        self._module, self.config = module, _Config(module.config, name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Config:
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._attn_implementation = config, name
+    def __init__(self, inner: Any, **changed: Any) -> None:
+        vars(self).update(changed, _inner=inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(vars(self)["_inner"], name)
 
 
 def _attend(
@@ -204,7 +196,8 @@ def _attend(
         check_divides(_OPTION, part.count, heads, "heads of attention on a rank", "another --parallel.tp")
     options.pop("position_ids", None)  # of this part
     given = (part.exchange(each, 1, 2) for each in (query_BHTD, key_BHTD, value_BHTD))
-    found_BTHD, _ = inner(_As(module, name), *given, attention_mask, **options)
+    renamed = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
+    found_BTHD, _ = inner(renamed, *given, attention_mask, **options)
     return part.exchange(found_BTHD, 1, 2), None
 
 

@@ -169,6 +169,8 @@ class Windows(TensorDataset):
     first input of the next. A pickle contains the path of the file, not the ids.
     """
 
+    overlap = 1  # id
+
     def __init__(self, file: TokenFile, start: int, count: int, seq_len: int) -> None:
         self.file = file
         self.start = start
@@ -177,7 +179,7 @@ class Windows(TensorDataset):
         self._ids: Ids | None = None
 
     def __len__(self) -> int:
-        return max(0, (self.count - 1) // self.seq_len)
+        return max(0, (self.count - self.overlap) // (self.seq_len + 1 - self.overlap))
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the ids of a window: (seq_len + 1,), int64."""
@@ -185,11 +187,8 @@ class Windows(TensorDataset):
 
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        begin = self._begin(index)
+        begin = index * (self.seq_len + 1 - self.overlap)
         return torch.from_numpy(self.ids()[begin : begin + self.seq_len + 1].astype("int64"))
-
-    def _begin(self, index: int) -> int:
-        return index * self.seq_len
 
     def ids(self) -> Ids:
         """Map the ids of all windows, and those after the last one: (count,)."""
@@ -207,8 +206,4 @@ class Windows(TensorDataset):
 class Rows(Windows):
     """Windows of seq_len + 1 ids that do not overlap, such as packed conversations."""
 
-    def __len__(self) -> int:
-        return self.count // (self.seq_len + 1)
-
-    def _begin(self, index: int) -> int:
-        return index * (self.seq_len + 1)
+    overlap = 0

@@ -105,8 +105,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 def make_routers(model: nn.Module) -> Routers | None:
     """Return the counts of a model's routers; None if it has none, or is compiled: a hook would compile it again."""
     found = find_routers(model)
-    return Routers([*found.values()]) if found and not any(map(_is_compiled, model.modules())) else None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    compiled = (
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+    return Routers([*found.values()]) if found and not any(compiled) else None

@@ -55,7 +55,6 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
     comm, recorder = current.comm, current.recorder
     if current.is_new:
         _add_sinks(current, sinks)
-        _add_tensorboard(current)
     if comm.rank == 0:
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(current.worker.device)).sample, recorder.event))
         observe = current.run.config.observe
@@ -107,7 +106,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
 
 
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:
-    """On rank 0, add the sinks that the options name, and those of the calling program.
+    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard.
 
     Errors: ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
@@ -124,10 +123,6 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         make = sink_maker(value)
         if current.comm.rank == 0:
             current.recorder.add_sink(make, name)
-
-
-def _add_tensorboard(current: Round) -> None:
-    """On rank 0, add TensorBoard."""
     recorder, layout = current.recorder, current.layout
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
