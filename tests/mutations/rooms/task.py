@@ -19,8 +19,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "task/token_file.py",
-        "return index * self.seq_len\n",
-        "return index * (self.seq_len + 1)\n",
+        "begin = index * (self.seq_len + 1 - self.overlap)\n",
+        "begin = index * (self.seq_len + 1)\n",
         "one token between two windows is never predicted",
         "tests/task/test_windows.py",
     ),
