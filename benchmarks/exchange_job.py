@@ -62,7 +62,7 @@ def ours() -> tuple[Callable[[str], Once], Callable[[], None], Callable[[float],
     info, _ = tuning.prepare()
     import torch
 
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.rounds import start_comm
     from hvdtrain.exchange.reducer import Reducer
 
     torch.set_num_threads(1)

@@ -155,8 +155,7 @@ class Counted:
 
 def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     """Train as one rank of a job, and write its count into the folder."""
-    from hvdtrain.comm.rounds import OneRound
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.rounds import OneRound, start_comm
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.runtime.timeline import TimelinePlan
     from hvdtrain.runtime.tuning import prepare

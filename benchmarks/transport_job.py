@@ -36,7 +36,7 @@ def main() -> None:
     info, _ = tuning.prepare()
     import torch
 
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.rounds import start_comm
 
     torch.set_num_threads(1)
     comm = start_comm(info)

@@ -84,12 +84,11 @@ def main(argv: list[str]) -> int:
 
 
 def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
-    from hvdtrain.comm.rounds import STARTED
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.task.causal_lm import load_model
+    from hvdtrain.task.encode import load_tokenizer
     from hvdtrain.task.saved_model import find_model
-    from hvdtrain.task.tokenizer_files import load_tokenizer
-    from hvdtrain.training.harness import TaskOptions, evaluate_tasks
+    from hvdtrain.training.evaluate_run import evaluate_tasks
     from hvdtrain.training.start.device import pick_device
 
     if training:
@@ -100,17 +99,16 @@ def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     tokenizer, model = load_tokenizer(source.folder), load_model(source).eval()
     comm = start_rounds(info, horovod=True).enter(STARTED)
     device = pick_device("auto", comm.local_rank, comm.local_size, comm)
-    wanted = TaskOptions(options.tasks, options.task_folder, options.fewshot, options.samples)
-    found = evaluate_tasks(model.to(device), tokenizer, wanted, comm)
-    values = {f"{task}/{name}": value for task, named in found.metrics.items() for name, value in named.items()}
+    wanted = (options.tasks, options.task_folder, options.fewshot, options.samples)
+    metrics, samples = evaluate_tasks(model.to(device), tokenizer, comm, *wanted)
+    values = {f"{task}/{name}": value for task, named in metrics.items() for name, value in named.items()}
     return {"model": str(source.folder), **values}, lambda: [
-        json.dumps({"task": task, **sample}, default=str) for task, each in found.samples.items() for sample in each
+        json.dumps({"task": task, **sample}, default=str) for task, each in samples.items() for sample in each
     ]
 
 
 def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
-    from hvdtrain.comm.rounds import STARTED
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
     from hvdtrain.task.saved_model import find_model

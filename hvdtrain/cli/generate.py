@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
 
     from hvdtrain.task.base import import_library
     from hvdtrain.task.causal_lm import load_model
+    from hvdtrain.task.encode import load_tokenizer
     from hvdtrain.task.saved_model import find_model
-    from hvdtrain.task.tokenizer_files import load_tokenizer
     from hvdtrain.training.start.device import pick_device
 
     transformers = import_library("transformers", "hvdtrain generate", "lm")

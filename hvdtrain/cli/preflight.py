@@ -92,8 +92,7 @@ def _set_variables(log: Path) -> None:
 def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Preflight:
     """Measure and report. Collective: yes."""
     from hvdtrain.comm.objects import allgather_json, on_rank_0
-    from hvdtrain.comm.rounds import STARTED
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.doctor.deadline import Deadline
 
     if info.rank == 0:
@@ -136,7 +135,7 @@ def _measure(
     deadline: Deadline,
 ) -> Preflight:
     """Measure, and judge the hosts. Collective: yes."""
-    from hvdtrain.comm.host_probe import HostSpeeds, measure_hosts
+    from hvdtrain.comm.link_probe import HostSpeeds, measure_hosts
     from hvdtrain.comm.objects import allgather_json
     from hvdtrain.comm.torch_store import store_over
     from hvdtrain.training.start.device import pick_device

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, options: Any) -> int:
     from hvdtrain.task.base import import_library
     from hvdtrain.task.causal_lm import load_model
-    from hvdtrain.task.tokenizer_files import load_tokenizer
+    from hvdtrain.task.encode import load_tokenizer
     from hvdtrain.training.start.device import pick_device
 
     transformers = import_library("transformers", "hvdtrain serve", "serve")

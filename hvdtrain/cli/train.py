@@ -113,7 +113,7 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import start_rounds
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)

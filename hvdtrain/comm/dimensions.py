@@ -17,23 +17,14 @@ from hvdtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Numbers of ranks.
+    """Numbers of ranks."""
 
-    Attributes:
-        tp: that divide each matrix of a block, and have the same samples.
-        ep: that divide the experts of a layer; a multiple of `tp`, or 1.
-        cp: that divide each sequence, and have the same samples.
-        pp: that divide the layers, as stages of a pipeline, and have the same samples.
-        virtual_stages: no number of ranks, but of the groups of layers that each rank of a pipeline has.
-        zero_bubble: whether stages compute the gradients of weights while they would wait.
-    """
-
-    tp: int = 1
-    ep: int = 1
-    cp: int = 1
-    pp: int = 1
-    virtual_stages: int = 1
-    zero_bubble: bool = False
+    tp: int = 1  # that divide each matrix of a block, and have the same samples
+    ep: int = 1  # that divide the experts of a layer; a multiple of `tp`, or 1
+    cp: int = 1  # that divide each sequence, and have the same samples
+    pp: int = 1  # that divide the layers, as stages of a pipeline, and have the same samples
+    virtual_stages: int = 1  # no number of ranks, but of the groups of layers that each rank of a pipeline has
+    zero_bubble: bool = False  # whether stages compute the gradients of weights while they would wait
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Dimensions:
@@ -44,14 +35,9 @@ class Dimensions:
         return self != ONE
 
     @property
-    def model_dimensions(self) -> set[str]:
-        """The names of those by which ranks hold parts of the model."""
-        return {name for name in ("tp", "ep", "pp") if getattr(self, name) > 1}
-
-    @property
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model; else each has all of it, unless its engine divides it."""
-        return bool(self.model_dimensions)
+        return max(self.tp, self.ep, self.pp) > 1
 
     @property
     def experts(self) -> int:
@@ -71,8 +57,7 @@ class Dimensions:
     def check(self, size: int, where: str = "") -> None:
         """Check that `size` ranks have these dimensions; `where` they are, if they are not all.
 
-        Errors:
-            ConfigError: they do not; with the nearest ones that fit.
+        Errors: ConfigError: they do not; with the nearest ones that fit.
         """
         for name in ("virtual_stages", "zero_bubble"):
             if (value := getattr(self, name)) != getattr(ONE, name) and self.pp == 1:
@@ -80,26 +65,27 @@ class Dimensions:
                     f"--parallel.{name} {str(value).lower()} without a pipeline",
                     expected="--parallel.pp 2 or more",
                     next_step=f"set it, or leave out --parallel.{name}",
-                    everywhere=True,
                 )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         fitting = [each for each in starmap(Dimensions, product(divisors, repeat=4)) if each and each._fits(size)]
-        nearest = min(fitting, key=self._distance, default=None)
+
+        def distance(other: Dimensions) -> int:
+            return sum(abs(value - getattr(other, name)) for name, value in vars(self).items())
+
+        nearest = min(fitting, key=distance, default=None)
         raise ConfigError(
             f"{size} rank(s){where and f' {where}'} do not have the dimensions {self.options}",
             expected="--parallel.pp divides the number of ranks; --parallel.tp times --parallel.cp, and --parallel.ep"
             " divide the ranks of a stage; --parallel.ep is 1 or a multiple of --parallel.tp",
             next_step=f"{nearest.options}, or another number of ranks" if nearest else "start more ranks",
-            everywhere=True,
         )
 
     def check_passes(self, size: int, passes: int) -> None:
         """Check that each pipeline has as many of the `passes` of a step as stages, or none would be busy.
 
-        Errors:
-            ConfigError: it has fewer.
+        Errors: ConfigError: it has fewer.
         """
         own = self.own_passes(size, passes)
         if self.pp > 1 and own < self.pp:
@@ -107,14 +93,12 @@ class Dimensions:
                 f"{self.options}, but a pipeline has {own} micro-batch(es) in a step",
                 expected=f"{self.pp} or more, as many as stages; four times as many keep them busy",
                 next_step="a larger --train.global_batch, a smaller --train.micro_batch, or fewer stages",
-                everywhere=True,
             )
         if self.virtual_stages > 1 and passes % (self.pp * (size // self.same_samples)):
             raise ConfigError(
                 f"{self.options}, but {size // self.same_samples} pipeline(s) have {passes} micro-batches in a step",
                 expected=f"a multiple of {self.pp} micro-batches for each pipeline, the number of stages",
                 next_step="another --train.global_batch or --train.micro_batch, or leave out --parallel.virtual_stages",
-                everywhere=True,
             )
 
     def bubble(self, size: int, passes: int) -> float:
@@ -132,9 +116,6 @@ class Dimensions:
     def _fits(self, size: int) -> bool:
         fits_stages = size % self.same_samples == 0 and size % (self.ep * self.pp) == 0
         return fits_stages and (self.ep == 1 or self.ep % self.tp == 0)
-
-    def _distance(self, other: Dimensions) -> int:
-        return sum(abs(mine - theirs) for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
 
     def block(self, rank: int, width: int) -> list[int]:
         """Return the ranks that together hold what `width` ranks divide, with this one."""
@@ -228,8 +209,7 @@ class Dimensions:
 def check_divides(option: str, ranks: int, count: int, what: str, next_step: str | None = None) -> None:
     """Check that `ranks` divide `count` things, equally many for each.
 
-    Errors:
-        ConfigError: they do not; with numbers of ranks that do.
+    Errors: ConfigError: they do not; with numbers of ranks that do.
     """
     if count % ranks:
         fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
@@ -237,22 +217,18 @@ def check_divides(option: str, ranks: int, count: int, what: str, next_step: str
             f"{option}: {ranks} ranks cannot divide the {count} {what}",
             expected=f"one of {', '.join(fitting[:12])}{', ...' if fitting[12:] else ''}",
             next_step=next_step,
-            everywhere=True,
         )
 
 
 def _first_few(groups: Iterable[Sequence[int]]) -> str:
-    shown = [*dict.fromkeys(map(_shown, groups))]
-    return f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))
+    shown: dict[str, None] = {}
+    for ranks in groups:
+        consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
+        shown[f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))] = None
+    return f"{', '.join([*shown][:4])}{', ...' if len(shown) > 4 else ''}"
 
 
 IN_GROUP = "in a group of --parallel.dp_shard"
 """Where ranks are that have dimensions of their own; see `Dimensions.check`."""
 
-ONE = Dimensions()
-"""Data-parallel ranks only: each holds the whole model, unless its engine divides it."""
+ONE = Dimensions()  # data-parallel ranks only: each holds the whole model, unless its engine divides it

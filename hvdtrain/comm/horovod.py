@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvdtrain.errors import HorovodError, JoinedError
 from hvdtrain.install import record
@@ -22,18 +25,10 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
-"""What other modules use of Horovod."""
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]  # what other modules use of Horovod
 
 _session = 0
-_groups: dict[tuple[int, ...], Any] = {}
-"""The process sets that Horovod was initialised with, by their ranks."""
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
+_groups: dict[tuple[int, ...], Any] = {}  # the process sets that Horovod was initialised with, by their ranks
 
 
 def session() -> int:
@@ -71,10 +66,7 @@ class HorovodHandle:
     """A collective that Horovod's background thread executes."""
 
     def __init__(self, handle: Any, name: str, in_flight: dict[str, float], finish: Callable[[Tensor], Tensor]) -> None:
-        self._handle = handle
-        self._name = name
-        self._in_flight = in_flight
-        self._finish = finish
+        self._handle, self._name, self._in_flight, self._finish = handle, name, in_flight, finish
         self._result: Tensor | None = None
 
     def done(self) -> bool:
@@ -92,7 +84,13 @@ class HorovodHandle:
             except HorovodInternalError as error:
                 if "not supported with Join" in str(error):
                     del self._in_flight[self._name]  # it is over; a collective that a lost rank interrupts stays listed
-                    raise _joined(self._name) from None
+                    raise JoinedError(
+                        f"{self._name} cannot be exchanged: another rank has called hvd.join() and now takes part only"
+                        " in sums",
+                        expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with'
+                        " sparse_as_dense=True",
+                        next_step="or give each rank the same number of batches, and omit join",
+                    ) from None
                 raise
             self._in_flight.pop(self._name, None)
             # alltoall returns (rows, number of rows from each rank)
@@ -235,14 +233,6 @@ class HorovodComm:
     def _into(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         """Return what finishes a collective in place: Horovod's result is `tensor`, or a copy of it on the host."""
         return (lambda result: tensor.copy_(result.view(tensor.dtype))) if self.through_host else lambda result: tensor
-
-
-def _joined(name: str) -> JoinedError:
-    return JoinedError(
-        f"{name} cannot be exchanged: another rank has called hvd.join() and now takes part only in sums",
-        expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with sparse_as_dense=True',
-        next_step="or give each rank the same number of batches, and omit join",
-    )
 
 
 def _like(tensor: Tensor) -> Callable[[Tensor], Tensor]:

@@ -26,15 +26,10 @@ class UnderWay(Finished):
 
 @dataclass
 class Traffic:
-    """The bytes that a rank sends in collectives of many ranks.
+    """The bytes that a rank sends in collectives of many ranks."""
 
-    Attributes:
-        sent: of all. An all-reduce sends twice its bytes, an all-gather those that arrive.
-        waited_for: of those of activations, in which forward and backward wait.
-    """
-
-    sent: int = 0
-    waited_for: int = 0
+    sent: int = 0  # of all. An all-reduce sends twice its bytes, an all-gather those that arrive.
+    waited_for: int = 0  # of those of activations, in which forward and backward wait
 
 
 class ImaginedComm(SoloComm):
@@ -88,17 +83,14 @@ def imagined_ranks(most: int, rank: int = 0) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def begin(rank: int, size: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-
     outer = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if outer is not None:
         assert dist.get_backend() == "fake", "a real group cannot be made again"
         dist.destroy_process_group()
-    begin(rank, most)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=most)
     try:
         yield
     finally:
         dist.destroy_process_group()
         if outer is not None:
-            begin(*outer)
+            dist.init_process_group("fake", store=FakeStore(), rank=outer[0], world_size=outer[1])

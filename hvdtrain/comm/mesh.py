@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError, LaunchError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hvdtrain.comm.base import Comm
 
 _OPTION = "--parallel.dp_shard"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of one rank.
+    """The groups of one rank."""
 
-    Attributes:
-        everyone: all ranks.
-        shard: those that together hold the whole model.
-        shard_ranks: their ranks among all.
-        replicas: those that hold the same part; None if all ranks divide the model.
-    """
-
-    everyone: Comm
-    shard: Comm
-    shard_ranks: list[int]
-    replicas: Comm | None = None
+    everyone: Comm  # all ranks
+    shard: Comm  # those that together hold the whole model
+    shard_ranks: list[int]  # their ranks among all
+    replicas: Comm | None = None  # those that hold the same part; None if all ranks divide the model
 
 
 def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:
@@ -38,8 +27,7 @@ def mesh_groups(size: int, dp_shard: int | None) -> list[list[int]]:
 
     `dp_shard` ranks divide the model; they are consecutive. No groups are returned if that is all `size` ranks.
 
-    Errors:
-        ConfigError: the ranks cannot form such groups.
+    Errors: ConfigError: the ranks cannot form such groups.
     """
     if dp_shard is None or dp_shard == size or size == 1:
         return []
@@ -75,9 +63,7 @@ def comm_among(comm: Comm, ranks: Sequence[int], hosts: Sequence[object]) -> Com
 def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
     """Make the communicators of a mesh. Collective: yes.
 
-    Errors:
-        ConfigError: the ranks cannot form such groups.
-        LaunchError: a group that fits on one host is on several.
+    Errors: ConfigError: the ranks cannot form such groups; LaunchError: a group that fits on one host is on several.
     """
     own = [ranks for ranks in mesh_groups(comm.size, dp_shard) if comm.rank in ranks]
     if not own:

@@ -6,30 +6,38 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import UnreachableError
-from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
-from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
+from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place, connect_to_driver
+from hvdtrain.runtime.environment import (
+    GLOO_LAUNCHER,
+    NO_LAUNCHER,
+    TORCHRUN,
+    RankInfo,
+    change_variables,
+    horovod_numbers,
+    refuse_unused_launcher,
+)
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
 
 if TYPE_CHECKING:
-    from hvdtrain.comm.base import Comm
     from hvdtrain.comm.horovod import HorovodComm
     from hvdtrain.spans import Spans
 
+
 T = TypeVar("T")
 
-STARTED, FAILED, CHANGED = "started", "failed", "changed"
-"""Why a rank asks for a place."""
+STARTED, FAILED, CHANGED = "started", "failed", "changed"  # why a rank asks for a place
 
 _WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
 _INNERMOST = 3
-_AGAIN_S = 0.05
-"""Between two checks for new connections while the round cannot be completed."""
+_AGAIN_S = 0.05  # between two checks for new connections while the round cannot be completed
 
 
 class Rounds(ABC):
@@ -43,15 +51,11 @@ class Rounds(ABC):
 
     @abstractmethod
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
-        """Join the ranks of the next round. Collective: yes.
+        """Join the ranks of the next round, because it has `STARTED`, `FAILED` or `CHANGED`. Collective: yes.
 
-        Args:
-            why: started, failed or changed.
-            text: of the error that ended the round before.
-            step: optimizer steps in this process's memory; -1 for no state.
+        `text`: of the error that ended the round before. `step`: optimizer steps in memory here; -1 for no state.
 
-        Errors:
-            NoPlace: the job continues or ends without this process.
+        Errors: NoPlace: the job continues or ends without this process.
         """
 
     def is_over(self, error: BaseException) -> bool:
@@ -123,8 +127,7 @@ class StockRounds(Rounds):
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
         """Join the next round with the rank from Horovod's driver. Collective: yes.
 
-        Errors:
-            UnreachableError: the job no longer uses its host, or another rank was lost meanwhile.
+        Errors: UnreachableError: the job no longer uses its host, or another rank was lost meanwhile.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd
 
@@ -183,8 +186,7 @@ class DriverRounds(Rounds):
     def _meet(self, place: Place) -> HorovodComm:
         """Connect to the other ranks of the round.
 
-        Errors:
-            Exception: one of them is lost; of several types, as Horovod does not use its own here.
+        Errors: Exception: one of them is lost; of several types, as Horovod does not use its own here.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session
 
@@ -192,7 +194,13 @@ class DriverRounds(Rounds):
         refuse_without_address(variables)
         change_variables(variables)
         before, met = open_sockets().keys(), threading.Event()
-        cutter = threading.Thread(target=_cut_all, args=(before, met), daemon=True)
+
+        def cut_all() -> None:  # that were opened since then, until the ranks have met or given up
+            while not met.is_set():
+                shut_down_receiving(open_sockets().keys() - before)
+                met.wait(_AGAIN_S)
+
+        cutter = threading.Thread(target=cut_all, daemon=True)
         self._client.wake = cutter.start
         try:
             self._check_whole()
@@ -240,13 +248,6 @@ class DriverRounds(Rounds):
         self._client.report_leaving(why)
 
 
-def _cut_all(before: Collection[int], met: threading.Event) -> None:
-    """Cut all connections opened after `before`, until the ranks have met or given up."""
-    while not met.is_set():
-        shut_down_receiving(open_sockets().keys() - before)
-        met.wait(_AGAIN_S)
-
-
 def in_collective(frame: FrameType | None) -> bool:
     """Check whether a thread waits for other ranks: one of its innermost frames is in the communicator."""
     for _ in range(_INNERMOST):
@@ -254,3 +255,52 @@ def in_collective(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back if frame is not None else None
     return False
+
+
+Groups = Callable[[int], Sequence[Sequence[int]]]
+"""Returns the ranks of each group that will exchange apart, of a number of ranks."""
+
+
+def start_rounds(info: RankInfo, groups: Groups = lambda size: (), *, horovod: bool = True) -> Rounds:
+    """Return the rounds of this job. A job that is not elastic has one, which is joined here.
+
+    `groups`: of ranks that will exchange apart. `horovod`: whether training needs Horovod; without it torchrun may have
+    started the ranks. Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
+    """
+    refuse_unused_launcher(info, horovod=horovod)
+    client = connect_to_driver(info.variables)
+    if client is not None:
+        return DriverRounds(client, info)
+    comm = start_comm(info, groups)
+    if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
+        return StockRounds(comm)
+    return OneRound(comm)
+
+
+def start_comm(info: RankInfo, groups: Groups = lambda size: ()) -> Comm:
+    """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
+
+    `groups`: of ranks that will exchange apart. Collective: yes. Call `runtime.tuning.prepare` before.
+
+    Errors: ConfigError: the ranks cannot form these groups; HorovodError: missing, or built for another torch, or
+    without MPI; LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does
+    not start the ranks of one job.
+    """
+    sets = groups(info.size)
+    if info.launcher == NO_LAUNCHER or (info.launcher == TORCHRUN and info.size == 1):
+        return SoloComm()
+    if info.launcher == TORCHRUN:
+        from hvdtrain.comm.torch_group import join_torchrun
+
+        return join_torchrun(info)
+    from hvdtrain.install import record
+    from hvdtrain.runtime import mpi
+
+    record.check(by_mpi=info.launcher != GLOO_LAUNCHER)
+    mpi.check_launch(info)
+    refuse_without_address(info.variables)
+    from hvdtrain.comm.horovod import HorovodComm
+
+    comm = HorovodComm(groups=sets)
+    mpi.check_size(info, comm.size)
+    return comm

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.imagined import ImaginedComm
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
-from hvdtrain.comm.torch_order import Order, Started, TorchHandle
+from hvdtrain.comm.torch_order import Order, Started, TorchHandle, is_lost_rank, lost_rank
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
 from hvdtrain.runtime.environment import RankInfo
 
 _lasting: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-_comms = 0
-"""Communicators that this process has made: each has its own keys in the store."""
+_comms = 0  # communicators that this process has made: each has its own keys in the store
 
 
 def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
@@ -69,8 +67,7 @@ class TorchComm:
     to those of DDP, so that NCCL cannot deadlock; the trainer's do. Tensors are moved as bytes, so that any dtype is
     allowed; sums are limited to the backend's dtypes.
 
-    Attributes:
-        through_host: whether tensors go through host memory, because ranks share a CUDA device.
+    `through_host`: whether tensors go through host memory, because ranks share a CUDA device.
     """
 
     through_host = False
@@ -91,7 +88,12 @@ class TorchComm:
     def allreduce(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Sum over ranks, in place. Collective: yes."""
         sent = self._sent(tensor)
-        return self._begin(name, sent, lambda: (self._reduce(sent), lambda: _into(tensor, sent)))
+
+        def start() -> Started:
+            work = dist.all_reduce(sent, group=self._group, async_op=True) if sent.numel() else None
+            return work, lambda: _into(tensor, sent)
+
+        return self._begin(name, sent, start)
 
     def allgather(self, tensor: Tensor, *, name: str) -> TorchHandle:
         """Concatenate along dimension 0. Collective: yes."""
@@ -193,9 +195,6 @@ class TorchComm:
         else:
             dist.all_reduce(table, group=self._group)
         return table.tolist()
-
-    def _reduce(self, tensor: Tensor) -> dist.Work | None:
-        return dist.all_reduce(tensor, group=self._group, async_op=True) if tensor.numel() else None
 
     def _exchange(
         self, found: Tensor, sent: Tensor, received: list[int] | None = None, given: list[int] | None = None

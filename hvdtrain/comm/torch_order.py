@@ -1,10 +1,11 @@
-"""One order for the collectives of all ranks.
+"""One order for the collectives of all ranks, and their errors if another rank is lost.
 
 torch matches collectives by their order, ours are matched by name: `Order` makes one order of both.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -13,10 +14,30 @@ from threading import Event, Thread
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.errors import LostRankError
 
-_BLOCK = 1024
-"""Entries of the order that are deleted together, once every rank has read them."""
+_CONNECTION = re.compile(
+    r"gloo/transport|[Cc]onnection (was )?(closed|reset|refused)|NCCL (error|communicator)|Broken pipe"
+)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Check whether an error of torch means that another rank is lost."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error)))
+    )
+
+
+def lost_rank(error: BaseException, what: str) -> LostRankError:
+    """Return the error to raise instead of torch's. `what`: what this rank waited for."""
+    return LostRankError(
+        f"another rank was lost during {what}",
+        found=str(error).strip().partition("\n")[0],
+        next_step="look for the first error in the output of the other ranks",
+    )
+
+
+_BLOCK = 1024  # entries of the order that are deleted together, once every rank has read them
 
 Started = tuple["dist.Work | None", Callable[[], Tensor]]
 """A running collective, None if it is complete, and what returns its result then."""

@@ -20,13 +20,11 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.gloo import bind_torch
 from hvdtrain.runtime.interfaces import source_to
 
-FOREVER = timedelta(days=30)
-"""Limit of one wait for other ranks. The watchdog ends a run without progress sooner."""
+FOREVER = timedelta(days=30)  # limit of one wait for other ranks. The watchdog ends a run without progress sooner.
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_OUT = "leave out init_process_group: hvdtrain calls it"
-_QUEUE = 1024
-"""Connections that may wait to be accepted; the system may allow fewer."""
+_QUEUE = 1024  # connections that may wait to be accepted; the system may allow fewer
 
 
 def store_of_torchrun(info: RankInfo) -> dist.Store:

@@ -30,19 +30,12 @@ def processes_at_once(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """The position of one parameter's gradient in a bucket.
+    """The position of one parameter's gradient in a bucket."""
 
-    Attributes:
-        name: of the parameter.
-        shape: of the gradient.
-        start: first element in the bucket.
-        stride: of the gradient in the bucket, in elements for each dimension; None for row-major.
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    stride: tuple[int, ...] | None = None
+    name: str  # of the parameter
+    shape: torch.Size  # of the gradient
+    start: int  # first element in the bucket
+    stride: tuple[int, ...] | None = None  # in elements for each dimension; None for row-major
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the view of the part in `flat`, in the parameter's shape."""
@@ -59,21 +52,13 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketShape:
-    """The shape of a bucket: gradients of one dtype and device in one flat buffer.
+    """The shape of a bucket: gradients of one dtype and device in one flat buffer."""
 
-    Attributes:
-        name: prefix of its collectives' names, unique to this bucket.
-        parts: ascending by position. Elements between them are gaps, which hold zero.
-        length: elements, including gaps.
-        dtype: of the gradients.
-        device: of the gradients.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    length: int
-    dtype: torch.dtype
-    device: torch.device
+    name: str  # prefix of its collectives' names, unique to this bucket
+    parts: tuple[Part, ...]  # ascending by position. Elements between them are gaps, which hold zero.
+    length: int  # elements, including gaps
+    dtype: torch.dtype  # of the gradients
+    device: torch.device  # of the gradients
 
     @property
     def sizes(self) -> sizes.Bucket:

@@ -1,4 +1,4 @@
-"""Gradients cast to 16 bits for the exchange (Micikevicius et al., "Mixed Precision Training", 2018)."""
+"""Gradients as they are, or cast to 16 bits (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import shard_length
 from hvdtrain.errors import JoinedError
 
-_BACK_OFF = 4
-"""Powers of two by which the scale shrinks after a sum that is not finite."""
+_BACK_OFF = 4  # powers of two by which the scale shrinks after a sum that is not finite
 _LARGEST = 8
 """The scale brings the largest magnitude of a sum to just below two to this power. Parts and later steps may be 2^8
 times as large, and a value of 2^-22 of it is still a normal fp16 number."""
-_CHECK_EVERY = 16
-"""Steps between two searches for the largest magnitude."""
-_AFTER_ZEROS = 10
-"""The scale's exponent after a sum of zeros: later gradients up to 64 still fit."""
-_RANGE = (-40, 24)
-"""Limits of the scale's exponent."""
+_CHECK_EVERY = 16  # steps between two searches for the largest magnitude
+_AFTER_ZEROS = 10  # the scale's exponent after a sum of zeros: later gradients up to 64 still fit
+_RANGE = (-40, 24)  # limits of the scale's exponent
 _PIECE = 32 << 10
 """Elements: 128 KiB of fp32, so that several pieces fit in an L2 cache of 1 MiB. A call costs about 2 us, a tenth of an
 operation on one piece."""
@@ -40,6 +36,23 @@ def fp16_by_owners(shape: BucketShape, comm: Comm) -> Compressor:
     return (Bf16 if shape.dtype == torch.bfloat16 else Fp16ByOwners)(shape, comm)
 
 
+class Plain(Compressor):
+    """No compression: one allreduce in place.
+
+    It sums in the dtype of the gradients; bfloat16 in fp32, because Horovod cannot sum it (horovod/horovod#4047).
+    """
+
+    def make_work(self) -> Tensor:
+        """Return a buffer of the dtype that is summed."""
+        return self.shape.zeros(dtype=torch.float32 if self.shape.dtype == torch.bfloat16 else None)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """One allreduce."""
+        yield self.comm.allreduce(self.work, name=self.shape.name)
+        if out is not self.work:
+            out.copy_(self.work)
+
+
 class Fp16(Compressor):
     """One allreduce of ``h = fp16(s g)``; ``out = sum(h) / s``.
 
@@ -50,8 +63,7 @@ class Fp16(Compressor):
     Passes over the bucket, in bytes of fp32: 1/2 to pack (written; the gradient is in the cache), 1 1/2 to unpack (its
     check for overflow reads the cache).
 
-    Attributes:
-        scale: s, by which gradients are multiplied.
+    `scale`: s, by which gradients are multiplied.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm) -> None:

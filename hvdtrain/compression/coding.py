@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from hvdtrain.compression.cast import pieces, sum_rows
-from hvdtrain.compression.int8_blocks import Codes, Int8Blocks
+from hvdtrain.compression.int8 import Codes, Int8Blocks
 from hvdtrain.compression.sizes import BLOCK, int8_row
 
-_EXPONENT = 0x7F800000
-"""The bits of an fp32 number that make the power of two below it."""
+_EXPONENT = 0x7F800000  # the bits of an fp32 number that make the power of two below it
 _TO_FP16 = 2.0**-14
 """Divided by a power of two below it times this, a number is from 2^14 to 2^15: fp16's largest is just below 2^16."""
-_NORMAL = 2.0**-126
-"""The smallest fp32 number with an inverse."""
+_NORMAL = 2.0**-126  # the smallest fp32 number with an inverse
 
 
 class Coding(Protocol):

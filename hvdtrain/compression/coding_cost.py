@@ -7,27 +7,18 @@ from dataclasses import dataclass
 
 COPY_S_PER_BYTE = 4.5e-11
 """Seconds to copy a byte of a gradient that backward has just written, where nothing was measured."""
-_CALL_S = 1.5e-5
-"""Seconds to start a collective, or to pack a gradient of any size."""
+_CALL_S = 1.5e-5  # seconds to start a collective, or to pack a gradient of any size
 
 
 @dataclass(frozen=True)
 class CodingCost:
-    """Seconds of the training thread for one bucket.
+    """Seconds of the training thread for one bucket."""
 
-    Attributes:
-        pack_s: to pack each gradient, while backward runs.
-        before_s: before each collective starts.
-        during_s: right after each collective has started.
-        after_s: after the last collective has finished.
-        commit_s: after the optimizer's step.
-    """
-
-    pack_s: Sequence[float]
-    before_s: Sequence[float]
-    during_s: Sequence[float]
-    after_s: float
-    commit_s: float
+    pack_s: Sequence[float]  # to pack each gradient, while backward runs
+    before_s: Sequence[float]  # before each collective starts
+    during_s: Sequence[float]  # right after each collective has started
+    after_s: float  # after the last collective has finished
+    commit_s: float  # after the optimizer's step
 
     @property
     def total_s(self) -> float:
@@ -61,22 +52,14 @@ class Copies:
     `hvdtrain.compression.coding_probe` measured the table's values on the gradients of a Llama of 15 million parameters
     with one thread of a 2-core x86 machine with AVX-512. Another machine, or a bucket that fits in its caches, may
     differ by half. The defaults suit a compressor that nobody has measured.
-
-    Attributes:
-        pack: to pack all gradients.
-        before: before each collective; 0 for collectives beyond those listed.
-        during: right after each collective has started; 0 for collectives beyond those listed.
-        after: after the last collective.
-        after_per_rank: added to `after` for each rank, where the row of each rank is decoded.
-        commit: after the optimizer's step.
     """
 
-    pack: float = 1.5
-    before: Sequence[float] = (5.0, 2.0)
-    during: Sequence[float] = ()
-    after: float = 2.0
-    after_per_rank: float = 0.0
-    commit: float = 0.0
+    pack: float = 1.5  # to pack all gradients
+    before: Sequence[float] = (5.0, 2.0)  # before each collective; 0 for collectives beyond those listed
+    during: Sequence[float] = ()  # right after each collective has started; 0 for collectives beyond those listed
+    after: float = 2.0  # after the last collective
+    after_per_rank: float = 0.0  # added to `after` for each rank, where the row of each rank is decoded
+    commit: float = 0.0  # after the optimizer's step
 
     def estimate(self, gradient_bytes: Sequence[int], collectives: int, ranks: int, copy_s: float) -> CodingCost:
         """Estimate the cost of one bucket; `copy_s` is the seconds to pack a byte uncompressed."""

@@ -40,7 +40,7 @@ class _EchoComm(SoloComm):
         self.started_s = clock_s(self._device)
         return Finished(tensor)
 
-    def allgather(self, tensor: Tensor, *, name: str) -> Any:
+    def allgather(self, tensor: Tensor, *, name: str) -> Finished:
         self.started_s = clock_s(self._device)
         return _Repeated(tensor, self.size)
 
@@ -49,24 +49,17 @@ class _EchoComm(SoloComm):
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class _Repeated(Finished):
     """A gathered tensor that is made when the caller waits: no part of the rank's own cost."""
 
-    tensor: Tensor
     times: int
 
-    def done(self) -> bool:
-        return True
-
     def wait(self) -> Tensor:
-        return self.tensor.repeat(self.times)
+        return self.result.repeat(self.times)
 
 
 def measure_coding(
-    compression: Compression,
-    shapes: Sequence[BucketShape],
-    gradients: Sequence[Sequence[Tensor | None]],
-    ranks: int,
+    compression: Compression, shapes: Sequence[BucketShape], gradients: Sequence[Sequence[Tensor | None]], ranks: int
 ) -> list[CodingCost]:
     """Measure the cost of each bucket: the minimum over several steps, after one that is not counted.
 

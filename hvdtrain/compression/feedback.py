@@ -15,8 +15,7 @@ from torch import Tensor, add
 
 from hvdtrain.compression.base import Compressor, Phases, is_finite
 
-RESIDUAL = "residual"
-"""Its name in states: ``parameter/residual``. Each rank has its own; only their sum matters."""
+RESIDUAL = "residual"  # its name in states: ``parameter/residual``. Each rank has its own; only their sum matters.
 
 
 class Feedback(Compressor):

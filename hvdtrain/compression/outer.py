@@ -15,8 +15,7 @@ from torch import Tensor
 from hvdtrain.compression import base
 from hvdtrain.compression.sizes import OUTER_BLOCKS, OUTER_CHUNK, outer_count, outer_payload
 
-_AT_ONCE = 1 << 17
-"""Values that a CPU encodes at a time, so that scratch memory stays in its cache."""
+_AT_ONCE = 1 << 17  # values that a CPU encodes at a time, so that scratch memory stays in its cache
 _SMALLEST = 1e-30
 _SPLIT = 1.23
 """Over the mean magnitude, where large ones begin: 0.9816 of the standard deviation of normal values, which is best
@@ -79,7 +78,9 @@ class Blocks(OuterCoding):
             if self._bits == 2:
                 rest = (len(values) - 1) % self._block + 1 if rows.stop == len(scales) else self._block
                 magnitudes = blocks.abs()
-                is_large = magnitudes > _SPLIT * _mean(magnitudes, self._block, rest)
+                mean = magnitudes.mean(1, keepdim=True)
+                mean[-1] *= self._block / rest
+                is_large = magnitudes > _SPLIT * mean
                 scales[rows] = two_levels(magnitudes, is_large, self._block, rest)
                 codes[rows] = _pack(is_large.to(torch.uint8) + 2 * (blocks < 0), 2)
                 continue
@@ -91,15 +92,14 @@ class Blocks(OuterCoding):
     def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Multiply codes by scales, and add."""
         codes, scales = self._views(payload)
-        start = 0
-        for rows, count in _counts(len(total), self._block, total.device):
+        for rows, place in _places(len(total), self._block, total.device):
             found = _unpack(codes[rows], self._bits)
             if self._bits == 2:
                 decoded = _signed(found, scales[rows])
             else:
                 decoded = found.float().sub_(self._top).mul_(scales[rows])
-            total[start : start + count].add_(decoded.view(-1)[:count], alpha=weight)
-            start += count
+            part = total[place]
+            part.add_(decoded.view(-1)[: len(part)], alpha=weight)
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes, (blocks, bytes), and scales, (blocks, 1 or 2)."""
@@ -120,12 +120,6 @@ def two_levels(magnitudes: Tensor, is_large: Tensor, width: int, rest: int) -> T
     small[-1] -= width - rest
     sums = torch.where(is_large, magnitudes, 0.0).sum(1)
     return torch.stack([(magnitudes.sum(1) - sums) / small.clamp(min=1), sums / large.clamp(min=1)], 1)
-
-
-def _mean(magnitudes: Tensor, width: int, rest: int) -> Tensor:
-    found = magnitudes.mean(1, keepdim=True)
-    found[-1] *= width / rest
-    return found
 
 
 def _signed(codes: Tensor, levels: Tensor) -> Tensor:
@@ -165,13 +159,12 @@ class ChunkedTopK(OuterCoding):
         if not len(total):
             return
         positions, codes, magnitudes = self._views(payload)
-        start = 0
-        for rows, count in _counts(len(total), OUTER_CHUNK, total.device):
+        for rows, place in _places(len(total), OUTER_CHUNK, total.device):
             values = _signed(_unpack(codes[rows], 2)[:, : self._count], magnitudes[rows])
             chunks = torch.zeros(len(values), OUTER_CHUNK, device=total.device)
             chunks.scatter_(1, _unpack_positions(positions[rows])[:, : self._count], values)
-            total[start : start + count].add_(chunks.view(-1)[:count], alpha=weight)
-            start += count
+            part = total[place]
+            part.add_(chunks.view(-1)[: len(part)], alpha=weight)
 
     def _views(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return positions and codes, (chunks, bytes), and magnitudes, (chunks, 2)."""
@@ -184,20 +177,18 @@ class ChunkedTopK(OuterCoding):
 
 def _rows(values: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield some rows of `width` values at a time; the last one is padded with zeros."""
-    start = 0
-    for rows, count in _counts(len(values), width, values.device):
-        part = values[start : start + count]
-        yield rows, torch.nn.functional.pad(part, (0, -count % width)).view(-1, width)
-        start += count
+    for rows, place in _places(len(values), width, values.device):
+        part = values[place]
+        yield rows, torch.nn.functional.pad(part, (0, -len(part) % width)).view(-1, width)
 
 
-def _counts(length: int, width: int, device: torch.device) -> Iterator[tuple[slice, int]]:
-    """Yield slices of rows of `width` values, and the number of values in them."""
+def _places(length: int, width: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows of `width` values, and those of the values in them."""
     rows = -(-length // width)
     step = max(rows, 1) if base.processes_at_once(device) else max(1, _AT_ONCE // width)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        yield slice(first, last), min(last * width, length) - first * width
+        yield slice(first, last), slice(first * width, min(last * width, length))
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -38,9 +38,8 @@ class PowerSGD(Compressor):
     Passes over the bucket, in bytes of fp32: 1 to pack, 1 for P, 1 for Q, 1 to write `out`, and if errors are kept 2
     (read, written) to subtract, during the allreduce of Q.
 
-    Args:
-        rank: r. Tensors of fewer than two dimensions, and matrices with fewer than 2 r (m + n) elements, are sent
-            uncompressed.
+    `rank`: r. Tensors of fewer than two dimensions, and matrices with fewer than 2 r (m + n) elements, are sent
+    uncompressed.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, rank: int, keep_error: bool = False) -> None:

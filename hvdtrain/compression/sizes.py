@@ -7,31 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-Payload = dict[str, int]
-"""Bytes that a rank hands to each kind of collective in one exchange of a bucket."""
+Payload = dict[str, int]  # bytes that a rank hands to each kind of collective in one exchange of a bucket
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_LINE = 64
-"""Elements. The shard of a rank starts at a cache line, whatever the dtype."""
-FEW_ROWS = 1 / 4
-"""A gradient may be sent as rows if at most this share of its rows is not zero."""
-_ALIGNMENT = 64
-"""Bytes. A gradient's view starts at a cache line, where vector instructions are fast."""
+_LINE = 64  # elements. The shard of a rank starts at a cache line, whatever the dtype.
+FEW_ROWS = 1 / 4  # a gradient may be sent as rows if at most this share of its rows is not zero
+_ALIGNMENT = 64  # bytes. A gradient's view starts at a cache line, where vector instructions are fast.
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The facts about a bucket that sizes depend on.
+    """The facts about a bucket that sizes depend on."""
 
-    Attributes:
-        shapes: of the gradients.
-        dtype: of the gradients, by torch's name: "float32".
-        length: elements, including gaps between gradients.
-    """
-
-    shapes: Sequence[Sequence[int]]
-    dtype: str
-    length: int
+    shapes: Sequence[Sequence[int]]  # of the gradients
+    dtype: str  # of the gradients, by torch's name: "float32"
+    length: int  # elements, including gaps between gradients
 
 
 def fill(
@@ -43,12 +33,8 @@ def fill(
 ) -> list[list[str]]:
     """Assign gradients in order to buckets of at most `limit_bytes`. A larger gradient gets a bucket of its own.
 
-    Args:
-        names: in the order in which backward finishes them.
-        limit_bytes: size limit of a bucket.
-        size_of: bytes of a gradient.
-        kind_of: only gradients of the same kind (dtype, device) share a bucket.
-        alone: gradients that get a bucket of their own.
+    `names`: in the order in which backward finishes them. `size_of`: bytes of a gradient. `kind_of`: only gradients of
+    the same kind (dtype, device) share a bucket. `alone`: gradients that get a bucket of their own.
     """
     buckets: list[list[str]] = []
     open_: dict[Hashable, tuple[list[str], int]] = {}
@@ -66,8 +52,7 @@ def fill(
     return buckets
 
 
-_SHARD_BUCKETS = 16
-"""Default number of buckets of a small model, where their memory is not divided among ranks."""
+_SHARD_BUCKETS = 16  # default number of buckets of a small model, where their memory is not divided among ranks
 _SHARD_RANK_BYTES = 1 << 20
 """Least default size of such a bucket for each rank, so that each rank owns several chunks of it."""
 
@@ -125,8 +110,7 @@ def sent_bytes(payload: Payload, ranks: int) -> float:
     return sum(size * share[kind] for kind, size in payload.items())
 
 
-BLOCK = 256
-"""Elements with a common scale: scales add 1.6% of bytes, and one large value affects only its block."""
+BLOCK = 256  # elements with a common scale: scales add 1.6% of bytes, and one large value affects only its block
 
 
 def int8_row(length: int, ranks: int) -> tuple[int, int]:
@@ -141,36 +125,27 @@ def int8(bucket: Bucket, ranks: int, number: float) -> Payload:
     return {"alltoall": ranks * row, "allgather": row} if mine else {}
 
 
-INT16_REACH = 1 << 16
-"""Elements that a 16-bit offset can address."""
+INT16_REACH = 1 << 16  # elements that a 16-bit offset can address
 
 
 @dataclass(frozen=True)
 class TopKPlan:
     """The format of the largest elements of a bucket: fp32 values, then their indices.
 
-    Attributes:
-        count: number of elements.
-        coding: of indices: "int32"; "int16", offsets in blocks of 65536 elements after the count of each block in
-            int32; "bitmap", a bit for each element of the bucket.
-        index_bytes: size of the indices.
-        row_bytes: size of values and indices, a multiple of 4.
+    `coding`: of indices: "int32"; "int16", offsets in blocks of 65536 elements after the count of each block in int32;
+    "bitmap", a bit for each element of the bucket.
     """
 
-    count: int
+    count: int  # number of elements
     coding: str
-    index_bytes: int
-    row_bytes: int
+    index_bytes: int  # size of the indices
+    row_bytes: int  # size of values and indices, a multiple of 4
 
 
 def topk_plan(length: int, portion: float) -> TopKPlan:
     """Return the smallest format. It depends on the bucket's length alone, so payload sizes are the same each step."""
     count = min(math.ceil(portion * length), length)
-    index_bytes = {
-        "int32": 4 * count,
-        "int16": 4 * -(-length // INT16_REACH) + 2 * count,
-        "bitmap": -(-length // 8),
-    }
+    index_bytes = {"int32": 4 * count, "int16": 4 * -(-length // INT16_REACH) + 2 * count, "bitmap": -(-length // 8)}
     coding = min(index_bytes, key=lambda name: index_bytes[name])
     return TopKPlan(count, coding, index_bytes[coding], -(-(4 * count + index_bytes[coding]) // 4) * 4)
 
@@ -181,8 +156,7 @@ def topk(bucket: Bucket, ranks: int, number: float) -> Payload:
     return {"allgather": row} if row else {}
 
 
-_WORTH = 2
-"""Two factors must be smaller than their matrix by this factor, because they need an orthogonalization."""
+_WORTH = 2  # two factors must be smaller than their matrix by this factor, because they need an orthogonalization
 
 
 def matrix_sides(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
@@ -209,8 +183,7 @@ def powersgd(bucket: Bucket, ranks: int, number: float) -> Payload:
 OUTER_BLOCKS = {"int8": (8, 256, 1), "int4": (4, 128, 1), "int2": (2, 256, 2)}
 """Bits of a code, values of a block, and its fp32 scales. Smaller blocks have smaller errors, and more scales."""
 
-OUTER_CHUNK = 4096
-"""Values of a chunk. A share of them is sent, with positions of 12 bits."""
+OUTER_CHUNK = 4096  # values of a chunk. A share of them is sent, with positions of 12 bits.
 
 
 def outer_count(share: float) -> int:

@@ -39,64 +39,46 @@ class Number:
     high: float
     whole: bool = False
 
-    def accepts(self, value: float) -> bool:
-        """Whether `value` is valid."""
-        return self.low <= value <= self.high and (not self.whole or value == int(value))
+    def read(self, text: str) -> float | None:
+        """Return the number in a text; None if it is invalid."""
+        try:
+            value = float(text)
+        except ValueError:
+            return None
+        return value if self.low <= value <= self.high and (not self.whole or value == int(value)) else None
 
 
 @dataclass(frozen=True)
 class Kind:
     """One line of the table.
 
-    Attributes:
-        name: its name in options.
-        make: "module:name" of the `Compressor` in this package.
-        payload: bytes sent, as a function of bucket, world size and number.
-        tolerance: of the law in `base.Compressor`, relative to the sum over ranks of the largest magnitude packed.
-        floor: error allowed per element in addition, however small all elements are.
-        copies: estimated cost of coding; the default suits any compressor until `coding_probe` has measured it.
-        copies_bfloat16: the same for bfloat16 gradients, if they are sent in another way.
-        number: None if it takes no number.
-        feedback: whether it uses error feedback.
-        auto: whether `--parallel.compression auto` considers it. The table lists compressors that lose least first.
-        bulk: whether it sends so much that, between hosts, the training thread must leave the exchange processor time.
-        between_hosts_mib: bucket size between hosts: small enough that the first bucket starts early and the last one
-            is short, large enough for few collectives.
-        rounds: collectives of each kind in one exchange, which share its payload.
-        without_halves: the line to use where an allreduce of 16-bit floats is slow.
-        coding: "module:name" of its `Coding` in this package, for engines that divide parameters; None if it has none.
+    `auto`: whether `--parallel.compression auto` considers it. The table lists compressors that lose least first.
     """
 
-    name: str
-    make: str
-    payload: Callable[[Bucket, int, float], Payload]
-    tolerance: float
-    floor: float = 0.0
-    copies: Copies = UNMEASURED
-    copies_bfloat16: Copies | None = None
-    number: Number | None = None
-    feedback: bool = False
+    name: str  # its name in options
+    make: str  # "module:name" of the `Compressor` in this package
+    payload: Callable[[Bucket, int, float], Payload]  # bytes sent, as a function of bucket, world size and number
+    tolerance: float  # of the law in `base.Compressor`, relative to the sum over ranks of the largest magnitude packed
+    floor: float = 0.0  # error allowed per element in addition, however small all elements are
+    copies: Copies = UNMEASURED  # estimated cost of coding; the default suits any until `coding_probe` has measured it
+    copies_bfloat16: Copies | None = None  # the same for bfloat16 gradients, if they are sent in another way
+    number: Number | None = None  # None if it takes no number
+    feedback: bool = False  # whether it uses error feedback
     auto: bool = False
-    bulk: bool = False
-    between_hosts_mib: int = 8
-    rounds: int = 1
-    without_halves: Kind | None = None
-    coding: str | None = None
+    bulk: bool = False  # it sends so much that, between hosts, training must leave the exchange processor time
+    between_hosts_mib: int = 8  # bucket size: small for an early start and a short end, large for few collectives
+    rounds: int = 1  # collectives of each kind in one exchange, which share its payload
+    without_halves: Kind | None = None  # the line to use where an allreduce of 16-bit floats is slow
+    coding: str | None = None  # "module:name" of its `Coding` here, for engines that divide parameters
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A line of the table with its number.
+    """A line of the table with its number."""
 
-    Attributes:
-        kind: the line, or its `without_halves`.
-        number: the value after the colon; 0 if it takes none.
-        halves: whether an allreduce of 16-bit floats is faster than one of fp32.
-    """
-
-    kind: Kind
-    number: float = 0.0
-    halves: bool = True
+    kind: Kind  # the line, or its `without_halves`
+    number: float = 0.0  # the value after the colon; 0 if it takes none
+    halves: bool = True  # whether an allreduce of 16-bit floats is faster than one of fp32
 
     def __str__(self) -> str:
         return f"{self.kind.name}:{self.number:g}" if self.kind.number else self.kind.name
@@ -166,20 +148,13 @@ class Compression:
 
 _BF16_COPIES = Copies(0.6, (0.0, 2.2), after=0.9)
 _FP16_BY_OWNERS = Kind(
-    "fp16",
-    "cast:fp16_by_owners",
-    sizes.bf16,
-    2e-3,
-    floor=1e-6,
-    copies=_BF16_COPIES,
-    bulk=True,
-    between_hosts_mib=2,
+    "fp16", "cast:fp16_by_owners", sizes.bf16, 2e-3, floor=1e-6, copies=_BF16_COPIES, bulk=True, between_hosts_mib=2
 )
 
 TABLE = {
     kind.name: kind
     for kind in (
-        Kind("none", "none:Plain", sizes.plain, 1e-6, copies=Copies(1.0, (), after=0.0), bulk=True),
+        Kind("none", "cast:Plain", sizes.plain, 1e-6, copies=Copies(1.0, (), after=0.0), bulk=True),
         Kind(
             "fp16",
             "cast:fp16",
@@ -265,29 +240,20 @@ def auto_candidates() -> list[str]:
 def parse(text: str) -> Compression:
     """Return the compression that `text` names, such as "fp16" or "topk:0.01".
 
-    Errors:
-        ConfigError: there is no such compression, or its number is invalid.
+    Errors: ConfigError: there is no such compression, or its number is invalid.
     """
     name, colon, written = text.partition(":")
     kind = TABLE.get(name)
     if kind is not None:
         if not colon:
             return Compression(kind, kind.number.default if kind.number else 0.0)
-        try:
-            value = float(written)
-        except ValueError:
-            value = float("nan")  # which no range accepts
-        if kind.number and kind.number.accepts(value):
+        if kind.number and (value := kind.number.read(written)) is not None:
             return Compression(kind, value)
     raise ConfigError(f"invalid compression {text!r}", expected=", ".join(choices()), next_step="choose one of these")
 
 
-_OUTER = {
-    "none": "",
-    "bf16": "outer:Bf16",
-    **dict.fromkeys(sizes.OUTER_BLOCKS, "outer:Blocks"),
-    "topk": "outer:ChunkedTopK",
-}
+_OUTER = {"none": "", "bf16": "outer:Bf16", **dict.fromkeys(sizes.OUTER_BLOCKS, "outer:Blocks")}
+_OUTER["topk"] = "outer:ChunkedTopK"
 """The coding of each value of ``--outer.compression``."""
 _SHARE = Number("share", 0.03, 1 / sizes.OUTER_CHUNK, 0.5)
 
@@ -305,26 +271,19 @@ class OuterKind:
 
     def load(self) -> OuterCoding | None:
         """Return the coding; None for fp32. Imports torch."""
-        make = _load_name(_OUTER[self.name]) if _OUTER[self.name] else None
-        if make is None or self.name == "bf16":
-            return make() if make else None
-        return make(self.number if self.name == "topk" else self.name)  # type: ignore[no-any-return]
+        given = {"none": (), "bf16": (), "topk": (self.number,)}.get(self.name, (self.name,))
+        return _load_name(_OUTER[self.name])(*given) if _OUTER[self.name] else None
 
 
 def parse_outer(text: str) -> OuterKind:
     """Return the coding that ``--outer.compression`` names, such as "int4" or "topk:0.03".
 
-    Errors:
-        ConfigError: there is no such coding, or its number is invalid.
+    Errors: ConfigError: there is no such coding, or its number is invalid.
     """
     name, colon, written = text.partition(":")
     if name in _OUTER and not colon:
         return OuterKind(name, _SHARE.default if name == "topk" else 0.0)
-    try:
-        share = float(written) if name == "topk" else float("nan")
-    except ValueError:
-        share = float("nan")
-    if _SHARE.accepts(share):
+    if name == "topk" and (share := _SHARE.read(written)) is not None:
         return OuterKind(name, share)
     raise ConfigError(
         f"invalid --outer.compression {text!r}",

@@ -33,8 +33,7 @@ class TopK(Compressor):
 
     Passes over the bucket, in bytes of fp32: 1 to pack, 1 to find maxima, 1 to clear `out`; the rest is a fraction.
 
-    Args:
-        share: of the elements to send.
+    `share`: of the elements to send.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, share: float, keep_error: bool = False) -> None:

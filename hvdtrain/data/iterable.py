@@ -24,8 +24,7 @@ from torch.utils.data._utils import worker
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import DataError
 
-_COMPARED = 4
-"""Samples to compare after a state was loaded."""
+_COMPARED = 4  # samples to compare after a state was loaded
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -45,13 +44,10 @@ class IterableSamples(Dataset[Any]):
     The data set may have the methods `set_epoch`, called before each pass with its number, and `state_dict` and
     `load_state_dict`. A resume then reads only what follows, if the state leads to the same samples.
 
-    Args:
-        keep: number of samples that can be asked for again.
-        state: a result of `state`; empty for the start.
-        warn: whether to warn if the data set's state leads to other samples.
+    `keep`: number of samples that can be asked for again. `state`: a result of `state`; empty for the start. `warn`:
+    whether to warn if the data set's state leads to other samples.
 
-    Errors:
-        DataError: when it is read: the data set has no samples, is its own iterator, or has an invalid state.
+    Errors: DataError: when it is read: the data set has no samples, is its own iterator, or has an invalid state.
     """
 
     def __init__(self, dataset: Any, seed: int, keep: int, state: dict[str, Any], *, warn: bool = True) -> None:

@@ -18,6 +18,7 @@ from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, 
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.data.order import (
     MicroBatch,
+    SampleOrder,
     count_micro_batches,
     micro_batches,
     mix_seed,
@@ -25,45 +26,34 @@ from hvdtrain.data.order import (
     rank_share,
     take_micro_batches,
 )
-from hvdtrain.data.sample_order import SampleOrder
 from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
 """Offsets of the seed for the random state that makes samples, and for that of the forward pass."""
 
-_STEPS_AT_ONCE = 64
-"""Steps to order at once: a numpy call costs about 10 us, a sample 0.1 us."""
+_STEPS_AT_ONCE = 64  # steps to order at once: a numpy call costs about 10 us, a sample 0.1 us
 
 
 @dataclass(frozen=True)
 class Stream:
     """The share of one rank in the endless stream of samples.
 
-    Attributes:
-        dataset: map-style with at least one sample, or iterable.
-        global_batch: samples per step.
-        micro_batch: samples per forward pass.
-        left_out: ranges [begin, end) of positions to skip, in order.
-        uniform: whether ranks with fewer micro-batches draw `repeated` ones.
-        in_turn: whether micro-batches go round the ranks: those of a pass of all ranks are neighbours.
-        data_state: place in an iterable data set, of `HostBatch.data_state`.
-        shares: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
-        workers: that train apart; each has its share of the micro-batches. None without such workers.
+    `shares`: micro-batches of each rank in a step; None for equal ones, also in a step with another number of them.
     """
 
-    dataset: Dataset[Any]
+    dataset: Dataset[Any]  # map-style with at least one sample, or iterable
     seed: int
-    global_batch: int
-    micro_batch: int
+    global_batch: int  # samples per step
+    micro_batch: int  # samples per forward pass
     rank: int
     size: int
-    left_out: Sequence[Sequence[int]] = ()
-    uniform: bool = False
-    in_turn: bool = False
-    data_state: dict[str, Any] = field(default_factory=dict)
+    left_out: Sequence[Sequence[int]] = ()  # ranges [begin, end) of positions to skip, in order
+    uniform: bool = False  # whether ranks with fewer micro-batches draw `repeated` ones
+    in_turn: bool = False  # whether micro-batches go round the ranks: those of a pass of all ranks are neighbours
+    data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, of `HostBatch.data_state`
     shares: tuple[int, ...] | None = None
-    workers: Workers | None = None
+    workers: Workers | None = None  # that train apart, each with a share of the micro-batches
 
     def equal_shares(self) -> list[int]:
         """Return the micro-batches of each rank in a step, if they are divided equally."""
@@ -142,17 +132,11 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
 
 
 class HostBatch(NamedTuple):
-    """A micro-batch on the host.
+    """A micro-batch on the host."""
 
-    Attributes:
-        indices: of its samples in the data set, int64.
-        batch: the samples, later collated.
-        data_state: a place in an iterable data set before these samples, as JSON; "" for other data sets.
-    """
-
-    indices: bytes
-    batch: Any
-    data_state: bytes = b""
+    indices: bytes  # of its samples in the data set, int64
+    batch: Any  # the samples, later collated
+    data_state: bytes = b""  # a place in an iterable data set before these samples, as JSON; "" for other data sets
 
 
 class Seeded(Dataset[Any]):
@@ -224,10 +208,8 @@ def train_batches(
 class Batches:
     """Batches on the host, loaded according to the loader's options.
 
-    Args:
-        keys: called at each iteration; yields for each batch a seed, then the indices of its samples.
-        collate: makes a batch of samples; None for torch's function.
-        persistent: keep the loader processes for the next iteration.
+    `keys`: called at each iteration; yields for each batch a seed, then the indices of its samples. `collate`: makes a
+    batch of samples; None for torch's function. `persistent`: keep the loader processes for the next iteration.
     """
 
     def __init__(
@@ -272,15 +254,14 @@ class _Sampler:
 
 
 def training_samples(dataset: Dataset[Any]) -> int:
-    """Return the number of samples; 0 for an iterable data set. Errors: DataError: see `dataset_length`."""
+    """Return the number of samples; 0 for an iterable data set. Errors: those of `dataset_length`."""
     return 0 if is_iterable(dataset) else dataset_length(dataset)
 
 
 def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:
     """Return the number of samples, `least` or more.
 
-    Errors:
-        DataError: the data set is empty, or has no valid length or index.
+    Errors: DataError: the data set is empty, or has no valid length or index.
     """
     if is_iterable(dataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(

@@ -20,8 +20,7 @@ from hvdtrain.launch.job_end import describe_exit
 
 T = TypeVar("T")
 
-_MOMENT_S = 5.0
-"""Seconds between the loss of a connection to a loader process and its end."""
+_MOMENT_S = 5.0  # seconds between the loss of a connection to a loader process and its end
 
 _processes: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
@@ -37,8 +36,7 @@ def batches_of_processes(batches: Iterator[T], processes: Sequence[BaseProcess])
     They are killed first: torch and multiprocessing send SIGTERM, which they block, and wait seconds for each. The word
     by which torch ends them is lost where `batches` is collected as a part of a cycle.
 
-    Errors:
-        TransientDataError: a loader process has died. torch's own error only names a later effect.
+    Errors: TransientDataError: a loader process has died. torch's own error only names a later effect.
     """
     if not _processes.issuperset(processes):
         _processes.update(processes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import DataError
 
 _LARGEST_SUM = 10_000
@@ -20,12 +20,9 @@ class Mixture(ConcatDataset[Any]):
 
     torch's WeightedRandomSampler draws from a list with a weight of every sample, and forgets its position.
 
-    Args:
-        datasets: map-style, at least one sample each.
-        weights: of each data set, relative to their sum.
+    `datasets`: map-style, at least one sample each. `weights`: of each data set, relative to their sum.
 
-    Errors:
-        DataError: an invalid weight, or another number of weights than of data sets.
+    Errors: DataError: an invalid weight, or another number of weights than of data sets.
     """
 
     def __init__(self, datasets: Sequence[Dataset[Any]], weights: Sequence[float]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.doctor.links.measured import aligned
 
 if TYPE_CHECKING:
-    from hvdtrain.comm.host_probe import HostSpeeds
+    from hvdtrain.comm.link_probe import HostSpeeds
 
 _WIDTH = 80
 _MOST_HOSTS = 32  # rows of the table; with more hosts, the slowest are shown

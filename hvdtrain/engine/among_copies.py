@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
 from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import DividedSums
 from hvdtrain.engine.gathers import Gathers

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import end_group, new_group
+from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import sparse_gradients

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from hvdtrain.comm.dimensions import IN_GROUP
 from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
-from hvdtrain.comm.torch_errors import is_lost_rank, lost_rank
 from hvdtrain.comm.torch_group import TorchComm
+from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
 from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere

@@ -16,8 +16,8 @@ from hvdtrain.state.frozen import FROZEN
 from hvdtrain.state.tensor_file import write_tensors
 from hvdtrain.task.base import import_library
 from hvdtrain.task.causal_lm import load_model, read_weights
+from hvdtrain.task.encode import TOKENIZER_FILES
 from hvdtrain.task.saved_model import CONFIG, SavedModel
-from hvdtrain.task.tokenizer_files import TOKENIZER_FILES
 
 _TOLERANCE = 1e-4
 """Largest difference between logits of ONNX and of torch, relative to the largest logit if that is above 1."""

@@ -16,9 +16,8 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import CheckpointError, HvdtrainError, UnreadableCheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.folders import is_folder_shared
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, select_shard
+from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, is_folder_shared, select_shard
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.sync import gather_pieces
 from hvdtrain.state.tensor_file import check_dtypes
@@ -26,8 +25,7 @@ from hvdtrain.state.tensor_file import check_dtypes
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
 """Delay of the retry after the first failed save, and the limit up to which it doubles."""
 
-_PATIENCE_S = 2.0
-"""Seconds that a failed run waits for a checkpoint that only rank 0 is writing."""
+_PATIENCE_S = 2.0  # seconds that a failed run waits for a checkpoint that only rank 0 is writing
 
 
 class CheckpointWriter:
@@ -103,9 +101,8 @@ class CheckpointWriter:
         With `wait` it returns when the checkpoint is on disk, and makes no copy. `urgent`: little time is left, so it
         removes no old checkpoints. `notes` are values for the manifest; the event that reports the save has `why`.
 
-        Errors:
-            CheckpointError: on every rank: the state contains a dtype that cannot be saved; or, with `wait`, the
-                checkpoint could not be written.
+        Errors: CheckpointError: on every rank: the state contains a dtype that cannot be saved; or, with `wait`, the
+        checkpoint could not be written.
         """
         check_dtypes(state)
         self.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, each complete or absent.
+"""Checkpoints on disk, each complete or absent, and which one is the best.
 
 A checkpoint is a directory ``step-000100`` with safetensors files, `state.json` and a manifest with their checksums.
 It is written under a temporary name in the same folder, fsynced and renamed. Reading verifies every byte.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -18,19 +19,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError, UnreadableCheckpointError, UnwrittenCheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError, UnreadableCheckpointError, UnwrittenCheckpointError
 from hvdtrain.files import fsync
-from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
-from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import Abandoned, ShardedWrite, request_shards, write_shard
-from hvdtrain.state.shard_index import INDEX, index_of
+from hvdtrain.state.shard_files import (
+    INDEX,
+    Abandoned,
+    ShardedWrite,
+    discard,
+    index_of,
+    is_being_written,
+    request_shards,
+    temporary_name,
+    write_shard,
+)
 from hvdtrain.state.tensor_file import FileDigest, damaged, write_bytes
 
-BEST = "best"
-"""Name of the link to the best checkpoint, and of that checkpoint in ``RUN@best``."""
+
+@dataclass(frozen=True)
+class Measure:
+    """The held-out loss or a metric of the task, and whether more of it is better."""
+
+    name: str = "loss"
+    more: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Measure:
+        """Read ``NAME``, ``NAME:min`` or ``NAME:max``. Errors: ConfigError."""
+        name, _, direction = text.partition(":")
+        if not name or direction not in ("", "min", "max"):
+            raise ConfigError(
+                f"invalid --checkpoint.best {text!r}",
+                expected="loss, or a metric of the task and what is better: accuracy:max",
+            )
+        return cls(name, direction == "max")
+
+    def score(self, loss: float | None, metrics: Mapping[str, float]) -> float | None:
+        """Return a number that is lower for a better evaluation; None without a finite value."""
+        value = loss if self.name == "loss" else metrics.get(self.name)
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if self.more else value
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Check that evaluations have the value. Errors: ConfigError, on every rank."""
+        if self.name != "loss" and self.name not in metrics:
+            raise ConfigError(
+                f"--checkpoint.best {self.name}: evaluations have no such value", expected=", ".join(["loss", *metrics])
+            )
+
+
+BEST = "best"  # name of the link to the best checkpoint, and of that checkpoint in ``RUN@best``
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
@@ -46,23 +87,14 @@ class Saved:
 
 @dataclass
 class CheckpointStore:
-    """The checkpoints of one run. Used only on rank 0.
+    """The checkpoints of one run. Used only on rank 0."""
 
-    Attributes:
-        directory: ``RUN/checkpoints``, created by the first save.
-        warn: shows a warning.
-        progress: called for each file and each verified MiB, so that the watchdog sees progress.
-        check: called before each save; raises if another job has taken over the run.
-        files: content by name of further files in each checkpoint; see `Task.files`.
-        best: which checkpoint is kept besides the newest.
-    """
-
-    directory: Path
-    warn: Callable[[str], None]
-    progress: Callable[[], None] = lambda: None
-    check: Callable[[], None] = lambda: None
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    best: Measure = field(default_factory=Measure)
+    directory: Path  # ``RUN/checkpoints``, created by the first save
+    warn: Callable[[str], None]  # shows a warning
+    progress: Callable[[], None] = lambda: None  # called for each file and each verified MiB, for the watchdog
+    check: Callable[[], None] = lambda: None  # called before each save; raises if another job has taken over the run
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files of each checkpoint; see `Task.files`
+    best: Measure = field(default_factory=Measure)  # which checkpoint is kept besides the newest
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
@@ -91,9 +123,7 @@ class CheckpointStore:
     def write(self, write: ShardedWrite, progress: Callable[[], None], abandoned: threading.Event) -> str:
         """Write, wait for the other ranks, complete the checkpoint and return its name.
 
-        Errors:
-            UnwrittenCheckpointError: a rank could not write.
-            Abandoned: the checkpoint is no longer needed.
+        Errors: UnwrittenCheckpointError: a rank could not write; Abandoned: the checkpoint is no longer needed.
         """
         try:
             with self.discard_on_error(write.step, write.folder):
@@ -123,7 +153,8 @@ class CheckpointStore:
         every = {**files, **{name: write_bytes(folder / name, content) for name, content in texts.items()}}
         write_bytes(folder / MANIFEST, manifest_text(step, notes, every).encode())
         fsync(folder)
-        target = self._free_name(step)
+        again = max((saved.again + 1 for saved in self.list() if saved.step == step), default=0)
+        target = self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
         folder.rename(target)
         self._link_best()
         fsync(self.directory)
@@ -164,8 +195,7 @@ class CheckpointStore:
     def load_newest(self) -> tuple[Saved, StateDict] | None:
         """Load the newest complete checkpoint, or return None. Skips damaged ones with a warning.
 
-        Errors:
-            UnreadableCheckpointError: a checkpoint cannot be opened. It may be complete.
+        Errors: UnreadableCheckpointError: a checkpoint cannot be opened. It may be complete.
         """
         for saved in reversed(self.list()):
             try:
@@ -203,8 +233,7 @@ class CheckpointStore:
 
         Before that it verifies that the disk returns the bytes of `just_saved`.
 
-        Errors:
-            UnwrittenCheckpointError: it does not. `just_saved` is renamed, and nothing is removed.
+        Errors: UnwrittenCheckpointError: it does not. `just_saved` is renamed, and nothing is removed.
         """
         every = self.list()
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
@@ -238,19 +267,14 @@ class CheckpointStore:
                 next_step="check the disk; earlier checkpoints are unchanged",
             ) from error
 
-    def _free_name(self, step: int) -> Path:
-        again = max((saved.again + 1 for saved in self.list() if saved.step == step), default=0)
-        return self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
-
 
 def load(path: Path, progress: Callable[[], None] = lambda: None, *, groups: Container[str] | None = None) -> StateDict:
     """Read and verify one checkpoint, or only these groups of tensors. Tensors are on the CPU.
 
     For `progress` see `CheckpointStore`.
 
-    Errors:
-        CheckpointError: a file is missing, truncated or changed.
-        UnreadableCheckpointError: a file cannot be opened.
+    Errors: CheckpointError: a file is missing, truncated or changed; UnreadableCheckpointError: a file cannot be
+    opened.
     """
     try:
         with detect_unreadable(path):

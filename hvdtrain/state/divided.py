@@ -24,16 +24,11 @@ class OnStages:
 
     On other ranks it has no elements: its length is 0. It is an attribute of a parameter, because tensors without
     memory have classes of their own; copies by `copy_of` have it, too, and others do not.
-
-    Attributes:
-        whole: its shape on the ranks that hold it; one dimension or more.
-        stages: those that hold it.
-        ranks: of each stage, which follow each other.
     """
 
-    whole: tuple[int, ...]
-    stages: tuple[int, ...]
-    ranks: tuple[tuple[int, ...], ...]
+    whole: tuple[int, ...]  # its shape on the ranks that hold it; one dimension or more
+    stages: tuple[int, ...]  # those that hold it
+    ranks: tuple[tuple[int, ...], ...]  # of each stage, which follow each other
 
     @property
     def holders(self) -> tuple[int, ...]:

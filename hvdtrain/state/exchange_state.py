@@ -36,17 +36,11 @@ def is_rounded(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Owned:
-    """The part of a model's parameter that this rank's optimizer updates.
+    """The part of a model's parameter that this rank's optimizer updates."""
 
-    Attributes:
-        parameter: of the optimizer; None if other ranks update all of it.
-        place: of this part; None for the whole parameter, on every rank.
-        owners: ranks that update a part of it; empty for all ranks.
-    """
-
-    parameter: nn.Parameter | None
-    place: Place | None = None
-    owners: tuple[int, ...] = ()
+    parameter: nn.Parameter | None  # of the optimizer; None if other ranks update all of it
+    place: Place | None = None  # of this part; None for the whole parameter, on every rank
+    owners: tuple[int, ...] = ()  # ranks that update a part of it; empty for all ranks
 
     def place_of(self, value: Tensor) -> Place | None:
         """Return the place of a tensor in the optimizer's state of this part."""
@@ -68,6 +62,7 @@ class Exchange(Protocol):
 
     def complete(self) -> None:
         """Wait until the model's parameters are those of the last step."""
+        return
 
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned part of each parameter in the optimizer, by name; None if ranks own all of all."""
@@ -81,6 +76,7 @@ class Exchange(Protocol):
 
     def synchronize_state(self) -> None:
         """Make the state equal on all ranks. Collective: yes."""
+        return
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the tensors that `synchronize_state` would produce, without changing any. Collective: yes.
@@ -99,16 +95,12 @@ class Exchange(Protocol):
 
 
 class ExchangeState(Exchange):
-    """The state of an exchange between two rounds, after its buckets were freed."""
+    """The state of an exchange between two rounds, after its buckets were freed; it has no ranks to wait for."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._state = exchange.state_dict()
         self._places = {key: exchange.state_place(key) for key in self._state[0]}
-        self._owned = exchange.owned()
-        self._in_pieces = exchange.in_pieces
-
-    def complete(self) -> None:
-        """Do nothing: no exchange is running."""
+        self._owned, self._in_pieces = exchange.owned(), exchange.in_pieces
 
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned parts in the round that has ended."""
@@ -122,9 +114,6 @@ class ExchangeState(Exchange):
     def keeps(self, key: str) -> bool:
         """Return True."""
         return True
-
-    def synchronize_state(self) -> None:
-        """Do nothing: there are no other ranks."""
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the tensors."""

@@ -12,8 +12,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
 from hvdtrain.state.pieces import Key, Place, StateDict
 
-GROUP = "callbacks"
-"""The group of their tensors, and the key of their values."""
+GROUP = "callbacks"  # the group of their tensors, and the key of their values
 
 FindParameter = Callable[[str], "Tensor | None"]
 

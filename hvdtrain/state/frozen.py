@@ -1,4 +1,4 @@
-"""Frozen parameters that a task makes again: checkpoints have a digest of them instead of their values."""
+"""What checkpoints leave out: frozen parameters, because a digest is enough, and unknown state of an optimizer."""
 
 from __future__ import annotations
 
@@ -9,33 +9,26 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.placeholder import Placeholder
 
-FROZEN = "frozen"
-"""The key of the digest among the plain values of a state."""
+FROZEN = "frozen"  # the key of the digest among the plain values of a state
 
 
 @dataclass
 class FrozenWeights:
-    """The parameters of a model that were frozen when training started.
+    """The parameters of a model that were frozen when training started."""
 
-    Attributes:
-        names: of these parameters, other names of tied ones included.
-        digest: of names and values, hexadecimal. Empty if this process never had the values: then rank 0's counts.
-        hashes: of the values in the memory of this rank when training started, to detect changes; None before.
-    """
-
-    names: frozenset[str]
-    digest: str
-    hashes: Tensor | None = None
+    names: frozenset[str]  # of these parameters, other names of tied ones included
+    digest: str  # of names and values; empty if this process never had the values: then rank 0's counts
+    hashes: Tensor | None = None  # of the values here when training started, to detect changes; None before
 
     def left_out(self, model: nn.Module) -> frozenset[str]:
         """Return what a checkpoint leaves out.
 
-        Errors:
-            TaskError: one of them is trained now, so that its values would be lost.
+        Errors: TaskError: one of them is trained now, so that its values would be lost.
         """
         trained = [name for name, p in model.named_parameters() if p.requires_grad and name in self.names]
         if trained:
@@ -71,13 +64,10 @@ def check_stored(
 
     A state that one rank sends to others has them. Then its digest is also that of this process.
 
-    Args:
-        own: of this run; None if its checkpoints have all parameters.
-        stored: the `facts` of the state; None if it has all parameters.
-        tensors: names of the tensors of the model in the state.
+    `own`: of this run; None if its checkpoints have all parameters. `stored`: the `facts` of the state; None if it has
+    all parameters. `tensors`: names of the tensors of the model in the state.
 
-    Errors:
-        CheckpointError: the state is one of other frozen values, or of another way to save.
+    Errors: CheckpointError: the state is one of other frozen values, or of another way to save.
     """
     if own is None and stored is None:
         return frozenset()
@@ -117,3 +107,42 @@ def changed(name: str, how: str) -> TaskError:
         next_step="return Task(..., remakes_frozen=False), so that checkpoints have all parameters",
         everywhere=True,
     )
+
+
+_NUMBERS = (bool, int, float, str)
+
+
+class UnsavedValues:
+    """Finds what an optimizer changes in training outside of its `state` and of the numbers in its groups.
+
+    `TrainState` saves only those. An optimizer that counts its steps in an attribute resumes from step 0.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # Attributes of torch's base class, fused optimizers and schedulers are not state: hooks, what was checked.
+        self._known = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], fused=True)).keys() | {"_opt_called"}
+        self._start = self._marks()
+
+    def names(self) -> list[str]:
+        """Return the names of the values that have changed."""
+        return sorted(name for name, mark in self._marks().items() if mark != self._start.get(name))
+
+    def _marks(self) -> dict[str, Any]:
+        found = {name: value for name, value in vars(self._optimizer).items() if name not in self._known}
+        for number, group in enumerate(self._optimizer.param_groups):
+            kept = {k: v for k, v in group.items() if k not in ("params", "lr") and not isinstance(v, _NUMBERS)}
+            found |= {f"{name} of group {number}": value for name, value in kept.items()}
+        return {name: self._mark(value) for name, value in found.items()}
+
+    def _mark(self, value: Any) -> Any:
+        """Return what differs after a change."""
+        if isinstance(value, Tensor):
+            return id(value), value._version
+        if isinstance(value, Optimizer):  # a wrapped one
+            return None if value.state is self._optimizer.state else self._mark(value.state)
+        if isinstance(value, Mapping):
+            return [self._mark(each) for each in value.values()]
+        if isinstance(value, (list, tuple)):
+            return [self._mark(each) for each in value]
+        return value if isinstance(value, _NUMBERS) else None

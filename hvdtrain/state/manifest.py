@@ -45,9 +45,8 @@ def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, FileD
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read and verify the manifest of a checkpoint in the directory `path`.
 
-    Errors:
-        CheckpointError: it is missing or changed, or has an unknown format.
-        UnreadableCheckpointError: see `detect_unreadable`.
+    Errors: CheckpointError: it is missing or changed, or has an unknown format; UnreadableCheckpointError: see
+    `detect_unreadable`.
     """
     file = path / MANIFEST
     try:
@@ -83,8 +82,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def detect_unreadable(path: Path) -> Iterator[None]:
     """Distinguish files that cannot be opened from damaged ones. `path` is a checkpoint, or the folder of all.
 
-    Errors:
-        UnreadableCheckpointError: an OSError that does not mean damage on the disk.
+    Errors: UnreadableCheckpointError: an OSError that does not mean damage on the disk.
     """
     try:
         yield
@@ -103,9 +101,7 @@ def read_state(path: Path, progress: Callable[[], None], groups: Container[str] 
 
     With `groups`, only these groups of tensors.
 
-    Errors:
-        CheckpointError: a file is missing or changed.
-        Others: the directory is no checkpoint of hvdtrain.
+    Errors: CheckpointError: a file is missing or changed; others: the directory is no checkpoint of hvdtrain.
     """
     manifest = read_manifest(path)
     values: dict[str, Any] | None = None

@@ -22,8 +22,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.state.sync import broadcast_all, empty
 from hvdtrain.state.train_state import stored_as
 
-_SENT = (Tensor, int, float, str, bool, type(None))
-"""Types of values in an optimizer that are sent."""
+_SENT = (Tensor, int, float, str, bool, type(None))  # types of values in an optimizer that are sent
 
 
 @torch.no_grad()
@@ -33,8 +32,7 @@ def broadcast_optimizer(optimizer: Optimizer, comm: Comm, root: int = 0) -> None
     Parameters stay as they are. A parameter without state on `root` has none anywhere. Tensors that a rank has already,
     of the same shape and type, are changed in place.
 
-    Errors:
-        TaskError: on every rank: a rank has other groups of parameters, or `root` has a value that cannot be sent.
+    Errors: TaskError: on every rank: a rank has other groups of parameters, or `root` has a value that cannot be sent.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = {

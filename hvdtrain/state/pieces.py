@@ -1,4 +1,8 @@
-"""A state in pieces: each rank holds whole tensors, or boxes of tensors that are divided among ranks."""
+"""A state in pieces: each rank holds whole tensors, or boxes of tensors that are divided among ranks.
+
+Tensors have names with and without what a task adds that compiles or wraps its model: torch.compile adds `_orig_mod`
+anywhere in a name; DataParallel and the like add `module.` to the begin of each.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,32 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Key = tuple[str, str]
-"""The group and the name of a tensor."""
+Key = tuple[str, str]  # the group and the name of a tensor
 
 
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a piece that not every rank holds.
+    """The place of a piece that not every rank holds."""
 
-    Attributes:
-        shape: of the whole tensor.
-        offset: of the piece's first element, for each dimension.
-        ranks: ranks that hold equal copies of the piece, ascending.
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    ranks: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the piece's first element, for each dimension
+    ranks: tuple[int, ...]  # ranks that hold equal copies of the piece, ascending
 
     def cut(self, whole: Tensor, size: Iterable[int]) -> Tensor:
         """Return the view of the piece, of shape `size`, in the whole tensor."""
         return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
 
 
-PieceKey = tuple[str, str, tuple[int, ...]]
-"""Group, name and offset of a piece."""
+PieceKey = tuple[str, str, tuple[int, ...]]  # group, name and offset of a piece
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,14 @@ def dtype_named(name: str) -> torch.dtype:
 class StateDict:
     """The pieces of a state that one rank holds, and plain values that JSON supports.
 
-    Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor},
-            "callbacks": {"callback/name": tensor}}; the last two only if they are not empty. ``optimizer_values``
-            holds numbers of a divided optimizer's state, by ``name/slot``, as tensors without dimensions.
-        values: equal on all ranks.
-        places: of the pieces; a tensor without a place is whole, and equal on all ranks.
+    `tensors`: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor},
+    "callbacks": {"callback/name": tensor}}; the last two only if they are not empty. ``optimizer_values`` holds numbers
+    of a divided optimizer's state, by ``name/slot``, as tensors without dimensions.
+    `places`: of the pieces; a tensor without a place is whole, and equal on all ranks.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # equal on all ranks
     places: Mapping[Key, Place] = field(default_factory=dict)
 
     @property
@@ -134,8 +128,7 @@ class Assembly(Mapping[str, Tensor]):
     def add(self, name: str, piece: Tensor, shape: Iterable[int], offset: Iterable[int]) -> None:
         """Add a piece of the tensor `name` of shape `shape`.
 
-        Errors:
-            ValueError: it does not fit into the tensor, or does not fit to the other pieces.
+        Errors: ValueError: it does not fit into the tensor, or does not fit to the other pieces.
         """
         place = Place(tuple(shape), tuple(offset), ())
         first_place, first = self._pieces.setdefault(name, [(place, piece)])[0]
@@ -185,3 +178,45 @@ def specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
     if isinstance(tensors, Assembly):
         return tensors.specs()
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return, for each name, the one without what compiling and wrapping adds; itself if two would be equal."""
+    found = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in names}
+    while found and all(name.startswith("module.") for name in found.values()):
+        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+    return found if len({*found.values()}) == len(found) else {name: name for name in found}
+
+
+def named_like(state: StateDict, own: Iterable[str]) -> StateDict:
+    """Return a state of whole tensors under the names of the own model, which may be compiled or wrapped otherwise."""
+    plain, stored = plain_names(own), {*state.tensors["model"], *state.values["aliases"]}
+    if stored <= plain.keys():
+        return state
+    by_plain = {short: name for name, short in plain.items()}
+    names = {name: by_plain.get(short, name) for name, short in plain_names(stored).items()}
+
+    def renamed(key: str, group: str = "") -> str:
+        if group.startswith("optimizer"):  # the last part is a slot, which may have the name of a parameter
+            name, _, slot = key.rpartition("/")
+            return f"{names.get(name, name)}/{slot}"
+        return "/".join(names.get(part, part) for part in key.split("/"))
+
+    def renamed_value(value: Any, group: str) -> Any:
+        if isinstance(value, Mapping):
+            return {renamed(key, group): renamed_value(each, "") for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [renamed_value(each, "") for each in value]
+        return renamed(value) if isinstance(value, str) else value
+
+    tensors: dict[str, Any] = {}
+    for group, entries in state.tensors.items():
+        if isinstance(entries, Assembly):
+            tensors[group] = entries.renamed(partial(renamed, group=group))
+        else:
+            tensors[group] = {renamed(key, group): tensor for key, tensor in entries.items()}
+    with_names = {key: renamed_value(state.values[key], key) for key in _WITH_NAMES if key in state.values}
+    return StateDict(tensors, {**state.values, **with_names})
+
+
+_WITH_NAMES = ("aliases", "optimizer", "exchange", "callbacks")  # the keys of values that have names of tensors

@@ -18,35 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdtrain.runtime.memory import return_freed_memory
 
-_aten = torch.ops.aten
-_MAKE_ANOTHER = {
-    _aten.empty_like,
-    _aten.full_like,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-    _aten.new_full,
-    _aten.new_ones,
-    _aten.new_zeros,
-    _aten.ones_like,
-    _aten.rand_like,
-    _aten.randint_like,
-    _aten.randn_like,
-    _aten.zeros_like,
-}
+_NEW = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
+_NEW += " new_empty new_empty_strided new_full new_ones new_zeros"
+_MAKE_ANOTHER = {getattr(torch.ops.aten, name) for name in _NEW.split()}
 """Operations that need no values: their results are as always."""
-_FILL = {
-    _aten.bernoulli_,
-    _aten.cauchy_,
-    _aten.exponential_,
-    _aten.geometric_,
-    _aten.log_normal_,
-    _aten.normal_,
-    _aten.random_,
-    _aten.uniform_,
-}
+_DRAWN = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+_FILL = {getattr(torch.ops.aten, name) for name in _DRAWN.split()}
 """Operations that draw random numbers in place: how many depends only on shape, strides and dtype."""
-_TRUNCATED = "_no_grad_trunc_normal_"
-"""What `nn.init.trunc_normal_` calls, under any of its names."""
+_TRUNCATED = "_no_grad_trunc_normal_"  # what `nn.init.trunc_normal_` calls, under any of its names
 _LARGE_BYTES = 1 << 20
 _HUGE_BYTES = 1 << 30
 """The kernel may refuse such memory, though nothing is written to it: of the experts of a layer, for example."""
@@ -63,11 +42,9 @@ class Placeholder(Tensor):
     Tensors on torch's "meta" device would do for some models only, as code asks whether a tensor is on it: torch's
     `trunc_normal_` and transformers' initial values then draw nothing.
 
-    Errors:
-        RuntimeError, NotImplementedError: an operation needs values.
+    Errors: RuntimeError, NotImplementedError: an operation needs values.
 
-    Attributes:
-        read: reads the values, if this process can do so later; None if another rank has them.
+    `read`: reads the values, if this process can do so later; None if another rank has them.
     """
 
     read: Callable[[], Tensor] | None = None
@@ -82,11 +59,9 @@ class Placeholder(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what is known."""
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        """Return another one."""
         made = memo[id(self)] = Placeholder(self, self.requires_grad)
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
@@ -103,7 +78,6 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation on the meta device."""
         named = dict(kwargs or {})
         if func.namespace != "aten" or _writes_values(func, args, named):
             raise NotImplementedError(f"{func} needs values of parameters")
@@ -170,7 +144,6 @@ class _HugeTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
         named = dict(kwargs or {})
         if func is torch.empty and named.get("device") in (None, "cpu", _CPU) and "out" not in named:
             made = torch.empty(*args, **{**named, "device": _META, "pin_memory": False})
@@ -201,8 +174,7 @@ def models_read_later() -> list[Any] | None:
 def refuse_other_placeholders(model: nn.Module) -> None:
     """Check that no placeholder is left but the model's parameters.
 
-    Errors:
-        RuntimeError: there is one, such as a buffer, or a copy of a parameter.
+    Errors: RuntimeError: there is one, such as a buffer, or a copy of a parameter.
     """
     parameters = set(map(id, model.parameters()))
 

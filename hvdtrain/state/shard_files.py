@@ -18,8 +18,13 @@ import errno
 import heapq
 import json
 import os
+import re
+import secrets
+import shutil
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,18 +32,17 @@ from typing import Any
 
 from torch import Tensor
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.files import fsync, write_text
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.tensor_file import FileDigest, write_tensors
+from hvdtrain.state.tensor_file import FileDigest, read_header, write_tensors
 
-MIN_BYTES = 32 << 20
-"""Fewer bytes are not worth a file of their own."""
+MIN_BYTES = 32 << 20  # fewer bytes are not worth a file of their own
 
-TIMEOUT_S = 120.0
-"""Seconds without any change in the folder after which rank 0 gives up."""
+TIMEOUT_S = 120.0  # seconds without any change in the folder after which rank 0 gives up
 
-_POLL_S = (0.01, 0.5)
-"""First and longest interval between two looks into the folder."""
+_POLL_S = (0.01, 0.5)  # first and longest interval between two looks into the folder
 
 
 class Abandoned(Exception):
@@ -124,8 +128,7 @@ class ShardedWrite:
     def write_on_other_rank(self, number: int, progress: Callable[[], None]) -> None:
         """Write as rank `number`, which is not 0, and report to rank 0, also an error.
 
-        Errors:
-            Abandoned: the checkpoint is no longer needed.
+        Errors: Abandoned: the checkpoint is no longer needed.
         """
         try:
             state = self.own_state()
@@ -147,9 +150,7 @@ class ShardedWrite:
 
         Calls `progress` after each change in the folder. For `timeout_s` see `TIMEOUT_S`.
 
-        Errors:
-            OSError: a writer failed or timed out.
-            Abandoned: `abandoned` was set.
+        Errors: OSError: a writer failed or timed out; Abandoned: `abandoned` was set.
         """
         waited_s, poll_s, before = 0.0, _POLL_S[0], None
         while True:
@@ -204,3 +205,86 @@ def _file_sizes(folder: Path) -> dict[str, int]:
             with suppress(FileNotFoundError):  # renamed since it was listed
                 sizes[entry.name] = entry.stat().st_size
         return sizes
+
+
+_NAME = re.compile(r"\.writing-step-\d+-[0-9a-f]+-(\d+)-(.+)")
+_SILENT_S = 900.0  # a temporary folder of another host without changes for this long is abandoned
+
+
+def temporary_name(step: int) -> str:
+    """Return a new name for a temporary folder, with the step, this process and this host."""
+    return f".writing-step-{step:06d}-{secrets.token_hex(4)}-{os.getpid()}-{socket.gethostname()}"
+
+
+def discard(folder: Path) -> None:
+    """Remove a temporary folder. It is renamed first, so that other ranks create no more files in it."""
+    renamed = folder.with_name(f".removing-{folder.name}")
+    with suppress(OSError):
+        folder.rename(renamed)
+    for path in (renamed, folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def is_being_written(folder: Path) -> bool:
+    """Return whether a running process, including this one, writes to a temporary folder."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        return False
+    if match[2] == socket.gethostname():
+        return Path(f"/proc/{match[1]}").exists()
+    with suppress(OSError):
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < _SILENT_S
+    return False
+
+
+def is_folder_shared(comm: Comm, folder: Path | None) -> bool:
+    """Return whether there are other ranks, and all see the files that rank 0 writes to `folder`. Collective: yes.
+
+    `folder` exists on rank 0, and is ignored elsewhere.
+    """
+    if comm.size == 1:
+        return False
+    made: list[Path] = []
+
+    def make_probe() -> str:
+        assert folder is not None
+        path = folder.resolve() / f".shared-{secrets.token_hex(8)}"
+        with suppress(OSError):  # a full disk: each save reports it
+            path.touch()
+            made.append(path)
+            return str(path)
+        return ""
+
+    try:
+        probe = on_rank_0(comm, make_probe, name="shared/file")
+        return all(allgather_json(comm, bool(probe) and Path(probe).exists(), name="shared/seen"))
+    finally:
+        for path in made:  # also if a rank is lost meanwhile
+            with suppress(OSError):
+                path.unlink()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def index_of(folder: Path, files: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of the index by its name, for the tensors of the model in `files`.
+
+    Nothing if one file has them all, and nothing if a tensor is divided over files: other programs would take a piece
+    for the whole. Without an index, transformers refuses to load several files.
+
+    Errors: OSError.
+    """
+    shards = sorted(name for name in files if name.endswith(".safetensors") and file_group(name) == "model")
+    if len(shards) < 2:
+        return {}
+    places: dict[str, str] = {}
+    total_bytes = 0
+    for name in shards:
+        entries, pieces = read_header(folder / name)
+        if pieces:
+            return {}
+        places |= dict.fromkeys(entries, name)
+        total_bytes += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
+    return {INDEX: json.dumps(content, indent=1).encode()}

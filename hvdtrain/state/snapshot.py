@@ -11,15 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hvdtrain.state.buddies import Buddies, Copies
+from hvdtrain.state.buddies import Buddies, Copies, HeldCommit, padded
 from hvdtrain.state.pieces import Key, Place, StateDict
-from hvdtrain.state.pooling import HeldCommit
 from hvdtrain.state.train_state import TrainState
 
-MAX_COST = 0.01
-"""Largest fraction of the time to spend on commits."""
-
-_ALIGNMENT = 64
+MAX_COST = 0.01  # largest fraction of the time to spend on commits
 
 _Layout = list[tuple[str, str, torch.Size, torch.dtype]]
 
@@ -86,7 +82,7 @@ class Snapshot:
         places, end = [], 0
         for _, _, shape, dtype in layout:
             places.append(end)
-            end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += padded(shape.numel() * dtype.itemsize)
         self._buffer = torch.zeros(end, dtype=torch.uint8)  # zeros allocate the pages
         if pinned:
             self._unpin = self._pin()

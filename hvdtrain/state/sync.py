@@ -18,8 +18,7 @@ from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import NUMBERS, TrainState
 
-_WINDOW_BYTES = 64 << 20
-"""Bytes of tensors that are broadcast at the same time."""
+_WINDOW_BYTES = 64 << 20  # bytes of tensors that are broadcast at the same time
 
 
 def broadcast_state(
@@ -45,8 +44,7 @@ def broadcast_state(
             of the model then.
         own: returns what another rank loads of what it has received.
 
-    Errors:
-        LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
+    Errors: LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
     """
     is_root = comm.rank == root
     held = state.state_dict(with_frozen=True)
@@ -111,8 +109,7 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
     A `Placeholder` becomes a parameter with memory, on the CPU; `root`, which is 0 then, reads its values. `prefix`: of
     names in the model. The modules have equal parameters in the same order, as `check_same` checks.
 
-    Errors:
-        Those of reading, on every rank.
+    Errors: Those of reading, on every rank.
     """
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for each in module.modules():

@@ -34,8 +34,7 @@ CHECKSUM = "xxh3_128"
 _PIECES = "pieces"
 
 _BLOCK = 1 << 20
-_BUFFER = 1 << 16
-"""Bytes of the buffer for small tensors; larger ones bypass it."""
+_BUFFER = 1 << 16  # bytes of the buffer for small tensors; larger ones bypass it
 
 _READ = 4 << 20
 _FLUSH = 16 << 20
@@ -81,9 +80,7 @@ def write_tensors(
 
     The kernel has started to write it to disk; the caller must fsync.
 
-    Errors:
-        CheckpointError: the format does not support a dtype.
-        OSError: the file cannot be written.
+    Errors: CheckpointError: the format does not support a dtype; OSError: the file cannot be written.
     """
     # The format requires data without gaps; the widest dtypes come first for alignment.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

@@ -18,11 +18,9 @@ from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
-from hvdtrain.state.pieces import Key, Place, StateDict, specs
-from hvdtrain.state.plain_names import named_like
+from hvdtrain.state.pieces import Key, Place, StateDict, named_like, specs
 
-NUMBERS = "optimizer_values"
-"""The group of plain numbers in the state of a divided optimizer."""
+NUMBERS = "optimizer_values"  # the group of plain numbers in the state of a divided optimizer
 _SPARSE = ".sparse"
 """Ends the name of a slot that is sparse in the optimizer, such as SGD's momentum of an embedding, and saved dense."""
 _NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}
@@ -52,9 +50,7 @@ _VALUES = {"progress", "aliases", "optimizer", "groups", "scaler", "exchange", F
 def check_values(path: Path, values: Mapping[str, Any]) -> None:
     """Check the plain values of the checkpoint in `path`, as far as every run can.
 
-    Errors:
-        CheckpointError: there are unknown ones.
-        Others: there are impossible ones.
+    Errors: CheckpointError: there are unknown ones; others: there are impossible ones.
     """
     progress, known = values["progress"], vars(Progress())
     if unknown := [*(values.keys() - _VALUES), *(f"progress.{name}" for name in progress.keys() - known.keys())]:

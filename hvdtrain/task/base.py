@@ -112,8 +112,7 @@ class Task:
 def load_task_function(spec: str) -> TaskFunction:
     """Load the function that `spec` names: a short name, ``file.py:function`` or ``module:function``.
 
-    Errors:
-        TaskError: there is no such function; the message lists the existing ones.
+    Errors: TaskError: there is no such function; the message lists the existing ones.
     """
     target = NAMED.get(spec, spec)
     place, colon, function_name = target.rpartition(":")

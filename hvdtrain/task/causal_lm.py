@@ -16,7 +16,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.presets import preset_config
-from hvdtrain.task.saved_model import SavedModel, find_model
+from hvdtrain.task.saved_model import SavedModel, files_of, find_model, model_to_read
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,8 +107,8 @@ def causal_lm(
         auto = _kind(model_config)
         model: nn.Module | None = None
         later = models_read_later() if may_read_later and source is not None else None
-        if source is not None and later is not None:
-            model = _to_read_later(auto, source, model_config, kernel)
+        if source is not None and later is not None and not source.is_checkpoint:
+            model = model_to_read(auto, source.folder, model_config, kernel)
             later += [model] if model is not None else []
         if model is None and source is not None:
             model = _with_weights(auto, source, read_weights(source), model_config, kernel)
@@ -215,19 +215,11 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
         )
 
 
-def _to_read_later(auto: Any, source: SavedModel, model_config: Any, kernel: dict[str, str]) -> Any:
-    from hvdtrain.task.stored_weights import model_to_read
-
-    return None if source.is_checkpoint else model_to_read(auto, source.folder, model_config, kernel)
-
-
 def load_model(source: SavedModel, *, mtp: bool = False) -> nn.Module:
     """Create a saved model as it is, in float32 on the CPU. Errors: see `causal_lm`.
 
     `mtp`: with its layers for multi-token prediction, if it has some.
     """
-    from hvdtrain.task.stored_weights import files_of
-
     import_library("transformers", "the language_model task", "lm")
     config = read_config(source.config(), "RUN")
     weights = read_weights(source)
@@ -240,6 +232,8 @@ def _with_weights(
     auto: Any, source: SavedModel, weights: dict[str, Tensor] | None, model_config: Any, kernel: dict[str, str]
 ) -> nn.Module:
     import torch
+
+    from hvdtrain.state.placeholder import Placeholder
 
     kind, place = auto, str(source.folder)
     if weights is not None:  # only a model's own class takes weights from memory
@@ -270,14 +264,17 @@ def _with_weights(
             expected=f"weights of all parameters of a {model_config.model_type} model",
             found=f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if found[3:] else ""),
         )
-    return model if weights is None else _with_own_memory(model)
+    if weights is not None:
+        for tensor in chain(model.parameters(), model.buffers()):
+            if not isinstance(tensor, Placeholder):
+                tensor.data = tensor.data.clone()  # out of the mapped files
+    return model
 
 
 def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
     """Return the whole tensors of a checkpoint by name, with adapters merged; None if `source` is another folder.
 
-    Errors:
-        CheckpointError: it is damaged, or its adapters belong to other weights.
+    Errors: CheckpointError: it is damaged, or its adapters belong to other weights.
     """
     if not source.is_checkpoint:
         return None
@@ -293,9 +290,7 @@ def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
     The weights that were frozen are made as the run made them, from the options in its folder, and compared with the
     digest in the checkpoint.
 
-    Errors:
-        ConfigError: the folder of the run has no config.yaml.
-        CheckpointError: the frozen weights are others now.
+    Errors: ConfigError: the folder of the run has no config.yaml; CheckpointError: the frozen weights are others now.
     """
     from hvdtrain.state.frozen import FROZEN, find_frozen
     from hvdtrain.task.lora import merge_adapters
@@ -331,14 +326,4 @@ def _base_model(config: dict[str, Any], source: SavedModel) -> nn.Module:
         torch.manual_seed(mix_seed(config["seed"], 0))
         model = causal_lm(options, vocabulary=described.vocab_size, seq_len=config["data"]["seq_len"])
         add_adapters(model, parse_lora(options.lora or ""))
-    return model
-
-
-def _with_own_memory(model: nn.Module) -> nn.Module:
-    """Copy parameters and buffers out of the mapped files. Returns the model."""
-    from hvdtrain.state.placeholder import Placeholder
-
-    for tensor in chain(model.parameters(), model.buffers()):
-        if not isinstance(tensor, Placeholder):
-            tensor.data = tensor.data.clone()
     return model

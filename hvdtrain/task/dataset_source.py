@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
     Of a DatasetDict, `train` is for training, and `validation`, otherwise `test`, is held out. Without these, the
     last rows are held out. `wants_text`: the user named a tokenizer, so `text` is required.
 
-    Errors:
-        DataError: there is no such folder, or no usable column.
+    Errors: DataError: there is no such folder, or no usable column.
     """
     path = Path(folder).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -55,13 +55,13 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
     )
 
 
+@dataclass
 class _Rows:
     """The rows of a dataset, which is opened on first use."""
 
-    def __init__(self, path: Path, encoder: Encoder, wants_text: bool) -> None:
-        self.path = path
-        self.encoder = encoder
-        self.wants_text = wants_text
+    path: Path
+    encoder: Encoder
+    wants_text: bool
 
     @cached_property
     def splits(self) -> tuple[Any, Any]:
@@ -77,9 +77,7 @@ class _Rows:
             return loaded, None
         if "train" not in loaded:
             raise DataError(
-                f"the dataset {self.path} has no split to train on",
-                expected="a split train",
-                found=", ".join(loaded),
+                f"the dataset {self.path} has no split to train on", expected="a split train", found=", ".join(loaded)
             )
         return loaded["train"], next((loaded[name] for name in _HELDOUT_SPLITS if name in loaded), None)
 

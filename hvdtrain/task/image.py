@@ -50,11 +50,9 @@ PRESETS = {
 }
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 2
 
-_SPLIT_SEED = 0
-"""Constant, so that every run holds out the same images."""
+_SPLIT_SEED = 0  # constant, so that every run holds out the same images
 
-_ZOOM = 4
-"""A ResNet's first two layers halve an image twice, so its stages see digits in their original size, 8 x 8."""
+_ZOOM = 4  # a ResNet's first two layers halve an image twice, so its stages see digits in their original size, 8 x 8
 
 _SYNTHETIC, _SYNTHETIC_CLASSES = 64, 1000
 _SMALLEST = 32
@@ -117,9 +115,7 @@ def open_images(config: ImageConfig) -> tuple[TensorDataset, TensorDataset | Non
     Returns:
         Pairs of an image (C, H, W), float32, and a label, int64; held-out pairs, or None; the number of classes.
 
-    Errors:
-        ConfigError: an option has an invalid value.
-        TaskError: scikit-learn is missing.
+    Errors: ConfigError: an option has an invalid value; TaskError: scikit-learn is missing.
     """
     if not 0 <= config.heldout < 1:
         raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
@@ -171,8 +167,7 @@ def _synthetic(size: int) -> tuple[TensorDataset, None, int]:
 def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
     """Create the model in float32 on the CPU. The weights depend only on torch's global seed.
 
-    Errors:
-        TaskError: transformers is missing.
+    Errors: TaskError: transformers is missing.
     """
     transformers = import_library("transformers", "the image task", "image")
     options = dict(zip(_OPTIONS, PRESETS[config.preset], strict=True))
@@ -188,8 +183,7 @@ def with_group_norm(model: nn.Module) -> nn.Module:
     The output of a batch norm depends on the samples in the same forward pass, and so on micro-batch and world size.
     The output of a group norm depends only on the sample.
 
-    Returns:
-        `model`, or a group norm if `model` is itself a batch norm.
+    Returns `model`, or a group norm if `model` is itself a batch norm.
     """
     from torch import nn
 

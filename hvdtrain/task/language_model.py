@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.task.attention import choose_attention
 from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import Corpus, TextConfig, open_corpus
+from hvdtrain.task.corpus import TextConfig, open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
-from hvdtrain.task.sequence import divide_attention
+from hvdtrain.task.sequence import choose_attention, divide_attention
 from hvdtrain.task.token_loss import (
     MtpLoss,
     Targets,
@@ -50,7 +49,11 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len, may_read_later=later)
     if lora is not None:
         add_adapters(made, lora)
-    targets = _targets(corpus, made.config, apart=data.separate)
+    targets: Callable[[Any], Targets] = joined_targets
+    if corpus.is_chat:
+        targets = partial(chat_targets, apart=data.separate, config=made.config)
+    elif corpus.end is not None:
+        targets = partial(separate_targets, end=corpus.end, config=made.config)
     mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
     notes = [f"weights of {source.folder}"] if source is not None else []
     notes += [corpus.note] if corpus.note else []
@@ -68,12 +71,6 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         by_part=partial(_by_part, made, targets, mtp, data),
         prepare=_make_prepare(made, model.attention, data.separate, notes),
     )
-
-
-def _targets(corpus: Corpus, config: Any, *, apart: bool) -> Callable[[Any], Targets]:
-    if corpus.is_chat:
-        return partial(chat_targets, apart=apart, config=config)
-    return joined_targets if corpus.end is None else partial(separate_targets, end=corpus.end, config=config)
 
 
 def _by_part(

@@ -6,10 +6,11 @@ MLPs in models with experts for those of experts, and adapts others than it says
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import import_library
@@ -17,35 +18,22 @@ from hvdtrain.task.base import import_library
 if TYPE_CHECKING:
     from torch import nn
 
-T = TypeVar("T")
 _FORM = "rank=16, or rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
-_SHOWN = 12
-"""Names of layers in an error."""
+_SHOWN = 12  # names of layers in an error
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What `--model.lora` says.
+    """What `--model.lora` says."""
 
-    Attributes:
-        rank: of the added matrices.
-        alpha: their product is multiplied by alpha / rank.
-        dropout: rate of dropout on their input.
-        targets: last parts of the names of layers; empty for all linear layers but the LM head.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
+    rank: int  # of the added matrices
+    alpha: float  # their product is multiplied by alpha / rank
+    dropout: float = 0.0  # rate of dropout on their input
+    targets: tuple[str, ...] = ()  # last parts of the names of layers; empty for all linear layers but the LM head
 
 
 def parse_lora(text: str) -> LoraOptions:
-    """Read the value of `--model.lora`.
-
-    Errors:
-        ConfigError: it has another form, or a number is out of range.
-    """
+    """Read the value of `--model.lora`. Errors: ConfigError: it has another form, or a number is out of range."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {name.strip(): value.strip() for name, _, value in parts}
     if len(given) < len(parts) or not all(equals for _, equals, _ in parts):
@@ -56,43 +44,23 @@ def parse_lora(text: str) -> LoraOptions:
         raise _invalid(text, f"a rank: {_FORM}")
     values: dict[str, Any] = {}
     for name, value in given.items():
-        read, expected = _READ[name]
+        read, is_valid, expected = _READ[name]
         try:
             values[name] = read(value)
         except ValueError:
-            raise _invalid(text, f"{name} is {expected}", value) from None
+            values[name] = None
+        if values[name] is None or not is_valid(values[name]):
+            raise _invalid(text, f"{name} is {expected}", value)
     return LoraOptions(**{"alpha": 2.0 * values["rank"], **values})
 
 
-def _whole(text: str) -> int:
-    return _checked(int(text), int(text) >= 1)
-
-
-def _factor(text: str) -> float:
-    return _checked(float(text), 0 < float(text) < float("inf"))
-
-
-def _rate(text: str) -> float:
-    return _checked(float(text), 0 <= float(text) < 1)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split("+"))
-    return _checked(names, all(names))
-
-
-def _checked(value: T, is_valid: bool) -> T:
-    if not is_valid:
-        raise ValueError
-    return value
-
-
-_READ: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "rank": (_whole, "a whole number of 1 or more"),
-    "alpha": (_factor, "a number above 0"),
-    "dropout": (_rate, "0 or more, and less than 1"),
-    "targets": (_names, "the names of layers, such as q_proj+v_proj"),
+_READ: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
+    "rank": (int, lambda rank: rank >= 1, "a whole number of 1 or more"),
+    "alpha": (float, lambda factor: 0 < factor < math.inf, "a number above 0"),
+    "dropout": (float, lambda rate: 0 <= rate < 1, "0 or more, and less than 1"),
+    "targets": (lambda text: tuple(text.split("+")), all, "the names of layers, such as q_proj+v_proj"),
 }
+"""By name: how to read a value, when it is valid, and what is expected."""
 
 
 def _invalid(text: str, expected: str, found: str | None = None) -> ConfigError:
@@ -105,9 +73,7 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
     The model keeps its class; parameters get peft's names, such as ``o_proj.base_layer.weight`` and
     ``o_proj.lora_A.default.weight``. New matrices depend on torch's global seed, and change no output.
 
-    Errors:
-        TaskError: peft is missing.
-        ConfigError: the model has no such layers.
+    Errors: TaskError: peft is missing; ConfigError: the model has no such layers.
     """
     from torch import nn
 
@@ -136,8 +102,7 @@ def merge_adapters(model: nn.Module) -> None:
 def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Return the names of the layers to adapt.
 
-    Errors:
-        ConfigError: there are none for one of the `targets`, or no linear layers.
+    Errors: ConfigError: there are none for one of the `targets`, or no linear layers.
     """
     linear = _linear_layers(model)
     if not linear:

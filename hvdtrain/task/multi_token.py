@@ -35,8 +35,7 @@ def is_supported(config: Any) -> bool:
 def set_count(config: Any, count: int) -> None:
     """Set the number of layers for multi-token prediction in the configuration of a model.
 
-    Errors:
-        ConfigError: the model cannot have them.
+    Errors: ConfigError: the model cannot have them.
     """
     text = config.get_text_config()
     if hasattr(text, _COUNT):

@@ -27,14 +27,10 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     existing folder is complete even if a process was killed. If the cache is not writable, a folder of the user in
     the system's temporary folder is used instead.
 
-    Args:
-        name: a folder in the cache.
-        key: a hash of everything that the content depends on.
-        build: fills the empty folder that it gets. If it raises, no folder remains.
-        is_whole: returns whether a folder holds everything that `build` writes.
+    `key`: a hash of everything that the content depends on. `build`: fills the empty folder that it gets. If it raises,
+    no folder remains. `is_whole`: returns whether a folder holds everything that `build` writes.
 
-    Errors:
-        TransientDataError: neither folder is writable.
+    Errors: TransientDataError: neither folder is writable.
     """
     from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
     from hvdtrain.runtime.environment import environ

@@ -1,14 +1,17 @@
-"""Attention over whole sequences by ranks that have a part of the tokens each: in it, each rank has some of the heads.
+"""The attention of models of transformers: its kernel, and attention over sequences that are divided among ranks.
 
-An all-to-all before attention gives a rank all tokens of its heads, and one after it all heads of its tokens: Jacobs et
-al., "DeepSpeed Ulysses", arXiv 2309.14509, 2023. Kernels and masks of attention stay as they are.
+Each rank has a part of the tokens. In attention, it has some of the heads: an all-to-all before it gives a rank all
+tokens of its heads, and one after it all heads of its tokens: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509,
+2023. Kernels and masks of attention stay as they are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm.dimensions import check_divides
@@ -20,20 +23,117 @@ if TYPE_CHECKING:
 
     from hvdtrain.task.base import SequencePart
 
-_OPTION, _TOKENS = "--parallel.cp", 8
+
+_TOKENS = 16
+_VERSIONS = (3, 2, 4)  # of flash attention, in the order of preference
+
+
+def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Let a model of transformers use the wanted attention, in place; return a line about what it uses.
+
+    `wanted`: auto, flash, sdpa or eager. `device`: of training. `dtype`: of forward.
+
+    Errors: ConfigError: what is wanted by name is not supported.
+    """
+    reason = ""
+    if wanted in ("auto", "flash"):
+        reason = _use_flash(model, device, dtype)
+        if not reason:
+            return f"attention: {model.config._attn_implementation}"
+    used = model.config._attn_implementation
+    if wanted not in ("auto", used):
+        raise ConfigError(
+            f"--model.attention {wanted} is not supported here",
+            found=reason or f"{type(model).__name__} has {used} only",
+            next_step="--model.attention auto",
+        )
+    return f"attention: {used}" + (f" ({reason})" if reason else "")
+
+
+def _use_flash(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Let the model use flash attention; return why not, or an empty text."""
+    import torch
+
+    if device.type != "cuda":
+        return "flash attention needs a GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "flash attention needs --precision bf16 or fp16"
+    installed = [version for version in _VERSIONS if _is_installed(version)]
+    if not installed:
+        return "the flash_attn library is not installed"
+    before, reason = model.config._attn_implementation, ""
+    for version in installed:
+        name = f"flash_attention_{version}"
+        if version != 2 and getattr(model.config, "attention_dropout", None):
+            reason = f"{name} has no dropout"
+            continue
+        try:
+            with _quiet():
+                model.set_attn_implementation(name)
+                _try(model.config, name, device, dtype)
+        except Exception as error:  # of transformers, of the library, of CUDA
+            reason = f"{name}: {error}".partition("\n")[0]
+            model.set_attn_implementation(before)
+            continue
+        if model.config._attn_implementation == name:
+            return ""
+        reason = f"{type(model).__name__} has no flash attention"
+    return reason
+
+
+def _is_installed(version: int) -> bool:
+    """Return whether the library of a version is installed; transformers would download another kernel."""
+    from transformers import utils
+
+    return bool(getattr(utils, f"is_flash_attn_{version}_available", lambda: False)())
+
+
+def _try(config: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Run forward and backward on a few tokens, with the model's sizes of heads."""
+    import torch
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    key, value = head_sizes(config)
+    given = [
+        torch.zeros(1, 1, _TOKENS, size, device=device, dtype=dtype, requires_grad=True) for size in (key, key, value)
+    ]
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name), is_causal=True, layer_idx=0)
+    result, _ = ALL_ATTENTION_FUNCTIONS[name](module, *given, None, dropout=0.0, scaling=1.0)
+    result.sum().backward()
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Return the size of a key and of a value of one head; in DeepSeek's latent attention they differ."""
+    text = config.get_text_config()
+    if hasattr(text, "qk_nope_head_dim"):
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return size, size
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the warnings of transformers about weights on the CPU, or in fp32: they move, and autocast casts."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+_OPTION, _CHECKED = "--parallel.cp", 8
 
 
 def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: bool = False) -> None:
     """Let a model of transformers that gets a part of each sequence attend to all of it, in place.
 
-    Args:
-        model: its `position_ids` are those in the whole sequence.
-        part: of this rank.
-        seq_len: number of tokens of a whole sequence.
-        apart: whether documents do not see each other; then `position_ids` are those in the document.
+    `model`: its `position_ids` are those in the whole sequence. `apart`: whether documents do not see each other; then
+    `position_ids` are those in the document.
 
-    Errors:
-        ConfigError: the tokens, the heads or the attention cannot be divided.
+    Errors: ConfigError: the tokens, the heads or the attention cannot be divided.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -66,22 +166,14 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
     model.set_attn_implementation(own)
 
 
-class _As:
-    """A module of attention that uses a kernel of another name."""
+class _Changed:
+    """A module, or its configuration, with another value of some attributes."""
 
-    def __init__(self, module: Any, name: str) -> None:
-        self._module, self.config = module, _Config(module.config, name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Config:
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._attn_implementation = config, name
+    def __init__(self, inner: Any, **changed: Any) -> None:
+        vars(self).update(changed, _inner=inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(vars(self)["_inner"], name)
 
 
 def _attend(
@@ -104,7 +196,8 @@ def _attend(
         check_divides(_OPTION, part.count, heads, "heads of attention on a rank", "another --parallel.tp")
     options.pop("position_ids", None)  # of this part
     given = (part.exchange(each, 1, 2) for each in (query_BHTD, key_BHTD, value_BHTD))
-    found_BTHD, _ = inner(_As(module, name), *given, attention_mask, **options)
+    renamed = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
+    found_BTHD, _ = inner(renamed, *given, attention_mask, **options)
     return part.exchange(found_BTHD, 1, 2), None
 
 
@@ -131,7 +224,6 @@ def _check_full_attention(model: Any, used: str) -> None:
             expected="full attention by sdpa",
             next_step=("" if kinds and found in kinds else "--model.attention sdpa, ")
             + "--data.documents joined, or leave out --parallel.cp",
-            everywhere=True,
         )
 
 
@@ -155,8 +247,7 @@ def _check_mixing(model: Any) -> None:
 
     Other layers, such as convolutions, and layers with a state, would see a part of the tokens only.
 
-    Errors:
-        ConfigError: without attention, the logits of a token depend on another one.
+    Errors: ConfigError: without attention, the logits of a token depend on another one.
     """
     import torch
     from torch._subclasses import FakeTensor
@@ -168,7 +259,7 @@ def _check_mixing(model: Any) -> None:
         return  # the rank with values checks for all
     used, modes = model.config._attn_implementation, {module: module.training for module in model.modules()}
     AttentionInterface.register("hvdtrain_nothing", _attend_to_nothing)
-    ids = torch.arange(1, _TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
+    ids = torch.arange(1, _CHECKED + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     others = torch.cat([ids[:, 1:2], ids[:, 1:]], dim=1)
     model.set_attn_implementation("hvdtrain_nothing")
     model.eval()
@@ -195,5 +286,4 @@ def _refused(model: Any, found: str, instead: str = "") -> ConfigError:
         " sdpa or flash",
         found=found,
         next_step=f"{instead}use another model, or leave out --parallel.cp",
-        everywhere=True,
     )

@@ -43,26 +43,16 @@ _JSON_LINES = {".jsonl", ".ndjson"}
 
 @dataclass(frozen=True)
 class Source:
-    """Documents as ids.
-
-    Args:
-        identity: JSON values that change with the documents' content, order or split.
-        train: starts to yield the ids to train on, in pieces.
-        heldout: starts to yield the held-out ids; returns None to hold out the end of `train`.
-        vocabulary: returns one more than the largest id; called when the ids are written.
-        tokenizer: returns the files of the tokenizer for transformers, by name; empty if it is unknown.
-        end: returns the id after each document; None if there is none, or it is unknown.
-        note: returns a line about the ids after they have been written.
-    """
+    """Documents as ids."""
 
     name: str
-    identity: list[Any]
-    train: Callable[[], Iterator[Ids]]
-    heldout: Callable[[], Iterator[Ids] | None]
-    vocabulary: Callable[[], int]
-    tokenizer: Callable[[], Mapping[str, bytes]]
-    end: Callable[[], int | None]
-    note: Callable[[], str] = str
+    identity: list[Any]  # JSON values that change with the documents' content, order or split
+    train: Callable[[], Iterator[Ids]]  # starts to yield the ids to train on, in pieces
+    heldout: Callable[[], Iterator[Ids] | None]  # starts to yield them; None: hold out the end of `train`
+    vocabulary: Callable[[], int]  # returns one more than the largest id; called when the ids are written
+    tokenizer: Callable[[], Mapping[str, bytes]]  # its files for transformers, by name; empty if unknown
+    end: Callable[[], int | None]  # returns the id after each document; None if there is none, or it is unknown
+    note: Callable[[], str] = str  # returns a line about the ids after they have been written
 
 
 @dataclass(frozen=True)
@@ -94,8 +84,7 @@ def standard_library() -> list[TextFile]:
 def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list[TextFile]:
     """List the files that match any of the patterns of an option, which may contain **, by name.
 
-    Errors:
-        DataError: a pattern matches no file, a file is not accessible, or all files are empty.
+    Errors: DataError: a pattern matches no file, a file is not accessible, or all files are empty.
     """
     files: set[Path] = set()
     for pattern in patterns:
@@ -138,7 +127,7 @@ def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:
         try:
             about = path.stat()
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         files.append(TextFile(path, path.relative_to(folder).as_posix(), about.st_size, about.st_mtime_ns))
     return sorted(files, key=lambda file: file.name)
 
@@ -217,13 +206,14 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 yield piece
                 at_bytes += len(piece)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError, option: str = "--data.text") -> DataError:
+    """Return the error for a file that `option` names."""
     return DataError(
         f"cannot read the file {path}",
         expected="a readable file",
         found=error.strerror,
-        next_step="check its permissions, or exclude it from --data.text",
+        next_step=f"check its permissions, or exclude it from {option}",
     )

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 else:
     TensorDataset = object
 
-FORMAT = 1
-"""Version of the cached files; others are built again."""
+FORMAT = 1  # version of the cached files; others are built again
 
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
@@ -36,23 +35,17 @@ _NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensiona
 class TokenFile:
     """A file of ids: those to train on, then the held-out ones.
 
-    Args:
-        dtype: numpy's name of the ids' type, with byte order.
-        offset_bytes: offset of the first id.
-        train, heldout: numbers of ids.
-        vocabulary: one more than the largest id.
-        digest: SHA-256 of the ids as stored, equal on all hosts with the same data.
-        note: a line to show about them.
+    `train`, `heldout`: numbers of ids.
     """
 
     path: str
-    dtype: str
-    offset_bytes: int
+    dtype: str  # numpy's name of the ids' type, with byte order
+    offset_bytes: int  # offset of the first id
     train: int
     heldout: int
-    vocabulary: int
-    digest: str
-    note: str = ""
+    vocabulary: int  # one more than the largest id
+    digest: str  # SHA-256 of the ids as stored, equal on all hosts with the same data
+    note: str = ""  # a line to show about them
 
     def save(self, folder: Path) -> None:
         """Write this description into `folder`. A file in that folder has a relative path."""
@@ -95,13 +88,9 @@ def write_tokens(
 ) -> TokenFile:
     """Write ids to a file in `folder`, and describe it there.
 
-    Args:
-        folder: folder of the file and its description.
-        train: ids to train on, in pieces of shape (n,).
-        heldout: held-out ids, likewise; None to hold out the last ids of `train`.
-        tail: fraction of `train` to hold out if `heldout` is None.
-        vocabulary: one more than the largest id.
-        note: called at the end for a line about the ids.
+    `train`: ids to train on, in pieces of shape (n,). `heldout`: held-out ids, likewise; None to hold out the last ids
+    of `train`. `tail`: fraction of `train` to hold out if `heldout` is None. `note`: called at the end for a line about
+    the ids.
     """
     import numpy as np
 
@@ -132,8 +121,7 @@ def describe_npy(path: Path, tail: float) -> TokenFile:
 
     The fraction `tail` of the ids, at the end, is held out.
 
-    Errors:
-        DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
+    Errors: DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
     """
     ids = _mapped(path)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -181,6 +169,8 @@ class Windows(TensorDataset):
     first input of the next. A pickle contains the path of the file, not the ids.
     """
 
+    overlap = 1  # id
+
     def __init__(self, file: TokenFile, start: int, count: int, seq_len: int) -> None:
         self.file = file
         self.start = start
@@ -189,7 +179,7 @@ class Windows(TensorDataset):
         self._ids: Ids | None = None
 
     def __len__(self) -> int:
-        return max(0, (self.count - 1) // self.seq_len)
+        return max(0, (self.count - self.overlap) // (self.seq_len + 1 - self.overlap))
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the ids of a window: (seq_len + 1,), int64."""
@@ -197,11 +187,8 @@ class Windows(TensorDataset):
 
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        begin = self._begin(index)
+        begin = index * (self.seq_len + 1 - self.overlap)
         return torch.from_numpy(self.ids()[begin : begin + self.seq_len + 1].astype("int64"))
-
-    def _begin(self, index: int) -> int:
-        return index * self.seq_len
 
     def ids(self) -> Ids:
         """Map the ids of all windows, and those after the last one: (count,)."""
@@ -219,8 +206,4 @@ class Windows(TensorDataset):
 class Rows(Windows):
     """Windows of seq_len + 1 ids that do not overlap, such as packed conversations."""
 
-    def __len__(self) -> int:
-        return self.count // (self.seq_len + 1)
-
-    def _begin(self, index: int) -> int:
-        return index * (self.seq_len + 1)
+    overlap = 0

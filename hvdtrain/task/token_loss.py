@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.task.base import SequencePart
 
-IGNORED = -100
-"""Target of a position without a loss."""
+IGNORED = -100  # target of a position without a loss
 
 COUNTED, FIRST, MARKS = 1, 2, 2
 """Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
@@ -29,20 +28,12 @@ class MtpLoss:
 
 
 class Targets(NamedTuple):
-    """Tokens of a batch, with what a model has to predict.
+    """Tokens of a batch, with what a model has to predict."""
 
-    Attributes:
-        inputs_BT: ids, int64.
-        targets_BT: the id after each, or `IGNORED`.
-        places_BT: position of each token in its document, from which transformers makes masks of attention; None if
-            documents see each other.
-        counted: number of targets that are not ignored; None if it has to be counted.
-    """
-
-    inputs_BT: Any
-    targets_BT: Any
-    places_BT: Any = None
-    counted: float | None = None
+    inputs_BT: Any  # ids, int64
+    targets_BT: Any  # the id after each, or `IGNORED`
+    places_BT: Any = None  # of each token in its document, for masks of attention; None if documents see each other
+    counted: float | None = None  # number of targets that are not ignored; None if it has to be counted
 
     def weight(self) -> Tensor | float:
         """Return the number of targets that are not ignored."""
@@ -59,10 +50,7 @@ def joined_targets(tokens_BT: Any) -> Targets:
 def separate_targets(tokens_BT: Any, *, end: int, config: Any) -> Targets:
     """Return the targets of ids (B, T + 1), int64: each token but the first one of its document, given those before it.
 
-    Args:
-        tokens_BT: ids.
-        end: id of the last token of each document.
-        config: of the model, with the kernel of attention.
+    `end`: id of the last token of each document. `config`: of the model, with the kernel of attention.
     """
     inputs_BT = tokens_BT[:, :-1]
     ends_BT = inputs_BT == end
@@ -74,10 +62,7 @@ def separate_targets(tokens_BT: Any, *, end: int, config: Any) -> Targets:
 def chat_targets(marked_BT: Any, *, apart: bool, config: Any) -> Targets:
     """Return the targets of ids with marks (B, T + 1), int64: the tokens that are marked as counted.
 
-    Args:
-        marked_BT: ids with marks.
-        apart: whether conversations do not see each other.
-        config: of the model, with the kernel of attention.
+    `apart`: whether conversations do not see each other. `config`: of the model, with the kernel of attention.
     """
     ids_BT, counted_BT, starts_BT = marked_BT >> MARKS, (marked_BT & COUNTED).bool(), (marked_BT & FIRST).bool()
     inputs_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:].masked_fill(~counted_BT[:, 1:], IGNORED)
@@ -98,10 +83,8 @@ def next_token_loss(
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of each token, given the tokens before it, and the number of tokens.
 
-    Args:
-        model: takes `input_ids`, returns an object with `logits`.
-        tokens_BT: ids (B, T + 1), int64.
-        part: of the T tokens; the model attends to those of other parts. None for all.
+    `model`: takes `input_ids`, returns an object with `logits`. `part`: of the T tokens; the model attends to those of
+    other parts. None for all.
     """
     return token_loss(model, tokens_BT, targets=joined_targets, part=part)
 
@@ -110,21 +93,17 @@ def token_loss(
     model: nn.Module,
     batch: Any,
     *,
-    targets: Callable[[Any], Targets],
+    targets: Callable[[Any], Targets] = joined_targets,
     part: SequencePart | None = None,
     mtp: MtpLoss | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of a batch's targets, and their number.
 
-    Args:
-        model: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`.
-        batch: on the model's device.
-        targets: of a batch.
-        part: as of `next_token_loss`.
-        mtp: adds the gradients of the losses of tokens further ahead, in training; the sum is without them.
+    `model`: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`. `part`:
+    as of `next_token_loss`. `mtp`: adds the gradients of the losses of tokens further ahead, in training; the sum is
+    without them.
 
-    Returns:
-        The sum in nats, in float32 for any dtype of logits; and the number.
+    Returns the sum in nats, in float32 for any dtype of logits; and the number.
     """
     import torch
 
@@ -137,12 +116,7 @@ def token_loss(
 
 
 def mtp_metrics(
-    model: nn.Module,
-    batch: Any,
-    *,
-    targets: Callable[[Any], Targets],
-    count: int,
-    part: SequencePart | None = None,
+    model: nn.Module, batch: Any, *, targets: Callable[[Any], Targets], count: int, part: SequencePart | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
     import torch
@@ -210,8 +184,7 @@ def check_separation(model: Any) -> None:
 
     The logits of a document after another one must be those of the document alone.
 
-    Errors:
-        TaskError: the model ignores the positions, such as one with a recurrent state.
+    Errors: TaskError: the model ignores the positions, such as one with a recurrent state.
     """
     import torch
 

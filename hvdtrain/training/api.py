@@ -68,7 +68,7 @@ def train(
         run = parse.parse_object(options, function if inspect.isfunction(function) else None)
         build = partial(function, **run.task_args)
 
-    from hvdtrain.comm.start import start_rounds
+    from hvdtrain.comm.rounds import start_rounds
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.training.session import run_training
     from hvdtrain.training.start.device import set_torch_threads

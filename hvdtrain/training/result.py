@@ -20,8 +20,7 @@ from hvdtrain.timeline.analysis.goodput import goodput_of
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import options_to_continue
 
-_LAST = 10
-"""The loss at the end of a run is the mean over this many steps."""
+_LAST = 10  # the loss at the end of a run is the mean over this many steps
 
 _FIGURES = {"step", "loss", "step_s", "tokens"}
 REST = "evaluation, checkpoints, rest"

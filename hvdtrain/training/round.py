@@ -24,40 +24,23 @@ class Round:
     """One round: from the join of its ranks to the end of training, or until the ranks change.
 
     `session.py` sets the attributes from `layout` on, in this order; those with a default may be asked for before.
-
-    Attributes:
-        run: the options.
-        worker: state of this process.
-        rounds: says when the round is over.
-        comm: the ranks.
-        layout: of the run folder.
-        claim: to the run folder, on rank 0; None elsewhere.
-        spans: of the training thread.
-        reporter: reports failures.
-        is_new: whether the recorder is new, so that it lacks sinks and the FLOPs of a sample.
-        recorder: of this rank.
-        store: of checkpoints, on rank 0; None elsewhere.
-        engine: exchange and optimizer.
-        batch_norm: what synchronized batch norm shares; None without.
-        ended_at: the step at which a callback ends training; None to continue.
-        is_ending: whether this rank needs no other rank any more, so that each may end.
     """
 
     run: RunConfig
     worker: WorkerState
-    rounds: Rounds
+    rounds: Rounds  # says when the round is over
     comm: Comm
     layout: RunLayout = field(init=False)
-    claim: RunDirectory | None = field(init=False)
-    spans: Spans = field(init=False)
+    claim: RunDirectory | None = field(init=False)  # to the run folder, on rank 0; None elsewhere
+    spans: Spans = field(init=False)  # of the training thread
     reporter: Reporter | None = field(default=None, init=False)
-    is_new: bool = field(init=False)
+    is_new: bool = field(init=False)  # whether the recorder is new, so that it lacks sinks and the FLOPs of a sample
     recorder: Recorder = field(init=False)
-    store: CheckpointStore | None = field(default=None, init=False)
-    engine: Engine | None = field(default=None, init=False)
-    batch_norm: Statistics | None = field(default=None, init=False)
-    ended_at: int | None = field(default=None, init=False)
-    is_ending: bool = field(default=False, init=False)
+    store: CheckpointStore | None = field(default=None, init=False)  # of checkpoints, on rank 0; None elsewhere
+    engine: Engine | None = field(default=None, init=False)  # exchange and optimizer
+    batch_norm: Statistics | None = field(default=None, init=False)  # what synchronized batch norm shares; None without
+    ended_at: int | None = field(default=None, init=False)  # the step at which a callback ends training
+    is_ending: bool = field(default=False, init=False)  # it needs no other rank any more
 
     @property
     def stop(self) -> int:

@@ -17,8 +17,7 @@ from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.measure import Measure
+from hvdtrain.state.checkpoint_store import CheckpointStore, Measure
 from hvdtrain.training.callbacks.base import Callback
 from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
@@ -30,8 +29,15 @@ from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
-from hvdtrain.training.start.device import bind_rank, check_device_is_own, limit_memory, pick_device, training_stream
-from hvdtrain.training.start.kernels import set_tf32, use_deterministic_kernels
+from hvdtrain.training.start.device import (
+    bind_rank,
+    check_device_is_own,
+    limit_memory,
+    pick_device,
+    set_tf32,
+    training_stream,
+    use_deterministic_kernels,
+)
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
 from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
 from hvdtrain.training.start.opening import claim_together, describe_start, recording

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.order import SampleOrder
 from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.coverage import Rows, Wrong
 from hvdtrain.verify.starts import Window

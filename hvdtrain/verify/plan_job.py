@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.rounds import STARTED
-from hvdtrain.comm.start import start_rounds
+from hvdtrain.comm.rounds import STARTED, start_rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.causal_lm import ModelConfig, architecture
+from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.saved_model import find_model
-from hvdtrain.task.text_config import TextConfig
 from hvdtrain.verify.plan import Compared, compare_gradients, for_plan
 from hvdtrain.verify.small_model import small_copy
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.comm import host_probe
-from hvdtrain.comm import link_probe as link
+from hvdtrain.comm import link_probe
 from hvdtrain.comm.solo import SoloComm
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 
 @given(st.integers(2, 30))
 def test_every_host_meets_both_neighbours_and_never_two_at_once(count: int) -> None:
-    rounds = host_probe.neighbour_rounds(count)
+    rounds = link_probe.neighbour_rounds(count)
     for pairs in rounds:
         hosts = [host for pair in pairs for host in pair]
         assert len(hosts) == len(set(hosts))
@@ -30,20 +29,20 @@ def test_every_host_meets_both_neighbours_and_never_two_at_once(count: int) -> N
 
 
 def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    assert host_probe.bus_bandwidth(8_000_000, 0.5, 2) == 16e6
-    assert host_probe.bus_bandwidth(8_000_000, 0.5, 4) == 24e6
+    assert link_probe.bus_bandwidth(8_000_000, 0.5, 2) == 16e6
+    assert link_probe.bus_bandwidth(8_000_000, 0.5, 4) == 24e6
 
 
 def test_a_host_between_two_slow_ones_gets_another_chance() -> None:
     speeds = dict(zip("abcdefg", (9.0, 9.0, 1.0, 1.5, 2.0, 9.0, 8.0), strict=True))
-    assert host_probe.retried_pairs(speeds, 0.5) == [("c", "a"), ("d", "b"), ("e", "f")]
-    assert host_probe.retried_pairs(dict.fromkeys("abc", 1.0), 0.5) == []
+    assert link_probe.retried_pairs(speeds, 0.5) == [("c", "a"), ("d", "b"), ("e", "f")]
+    assert link_probe.retried_pairs(dict.fromkeys("abc", 1.0), 0.5) == []
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab", "abc", "abcde", "aaa", "a"])
 def test_all_ranks_find_the_same_speeds(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_probe, "SIZES", (1 << 10, 1 << 12, 1 << 14))
-    found = on_ranks(len(hosts), lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1e9, 0.5))
+    monkeypatch.setattr(link_probe, "HOST_SIZES", (1 << 10, 1 << 12, 1 << 14))
+    found = on_ranks(len(hosts), lambda comm: link_probe.measure_hosts(comm, CPU, list(hosts), 1e9, 0.5))
     assert all(speeds == found[0] for speeds in found)
     assert set(found[0].inside) == {host for host in hosts if hosts.count(host) > 1}
     assert set(found[0].between) == (set(hosts) if len(set(hosts)) > 1 else set())
@@ -58,14 +57,14 @@ def _measures(monkeypatch: pytest.MonkeyPatch, slow: int) -> list[list[list[int]
         measured.append(groups)
         return [(group, 1.0 if slow in group else 9.0) for group in groups]
 
-    monkeypatch.setattr(host_probe, "_measure", measure)
+    monkeypatch.setattr(link_probe, "_measure", measure)
     return measured
 
 
 @pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefg"])
 def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _measures(monkeypatch, slow=1)
-    (found,) = on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
+    (found,) = on_ranks(1, lambda comm: link_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
     assert found.between == {host: 1.0 if host == "b" else 9.0 for host in hosts}
 
 
@@ -80,26 +79,26 @@ def test_all_ranks_pair_the_same_hosts_whatever_their_hashes(
             return hash_of(str(self))
 
     groups_measured = _measures(monkeypatch, slow=2)
-    on_ranks(1, lambda comm: host_probe.measure_hosts(comm, CPU, [Name(host) for host in "abc"], 1.0, 0.5))
+    on_ranks(1, lambda comm: link_probe.measure_hosts(comm, CPU, [Name(host) for host in "abc"], 1.0, 0.5))
     assert groups_measured[-2] == [[0, 2]]
 
 
 def test_every_size_where_there_is_time() -> None:
     sizes = (1 << 10, 1 << 14, 1 << 18)
-    for mine in on_ranks(2, lambda comm: link.probe_link(comm, CPU, 1e9, sizes=sizes)):
+    for mine in on_ranks(2, lambda comm: link_probe.probe_link(comm, CPU, 1e9, sizes=sizes)):
         assert [size for size, _ in mine] == list(sizes) and all(seconds > 0 for _, seconds in mine)
 
 
 def test_all_ranks_end_where_rank_0_does() -> None:
     def body(comm: ThreadComm) -> list[int]:
-        return [size for size, _ in link.probe_link(comm, CPU, 0.0 if comm.rank == 0 else 1e9)]
+        return [size for size, _ in link_probe.probe_link(comm, CPU, 0.0 if comm.rank == 0 else 1e9)]
 
-    assert on_ranks(3, body) == [list(link.SIZES[:2])] * 3
+    assert on_ranks(3, body) == [list(link_probe.SIZES[:2])] * 3
 
 
 def test_of_large_sizes_the_mean_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that passes something at once is fast at first."""
     for size, expected in ((1 << 10, 1.0), (1 << 22, 2.0)):
         times = iter([0.0, 9.0, 10.0, 11.0, 20.0, 23.0])
-        monkeypatch.setattr(link, "clock_s", lambda device, times=times: next(times))
-        assert link._allreduce_s(SoloComm(), SoloComm(), CPU, size) == expected
+        monkeypatch.setattr(link_probe, "clock_s", lambda device, times=times: next(times))
+        assert link_probe._allreduce_s(SoloComm(), SoloComm(), CPU, size) == expected

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hvdtrain.compression import base
 from hvdtrain.compression.coding import Coding
-from hvdtrain.compression.int8_blocks import ROWS
+from hvdtrain.compression.int8 import ROWS
 from hvdtrain.compression.sizes import BLOCK
 from hvdtrain.compression.table import TABLE, parse
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.order import MicroBatch, _splitmix, _splitmix_int, micro_batches, mix_seed, sample_indices
+from hvdtrain.data.order import MicroBatch, _splitmix, micro_batches, mix_seed, sample_indices
 
 
 @given(st.integers(1, 400), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -63,7 +63,7 @@ def test_a_rank_makes_only_its_own_micro_batches() -> None:
 
 @given(st.integers(0, 2**64 - 1))
 def test_numbers_mix_as_arrays_do(value: int) -> None:
-    assert int(_splitmix(np.array([value], dtype=np.uint64))[0]) == _splitmix_int(value)
+    assert int(_splitmix(np.array([value], dtype=np.uint64))[0]) == _splitmix(value)
 
 
 def test_mix_spreads() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.mixture import Mixture, sample_order, whole_weights
-from hvdtrain.data.order import sample_indices
-from hvdtrain.data.sample_order import SampleOrder, mixing_pattern
+from hvdtrain.data.order import SampleOrder, mixing_pattern, sample_indices
 from hvdtrain.errors import DataError
 
 SOURCES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=6)

@@ -134,7 +134,7 @@ def _launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_host_is_measured_by_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hvdtrain.comm.host_probe.SIZES", (1 << 10, 1 << 12))
+    monkeypatch.setattr("hvdtrain.comm.link_probe.HOST_SIZES", (1 << 10, 1 << 12))
     monkeypatch.setattr("hvdtrain.comm.torch_store.store_over", lambda comm: None)
     options = preflight_command.parser().parse_args(["--gpus", "1"])
     facts = [{"host": "aab"[rank], "gpus": {}, "free_bytes": 9 - rank} for rank in range(3)]
@@ -181,14 +181,14 @@ def test_three_hosts_of_which_none_has_its_gpus(tmp_path: Path) -> None:
 HANGS = """
 import os, signal, sys, time
 from types import SimpleNamespace
-from hvdtrain.comm import host_probe
+from hvdtrain.comm import link_probe
 from hvdtrain.doctor import deadline
 from hvdtrain.__main__ import main
 
 # The deadline of rank 0 comes when rank 1 has stopped; rank 0 then listens until rank 2 has reported again.
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 deadline.time = SimpleNamespace(monotonic=lambda: 1e9 if rank == "0" and os.path.exists("stopped") else 0.0)
-measure, reports, before = host_probe.measure_hosts, deadline._reports, []
+measure, reports, before = link_probe.measure_hosts, deadline._reports, []
 
 def stop(*words):
     if rank == "1":
@@ -203,7 +203,7 @@ def listen(store, size):
     before.append(found)
     return found
 
-host_probe.measure_hosts, deadline._reports = stop, listen
+link_probe.measure_hosts, deadline._reports = stop, listen
 os.environ["SLURMD_NODENAME"] = "h" + rank
 sys.exit(main(["preflight", "--timeout", "25", "--write", "bad"]))
 """
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_refused_before_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.start.start_rounds", lambda *_, **__: pytest.fail("ranks meet"))
+    monkeypatch.setattr("hvdtrain.comm.rounds.start_rounds", lambda *_, **__: pytest.fail("ranks meet"))
     options = preflight_command.parser().parse_args(["--write", str(tmp_path)])
     with pytest.raises(ConfigError, match="--write"):
         preflight_command._examine(options, RankInfo(), tmp_path / "log")

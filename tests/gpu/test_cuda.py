@@ -31,7 +31,7 @@ from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.update import takes_scale
-from hvdtrain.training.records.device_spans import ON_DEVICE
+from hvdtrain.training.records.listeners import ON_DEVICE
 from hvdtrain.training.start.device import pick_device
 from tests.gpu.test_exchange_cuda import no_waiting
 from tests.support.launch import train

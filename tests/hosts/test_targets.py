@@ -87,7 +87,7 @@ import json, platform, sys
 from pathlib import Path
 from hvdtrain.runtime.tuning import prepare
 info, choices = prepare()
-from hvdtrain.comm.start import start_comm
+from hvdtrain.comm.rounds import start_comm
 import torch
 comm = start_comm(info)
 summed = torch.ones(1_000_000)

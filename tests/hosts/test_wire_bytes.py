@@ -25,7 +25,7 @@ import json, sys
 from pathlib import Path
 from hvdtrain.runtime.tuning import prepare
 info, _ = prepare()
-from hvdtrain.comm.start import start_comm
+from hvdtrain.comm.rounds import start_comm
 import torch
 from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.table import parse

@@ -17,7 +17,7 @@ LAUNCHED = {"OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE"} & os.environ.keys()
 @pytest.fixture(scope="session")
 def job():  # type: ignore[no-untyped-def]
     """The communicator of the job that pytest itself runs in."""
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.rounds import start_comm
 
     return start_comm(INFO)
 

@@ -23,8 +23,8 @@ import torch
 from hvdtrain.cli.serve import main
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.causal_lm import load_model
+from hvdtrain.task.encode import load_tokenizer
 from hvdtrain.task.saved_model import find_model
-from hvdtrain.task.tokenizer_files import load_tokenizer
 from tests.support.gallery import LANGUAGE
 from tests.support.thread_job import train_on_threads
 

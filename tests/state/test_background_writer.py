@@ -17,9 +17,8 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state import background_writer, checkpoint_store, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.folders import is_folder_shared
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import ShardedWrite, request_shards
+from hvdtrain.state.shard_files import ShardedWrite, is_folder_shared, request_shards
 from tests.support.checkpoints import same_state
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import LostStateError
 from hvdtrain.state import buddies as module
-from hvdtrain.state.buddies import Buddies, choose_buddies
+from hvdtrain.state.buddies import Buddies, choose_buddies, choose_commit, pool_state
 from hvdtrain.state.pieces import Place
-from hvdtrain.state.pooling import choose_commit, pool_state
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Owned, Progress, TrainState
 from tests.support.thread_comm import Lost, ThreadComm, ThreadHandle, on_ranks

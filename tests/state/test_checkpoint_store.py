@@ -18,9 +18,8 @@ from torch import nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.background_writer import CheckpointWriter
-from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.checkpoint_store import CheckpointStore, Measure, load
 from hvdtrain.state.manifest import MANIFEST, manifest_text
-from hvdtrain.state.measure import Measure
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.tensor_file import FileDigest, checksum
 from hvdtrain.state.train_state import Progress, TrainState

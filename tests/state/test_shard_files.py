@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load, may_be_added
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import count_writers, file_group, select_shard, shard_file_name
-from hvdtrain.state.shard_index import INDEX
+from hvdtrain.state.shard_files import INDEX, count_writers, file_group, select_shard, shard_file_name
 from tests.support.checkpoints import save, save_in_parts
 
 

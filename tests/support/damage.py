@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.state.manifest import MANIFEST, VALUES
-from hvdtrain.state.shard_index import INDEX
+from hvdtrain.state.shard_files import INDEX
 
 
 def flip_a_bit(chance: random.Random, folder: Path, other: Path) -> None:

@@ -11,8 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.comm.rounds import OneRound
-from hvdtrain.comm.start import start_comm
+from hvdtrain.comm.rounds import OneRound, start_comm
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.errors import ConfigError, DriftError
 from hvdtrain.plan.plan import plan_of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.task import attention
-from hvdtrain.task.attention import choose_attention, head_sizes
+from hvdtrain.task import sequence
 from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.sequence import choose_attention, head_sizes
 from tests.support.gallery import LANGUAGE
 from tests.support.thread_job import train_on_threads
 
@@ -74,7 +74,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, ...]
 
         functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
         monkeypatch.setitem(functions._local_mapping, "flash_attention_2", kernel)
-        monkeypatch.setattr(attention, "_is_installed", lambda version: version in (2, 3))
+        monkeypatch.setattr(sequence, "_is_installed", lambda version: version in (2, 3))
         monkeypatch.setattr(
             transformers.PreTrainedModel,
             "_check_and_adjust_attn_implementation",

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.task.chat_encoder import ChatEncoder, chat_files
-from hvdtrain.task.conversations import Conversation
+from hvdtrain.task.chat import ChatEncoder, Conversation, chat_files
 from hvdtrain.task.corpus import TextConfig, open_corpus
-from hvdtrain.task.encode import SEPARATOR, ByteEncoder
+from hvdtrain.task.encode import SEPARATOR, SETTINGS, ByteEncoder
 from hvdtrain.task.language_model import ModelConfig, language_model
 from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
-from hvdtrain.task.tokenizer_files import SETTINGS
 from tests.support.gallery import Recorded, record_on_threads
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")

@@ -14,7 +14,7 @@ from torch import nn
 from hvdtrain.errors import TaskError
 from hvdtrain.state.placeholder import Placeholder, values_read_later
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm, read_config
-from hvdtrain.task.stored_weights import model_to_read
+from hvdtrain.task.saved_model import model_to_read
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 SIZES = {

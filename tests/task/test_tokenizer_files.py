@@ -11,8 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.task.corpus import TextConfig, open_corpus
-from hvdtrain.task.encode import SEPARATOR, ByteEncoder, Document, TokenizerEncoder
-from hvdtrain.task.tokenizer_files import SETTINGS, TOKENIZER, is_byte_tokenizer
+from hvdtrain.task.encode import (
+    SEPARATOR,
+    SETTINGS,
+    TOKENIZER,
+    ByteEncoder,
+    Document,
+    TokenizerEncoder,
+    is_byte_tokenizer,
+)
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")

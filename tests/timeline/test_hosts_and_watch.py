@@ -20,7 +20,7 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
 from hvdtrain.timeline.columns import Floats, StepTable
 from hvdtrain.timeline.verdicts import changed, verdicts
-from hvdtrain.training.records.verdict_watch import VerdictWatch
+from hvdtrain.training.records.run_report import VerdictWatch
 from tests.support.journals import FakeRun
 from tests.support.step_tables import columns_of, noise, run_of, table_of
 

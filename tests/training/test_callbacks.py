@@ -14,10 +14,8 @@ from torch import Tensor
 
 import hvdtrain
 from hvdtrain.comm.base import Comm
-from hvdtrain.state.checkpoint_store import load
-from hvdtrain.state.measure import Measure
-from hvdtrain.training.callbacks.early_stopping import EarlyStopping
-from hvdtrain.training.callbacks.group import Callbacks
+from hvdtrain.state.checkpoint_store import Measure, load
+from hvdtrain.training.callbacks.group import Callbacks, EarlyStopping
 from hvdtrain.training.loop.evaluate import Evaluation
 from tests.support.journals import read_events, read_losses
 from tests.support.thread_comm import on_ranks

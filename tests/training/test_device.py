@@ -18,8 +18,14 @@ import hvdtrain
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.training import session
-from hvdtrain.training.start.device import check_device_is_own, pick_device, training_stream
-from hvdtrain.training.start.kernels import allows_tf32, set_tf32, use_deterministic_kernels
+from hvdtrain.training.start.device import (
+    allows_tf32,
+    check_device_is_own,
+    pick_device,
+    set_tf32,
+    training_stream,
+    use_deterministic_kernels,
+)
 from tests.support.gallery import TOY, Recorded
 from tests.support.thread_comm import on_ranks
 from tests.support.toy import toy

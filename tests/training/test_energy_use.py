@@ -19,8 +19,7 @@ from hvdtrain.runtime.host import read_host
 from hvdtrain.task.base import Task
 from hvdtrain.training.records import job_facts
 from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.energy_use import EVERY_S, EnergyUse
-from hvdtrain.training.records.job_facts import gather_facts
+from hvdtrain.training.records.job_facts import EVERY_S, EnergyUse, gather_facts
 from tests.observe.test_energy import FakeCounter, set_zones
 from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -70,18 +69,18 @@ def test_one_rank_of_a_host_reads_its_processors(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("same")
     found = on_ranks(3, lambda comm: gather_facts(comm, torch.device("cpu"), tmp_path))
-    assert [list(facts.counters) for facts in found] == [[CPUS], [], []]
-    assert found[0].record == found[2].record
-    assert (found[0].record["devices"], found[0].record["energy"]) == (3, {CPUS: ""})
-    assert found[0].record["versions"]["torch"] == torch.__version__
-    host = found[0].record["machine"]["busiest_host"]
+    assert [list(counters) for _, counters in found] == [[CPUS], [], []]
+    (record, _), _, (last, _) = found
+    assert record == last and (record["devices"], record["energy"]) == (3, {CPUS: ""})
+    assert record["versions"]["torch"] == torch.__version__
+    host = record["machine"]["busiest_host"]
     assert host == {"cores": read_host({}, tmp_path).cores, "ranks": 3, "threads": torch.get_num_threads()}
 
 
 def test_ranks_that_share_a_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Four ranks on two GPUs: two devices, and each GPU is read once."""
 
-    def body(comm: ThreadComm) -> job_facts.JobFacts:
+    def body(comm: ThreadComm) -> Any:
         monkeypatch.setattr(job_facts, "gpu_identity", lambda device: GpuIdentity(0, f"gpu {comm.rank // 2}", ""))
         monkeypatch.setattr(job_facts, "GpuCounter", lambda gpu: FakeCounter(1))
         monkeypatch.setattr(job_facts, "clock_id", lambda root: "one host")
@@ -89,8 +88,8 @@ def test_ranks_that_share_a_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch, 
         return gather_facts(comm, torch.device("cpu"), tmp_path)
 
     found = on_ranks(4, body)
-    assert [GPUS in facts.counters for facts in found] == [True, False, True, False]
-    record = found[0].record
+    assert [GPUS in counters for _, counters in found] == [True, False, True, False]
+    record, _ = found[0]
     assert (record["devices"], record["machine"]["devices"]) == (2, {"H": 2})
     assert record["energy"] == {GPUS: "", CPUS: "no RAPL counters"}
 

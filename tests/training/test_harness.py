@@ -14,8 +14,8 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import ConfigError
-from hvdtrain.task.tokenizer_files import byte_tokenizer
-from hvdtrain.training.harness import TaskOptions, TaskResults, evaluate_tasks
+from hvdtrain.task.encode import byte_tokenizer
+from hvdtrain.training.evaluate_run import evaluate_tasks
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 pytest.importorskip("lm_eval", reason="hvdtrain[harness] is not installed")
@@ -89,29 +89,28 @@ def _log_likelihood(model: Any, context: bytes, text: bytes) -> float:
 
 
 def test_answers_are_those_of_the_model_on_any_number_of_ranks(folder: Path, model: Any, tokenizer: Any) -> None:
-    options = TaskOptions(list(TASKS), folder)
-    alone = evaluate_tasks(model, tokenizer, options, SoloComm())
-    assert set(alone.metrics) == set(TASKS)
-    for question, sample in zip(QUESTIONS, alone.samples["choices"], strict=True):
+    metrics, samples = evaluate_tasks(model, tokenizer, SoloComm(), list(TASKS), folder)
+    assert set(metrics) == set(TASKS)
+    for question, sample in zip(QUESTIONS, samples["choices"], strict=True):
         expected = [_log_likelihood(model, question.encode(), text) for text in (b" 1", b" 23", b" x")]
         found = [answer[0] for answer in sample["filtered_resps"]]
         assert sorted(found) == pytest.approx(sorted(expected), abs=1e-4)
-    likely = [sample["acc"] for sample in alone.samples["choices"]]
-    assert alone.metrics["choices"]["acc"] == pytest.approx(sum(likely) / 7)
+    likely = [sample["acc"] for sample in samples["choices"]]
+    assert metrics["choices"]["acc"] == pytest.approx(sum(likely) / 7)
     plain: set[str] = set()
     for size in (2, 3):
         copies = [copy.deepcopy(model) for _ in range(size)]
 
-        def evaluate(comm: ThreadComm, models: list[Any] = copies) -> TaskResults:
-            return evaluate_tasks(models[comm.rank], tokenizer, options, comm)
+        def evaluate(comm: ThreadComm, models: list[Any] = copies) -> Any:
+            return evaluate_tasks(models[comm.rank], tokenizer, comm, list(TASKS), folder)
 
-        for each in (alone, *on_ranks(size, evaluate)):
-            plain.add(json.dumps([each.metrics, each.samples], default=str))
+        for each in ((metrics, samples), *on_ranks(size, evaluate)):
+            plain.add(json.dumps(each, default=str))
     assert len(plain) == 1
 
 
 def test_fewer_samples_and_unknown_tasks(folder: Path, model: Any, tokenizer: Any) -> None:
-    found = evaluate_tasks(model, tokenizer, TaskOptions(["choices"], folder, samples=2), SoloComm())
-    assert len(found.samples["choices"]) == 2
+    _, found = evaluate_tasks(model, tokenizer, SoloComm(), ["choices"], folder, samples=2)
+    assert len(found["choices"]) == 2
     with pytest.raises(ConfigError, match="there is no task 'nothing'"):
-        evaluate_tasks(model, tokenizer, TaskOptions(["nothing"], folder), SoloComm())
+        evaluate_tasks(model, tokenizer, SoloComm(), ["nothing"], folder)

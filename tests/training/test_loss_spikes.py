@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.curves import KEEP, Direction, Rise, detect_jump
+from hvdtrain.training.diagnostics.step_checks import KEEP, Direction, Rise, detect_jump
 
 
 def _told(losses: list[float], direction: Direction = "up") -> list[int]:

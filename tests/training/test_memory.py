@@ -24,9 +24,8 @@ from hvdtrain.programs import Finished
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.failure_report import _memory_of
 from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind, unused_memory
-from hvdtrain.training.start import predicted_micro_batch
-from hvdtrain.training.start.micro_batch import use_found_micro_batch
-from hvdtrain.training.start.predicted_micro_batch import predict_largest
+from hvdtrain.training.start import micro_batch as finding
+from hvdtrain.training.start.micro_batch import predict_largest, use_found_micro_batch
 from tests.support.stack import STACK, stack
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -137,7 +136,7 @@ def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch,
         needed = {size: predict_memory(_parsed(str(size)), stack, 2).peak for size in (4, 8)}
     usable = [needed[8], needed[8] - 1]
     assert needed[4] < usable[1]
-    monkeypatch.setattr(predicted_micro_batch, "_usable_bytes", lambda device, limit: usable[device.index])
+    monkeypatch.setattr(finding, "_usable_bytes", lambda device, limit: usable[device.index])
 
     def body(comm: ThreadComm) -> Any:
         current = _of_rank(comm, tmp_path, _parsed("auto"))
@@ -165,8 +164,8 @@ def _answers(code: int, line: str, error: str = "") -> Any:
 def test_answers_of_a_prediction(
     answer: Any, most: int, expected: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(predicted_micro_batch, "run_program", answer)
-    monkeypatch.setattr(predicted_micro_batch, "_usable_bytes", lambda device, limit: 2 - device.index)
+    monkeypatch.setattr(finding, "run_program", answer)
+    monkeypatch.setattr(finding, "_usable_bytes", lambda device, limit: 2 - device.index)
 
     def body(comm: ThreadComm) -> tuple[int, list[int]]:
         return predict_largest(_of_rank(comm, tmp_path, SimpleNamespace(config=Config(), resolved={})), most)
@@ -185,4 +184,4 @@ def test_what_torch_and_others_hold_is_not_usable(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
     device, memory = torch.device("cuda", 0), MemoryConfig(limit=limit)
-    assert predicted_micro_batch._usable_bytes(device, memory.limit) == int(gib * 2**30)
+    assert finding._usable_bytes(device, memory.limit) == int(gib * 2**30)

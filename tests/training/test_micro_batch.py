@@ -19,10 +19,10 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig, TrainConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import plan_of
-from hvdtrain.training.diagnostics.memory_advice import memory_advice
+from hvdtrain.training.records.memory import memory_advice
 from hvdtrain.training.start import device as devices
 from hvdtrain.training.start import micro_batch
-from hvdtrain.training.start.micro_batch import Trial, check_auto, find_largest, sizes_to_try
+from hvdtrain.training.start.micro_batch import check_auto, find_largest, sizes_to_try
 from hvdtrain.training.start.opening import unequal_shares
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK, stack
@@ -93,13 +93,13 @@ def _collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Samples that fit, by rank, on devices that pretend to have a limit."""
     found: dict[int, int] = {}
-    real = Trial.run
+    real = micro_batch.try_pass
 
-    def run(trial: Trial, samples: int) -> None:
-        real(trial, samples)
-        _limited(found[trial.current.comm.rank], [])(samples)
+    def run(current: Any, samples: int) -> None:
+        real(current, samples)
+        _limited(found[current.comm.rank], [])(samples)
 
-    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(micro_batch, "try_pass", run)
     monkeypatch.setattr("hvdtrain.training.session.check_auto", lambda *_, **__: None)
     return found
 
@@ -186,10 +186,10 @@ def test_a_trial_leaves_room_for_optimizer_and_exchange(
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(5, 5).requires_grad_(False))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2000))
     config = replace(AUTO, parallel=ParallelConfig(**options), memory=MemoryConfig(**memory))
-    worker = SimpleNamespace(device=GPU, state=SimpleNamespace(model=model))
+    worker = SimpleNamespace(device=GPU, state=SimpleNamespace(model=model), plan=plan_of(config))
     run, comm = SimpleNamespace(config=config), SimpleNamespace(size=size)
     current: Any = SimpleNamespace(worker=worker, run=run, comm=comm, rounds=SimpleNamespace(elastic=elastic))
-    assert Trial(current)._reserve_bytes() == count * 400 + 100
+    assert micro_batch._reserve_bytes(current) == count * 400 + 100
 
 
 BLOCKS = nn.Sequential(nn.Linear(1, 1))

@@ -19,8 +19,8 @@ from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import DEVICE, Spans
-from hvdtrain.training.records.device_spans import DeviceSpans
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
+from hvdtrain.training.records.listeners import DeviceSpans
 
 
 class Device:

@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.training.start.fused import why_not_fused
-from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
+from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state, why_not_fused
 from tests.support.thread_job import train_on_threads
 
 OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")

@@ -20,7 +20,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.loader import Stream
-from hvdtrain.data.sample_order import SampleOrder
+from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name

@@ -32,16 +32,12 @@ class Drift:
     N hashes are equal if ``N * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
     If groups of ranks divide parameters, there is one more hash for each part that several ranks have.
-
-    Attributes:
-        every: steps between two checks; 0 for none.
-        share: makes buffers that differ equal.
     """
 
     state: TrainState
     comm: Comm
-    every: int
-    share: Callable[[Mapping[str, list[int]]], None]
+    every: int  # steps between two checks; 0 for none
+    share: Callable[[Mapping[str, list[int]]], None]  # makes buffers that differ equal
     warn: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -74,8 +70,7 @@ class Drift:
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Check the state before step `step` by the sums. Collective: yes.
 
-        Errors:
-            DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
+        Errors: DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
         every = zip(self._ranks, sums[::2], sums[1::2], strict=True)
         if any(n * squares != total * total for n, total, squares in every):
@@ -143,8 +138,7 @@ def _digest(tensor: Tensor) -> Tensor:
 def check_frozen(state: TrainState) -> None:
     """Check that no parameter has changed that checkpoints leave out. The first call notes their values.
 
-    Errors:
-        TaskError: one has.
+    Errors: TaskError: one has.
     """
     if state.frozen is None:
         return
@@ -183,12 +177,10 @@ def find_unequal(
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
     """Check that every parameter is bit-equal on all ranks. Collective: yes.
 
-    Returns:
-        Persistent buffers that differ, with the ranks on which they differ from rank 0.
+    Returns persistent buffers that differ, with the ranks on which they differ from rank 0.
 
-    Errors:
-        DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or from
-            the first rank with the same part.
+    Errors: DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0, or
+    from the first rank with the same part.
     """
     found = find_unequal(replicated(model), comm, name=name)
     for divided in _divisions(model, comm):

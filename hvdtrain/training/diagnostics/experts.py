@@ -37,7 +37,9 @@ class Routers:
         if not self._counts:
             return
         with torch.no_grad():
-            shares = torch.stack([_most(counts) for counts in self._counts.values()])
+            # Of the busiest expert; NaN if some indices were not experts.
+            counted = self._counts.values()
+            shares = torch.stack([torch.where(n[-1] == 0, n[:-1].max() / n.sum(), math.nan) for n in counted])
             self._shares = torch.empty_like(shares, device="cpu", pin_memory=shares.is_cuda)
             self._shares.copy_(shares, non_blocking=True)
         self._counts.clear()
@@ -83,11 +85,6 @@ def count_tokens(chosen: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(-1, where, torch.ones_like(where, dtype=counts.dtype))
 
 
-def _most(counts: Tensor) -> Tensor:
-    """Return the share of the busiest expert; NaN if some indices were not experts."""
-    return torch.where(counts[-1] == 0, counts[:-1].max() / counts.sum(), math.nan)
-
-
 def chosen_experts(output: Any) -> tuple[Tensor, int] | None:
     """Return the indices of the chosen experts in what a router returns, and the number of experts; None without."""
     parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
@@ -108,8 +105,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 def make_routers(model: nn.Module) -> Routers | None:
     """Return the counts of a model's routers; None if it has none, or is compiled: a hook would compile it again."""
     found = find_routers(model)
-    return Routers([*found.values()]) if found and not any(map(_is_compiled, model.modules())) else None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    compiled = (
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
+    return Routers([*found.values()]) if found and not any(compiled) else None

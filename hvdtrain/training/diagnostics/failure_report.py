@@ -19,9 +19,14 @@ from hvdtrain.observe.shell_commands import relative_to_start, resume_command, r
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.training.diagnostics.memory_advice import memory_advice
 from hvdtrain.training.loop.step_sums import handlers_as_before
-from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind, unused_memory
+from hvdtrain.training.records.memory import (
+    failing_module,
+    largest_parameters,
+    memory_advice,
+    memory_by_kind,
+    unused_memory,
+)
 from hvdtrain.training.round import Round
 
 

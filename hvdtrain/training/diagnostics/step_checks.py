@@ -1,15 +1,19 @@
-"""Check each step's result: report and explain skipped steps, and report jumps of the loss and of the gradient norm."""
+"""Check each step's result: skipped steps, jumps of the loss and of the gradient norm, and a loss that rises slowly.
+
+Change point libraries such as ruptures are not used: a step is judged when it ends, from the steps before it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from statistics import median as median_of
+from typing import Any, Literal
 
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.train_state import Progress
-from hvdtrain.training.diagnostics.curves import KEEP, WINDOW, Rise, detect_jump
 from hvdtrain.training.diagnostics.step_replay import Finding, replay
 from hvdtrain.training.elastic.roll_back import SpoiledSteps, first_position
 from hvdtrain.training.loop.feed import Feed
@@ -17,12 +21,95 @@ from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.update import StepResult
 from hvdtrain.training.round import Round
 
-_REPLAYS, _WITHIN = 3, 1000
-"""Largest number of replays within a number of steps; each costs a step or two."""
-_STABLE = 100
-"""Steps at a loss scale; before, an overflow is how fp16 finds its scale."""
-_HALVED = 8
-"""Steps in a row: what is not finite at a small fraction of the scale is no overflow."""
+WINDOW = 64  # steps that a value is compared with
+
+_LEAST = 24  # steps before the first report
+
+_DEVIATIONS = 8.0
+_SMALLEST = 0.01  # smallest deviation, as a share of the median, so that a curve without noise is not all spikes
+
+_QUIET = 8  # steps without a spike before the next one counts as new
+
+KEEP = WINDOW + _QUIET  # values that `detect_jump` needs
+
+_RISES = 4.0  # deviations of the mean of a window, of about an eighth of those of its values
+_IN_A_ROW = 3
+
+Direction = Literal["up", "down"]
+
+
+def detect_jump(before: Sequence[float], value: float, direction: Direction = "up") -> float | None:
+    """Return the expected value if a value jumped; None if it did not, or if that was already reported.
+
+    A jump is a distance from the median, in median absolute deviations; a few earlier jumps hardly change either. If
+    all values are positive, their logarithms must jump too, because they are less skewed than losses of small batches.
+
+    `before`: values of applied steps, the newest last; `KEEP` of them are enough.
+    """
+    before = list(before)
+    expected = _jumped(before[-WINDOW:], value, direction)
+    if expected is None:
+        return None
+    for back in range(1, min(_QUIET, len(before)) + 1):
+        if _jumped(before[-back - WINDOW : -back], before[-back], direction) is not None:
+            return None
+    return expected
+
+
+def _jumped(window: Sequence[float], value: float, direction: Direction) -> float | None:
+    if len(window) < _LEAST:
+        return None
+    ordered = sorted(window)
+    median = ordered[len(ordered) // 2]
+    sign = 1 if direction == "up" else -1
+    if sign * (value - median) <= _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
+        return None
+    found = _stands_out(ordered, median, value, _SMALLEST * abs(median))
+    if found and ordered[0] > 0 and value > 0:
+        found = _stands_out([math.log(x) for x in ordered], math.log(median), math.log(value), _SMALLEST)
+    return median if found else None
+
+
+def _stands_out(window: Sequence[float], median: float, value: float, least: float) -> bool:
+    return abs(value - median) > _DEVIATIONS * max(_deviation(window, median), least)
+
+
+def _deviation(values: Sequence[float], median: float) -> float:
+    """Return the standard deviation, for a normal distribution, from the median absolute deviation."""
+    return 1.4826 * median_of(abs(x - median) for x in values)
+
+
+@dataclass
+class Rise:
+    """Detects a loss that rises slowly: medians of windows, each certainly above the lowest one before.
+
+    A rise is reported once, until a window is lower than the lowest again.
+    """
+
+    _values: list[float] = field(default_factory=list)
+    _lowest: tuple[int, float, float] = (0, math.inf, 0.0)
+    _above: int = 0
+
+    def add(self, step: int, value: float) -> tuple[int, float, float] | None:
+        """Return since which step a loss rises, its median then and now, if that is new."""
+        self._values.append(value)
+        if len(self._values) < WINDOW:
+            return None
+        median = median_of(self._values)
+        deviation = max(_deviation(self._values, median), _SMALLEST * abs(median))
+        self._values.clear()
+        first, lowest, spread = self._lowest
+        if median < lowest:
+            self._lowest, self._above = (step, median, deviation), 0
+            return None
+        error = math.hypot(spread, deviation) * 1.2533 / math.sqrt(WINDOW)
+        self._above = self._above + 1 if median - lowest > _RISES * error else min(self._above, _IN_A_ROW)
+        return (first, lowest, median) if self._above == _IN_A_ROW else None
+
+
+_REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
+_STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
+_HALVED = 8  # steps in a row: what is not finite at a small fraction of the scale is no overflow
 
 _NEXT = {
     "input": "check these samples of the data set, or leave them out",
@@ -53,7 +140,10 @@ class StepChecks:
         if result.applied:
             scale, steps = self._scale
             self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
-            self._check_norm(result.grad_norm, progress)
+            if (usual := detect_jump(self._norms, result.grad_norm)) is not None:
+                facts = {"grad_norm": result.grad_norm, "expected": usual, "positions": self._positions(progress)}
+                self._event("grad_norm_spike", progress, **facts)
+            self._norms.append(result.grad_norm)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
@@ -100,13 +190,6 @@ class StepChecks:
             )
         progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
-
-    def _check_norm(self, norm: float, progress: Progress) -> None:
-        expected = detect_jump(self._norms, norm)
-        if expected is not None:
-            positions = self._positions(progress)
-            self._event("grad_norm_spike", progress, grad_norm=norm, expected=expected, positions=positions)
-        self._norms.append(norm)
 
     def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:
         first, end = self._positions(progress)

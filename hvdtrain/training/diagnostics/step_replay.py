@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,37 +20,25 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.training.diagnostics.backward_trace import BackwardTrace
-from hvdtrain.training.diagnostics.forward_trace import ForwardTrace
-from hvdtrain.training.diagnostics.origin import Origin, not_finite
+from hvdtrain.training.diagnostics.origin import BackwardTrace, ForwardTrace, Origin, not_finite
 from hvdtrain.training.loop.buffers import all_buffers, copy_to_host
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.loop.step import Stepper
 
-_MOST_ALONE = 32
-"""Largest micro-batch with samples that are tried one by one."""
+_MOST_ALONE = 32  # largest micro-batch with samples that are tried one by one
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The cause of a non-finite step.
+    """The cause of a non-finite step."""
 
-    Attributes:
-        origin: the operation.
-        rank: that had the micro-batch.
-        positions: range [begin, end) of the micro-batch.
-        samples: positions of the samples that fail by themselves; all of the micro-batch if none does.
-        indices: of these samples in the data set.
-    """
-
-    origin: Origin
-    rank: int
-    positions: list[int]
-    samples: list[int]
-    indices: list[int]
+    origin: Origin  # the operation
+    rank: int  # that had the micro-batch
+    positions: list[int]  # range [begin, end) of the micro-batch
+    samples: list[int]  # positions of the samples that fail by themselves; all of the micro-batch if none does
+    indices: list[int]  # of these samples in the data set
 
     def __str__(self) -> str:
-        """Describe it in one line."""
         return (
             f"{self.origin} (rank {self.rank}, sample(s) at position {_some(self.samples)}, index"
             f" {_some(self.indices)} of the data set)"
@@ -67,8 +55,7 @@ def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> tup
     Each rank fetches its micro-batches again, runs forward and backward, and stops at the first non-finite one. There
     is no collective before that. An error in a replay is not an error of the run.
 
-    Returns:
-        The first finding of each rank that has one, and the errors of the replay by rank; equal on all ranks.
+    Returns the first finding of each rank that has one, and the errors of the replay by rank; equal on all ranks.
     """
     try:
         with warnings.catch_warnings():
@@ -189,7 +176,9 @@ def preserved_state(model: nn.Module, engine: Engine, device: torch.device) -> I
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), _uncompiled():
+        # Compiled models run eagerly: hooks would make them compile again, and would not see inside.
+        eager: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), eager:
             yield
     finally:
         for parameter, gradient in gradients:
@@ -200,11 +189,3 @@ def preserved_state(model: nn.Module, engine: Engine, device: torch.device) -> I
         np.random.set_state(numpy)
         for module, training in modes.items():
             module.training = training
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled models eagerly: hooks would make them compile again, and would not see inside."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from hvdtrain.comm.base import Comm
@@ -15,8 +14,7 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 
-MAX_ROLL_BACKS = 3
-"""Largest number of roll backs within `STRETCH` steps."""
+MAX_ROLL_BACKS = 3  # largest number of roll backs within `STRETCH` steps
 
 STRETCH = 1000
 
@@ -25,19 +23,12 @@ Policy = Literal["never", "spikes", "non_finite", "both"]
 
 @dataclass(frozen=True)
 class SpoiledSteps:
-    """Steps that have spoiled training, equal on all ranks.
+    """Steps that have spoiled training, equal on all ranks."""
 
-    Attributes:
-        kind: spikes: the loss jumped; non_finite: the limit of non-finite steps in a row was reached.
-        first_step: the first of the steps; the last is the newest step.
-        positions: range [begin, end) of their samples.
-        error: ends the run if it is not rolled back; None if training may continue.
-    """
-
-    kind: Literal["spikes", "non_finite"]
-    first_step: int
-    positions: list[int]
-    error: NonFiniteError | None = None
+    kind: Literal["spikes", "non_finite"]  # the loss jumped; or the limit of non-finite steps in a row was reached
+    first_step: int  # the first of the steps; the last is the newest step
+    positions: list[int]  # range [begin, end) of their samples
+    error: NonFiniteError | None = None  # ends the run if it is not rolled back; None if training may continue
 
 
 @dataclass
@@ -46,23 +37,18 @@ class RollBack:
 
     After a roll back, the steps since the commit are done again. Other samples replace the spoiled ones.
 
-    Attributes:
-        policy: which spoiled steps are rolled back.
-        comm: rank 0's clock decides when commits are due.
-        store: on rank 0; None elsewhere.
-        needs_commits: whether losing a rank loses state, so that commits are needed under every policy; equal on all
-            ranks.
-        buddies: of the ranks, where losing one loses pieces of the state; else None.
+    `needs_commits`: whether losing a rank loses state, so that commits are needed under every policy; equal on all
+    ranks.
     """
 
-    policy: Policy
+    policy: Policy  # which spoiled steps are rolled back
     commits: Commits
-    comm: Comm
-    store: CheckpointStore | None
+    comm: Comm  # rank 0's clock decides when commits are due
+    store: CheckpointStore | None  # on rank 0; None elsewhere
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
     needs_commits: Callable[[], bool] = lambda: False
-    buddies: Buddies | None = None
+    buddies: Buddies | None = None  # of the ranks, where losing one loses pieces of the state; else None
 
     def values(self) -> list[int]:
         """Return 1 if the next step ends with a commit, by rank 0's clock; the step sums it over ranks."""
@@ -98,8 +84,7 @@ class RollBack:
         `spoiled` is equal on all ranks. `wait_saved` waits for the checkpoint that is being written; its step may be
         one that is undone. Returns False if the policy does not allow a roll back.
 
-        Errors:
-            NonFiniteError: that of `spoiled`, if a roll back is not allowed.
+        Errors: NonFiniteError: that of `spoiled`, if a roll back is not allowed.
         """
         if not self._is_allowed(spoiled, state.progress):
             if spoiled.error is not None:
@@ -112,7 +97,13 @@ class RollBack:
         state.progress.rolled_back = [*before.rolled_back, step]
         self._report(spoiled, step, state.progress.step)
         wait_saved()
-        on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
+
+        def set_aside() -> None:  # newer checkpoints: there are some only among skipped steps, which have no commits
+            assert self.store is not None
+            older = [saved for saved in self.store.list() if saved.step <= state.progress.step]
+            self.store.set_aside_after(max(older, default=None))
+
+        on_rank_0(self.comm, set_aside, name="set_aside")
         return True
 
     def _is_allowed(self, spoiled: SpoiledSteps, progress: Progress) -> bool:
@@ -123,11 +114,6 @@ class RollBack:
             return True
         self.warn(f"no roll back at step {progress.step}: there were {MAX_ROLL_BACKS} within {STRETCH} steps")
         return False
-
-    def _set_aside_after(self, step: int) -> None:
-        """Set aside checkpoints newer than `step`; there are some only among skipped steps, which have no commits."""
-        assert self.store is not None
-        self.store.set_aside_after(max((saved for saved in self.store.list() if saved.step <= step), default=None))
 
     def _report(self, spoiled: SpoiledSteps, step: int, to: int) -> None:
         facts = {"from_step": step, "to_step": to, "positions": spoiled.positions, "reason": spoiled.kind}

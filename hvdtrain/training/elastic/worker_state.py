@@ -35,70 +35,52 @@ from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.start.fused import check_own_optimizer, sparse_only, why_not_fused
 from hvdtrain.training.start.optimizers import (
+    check_own_optimizer,
     lr_schedule,
     make_optimizer,
     move_optimizer_state,
+    sparse_only,
     task_schedule,
     total_steps,
+    why_not_fused,
 )
 
-NOTHING = -1
-"""The step of a process that has no state to offer."""
+NOTHING = -1  # the step of a process that has no state to offer
 
 
 @dataclass
 class WorkerState:
     """Everything of a process that does not depend on the other ranks.
 
-    Attributes:
-        plan: of the job.
-        task: with its model, which is on `device`.
-        info: rank and environment of this process at its start.
-        device: of this process; it never changes.
-        state: of the training, with the exchange of the current or the last round.
-        horizon: the step at which the schedule ends.
-        schedule: factor on the learning rates by step.
-        base_lrs: learning rate of each optimizer group at factor 1.
-        compiled: number of compiled blocks of the model.
-        directory: run folder as given; None until this process knows it.
-        recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
-        step: optimizer steps in this process's state, or in its commit where ranks hold pieces of the state;
-            `NOTHING` if that is not the run's.
-        last_record: journal line of the newest step that this process has recorded.
-        links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
-        micro_batch: samples that the job has found to fit memory; 0 until it has, or if they are given.
-        evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
-        warnings: about task and optimizer; recorded when training starts.
-        callbacks: of the run; `session.py` sets them.
-        note: of the task, about what it has prepared; shown when training starts.
-        binding: cores of this process; None if they are those of its launcher.
+    `step`: optimizer steps in this process's state, or in its commit where ranks hold pieces of the state; `NOTHING` if
+    that is not the run's.
+    `links`: bytes and seconds of measured all-reduces, by the hosts of the ranks.
     """
 
     plan: Plan
-    task: Task
-    info: RankInfo
+    task: Task  # with its model, which is on `device`
+    info: RankInfo  # rank and environment of this process at its start
     device: torch.device
     precision: Precision
-    state: TrainState
-    horizon: int
-    schedule: Callable[[int], float]
-    base_lrs: list[float]
+    state: TrainState  # of the training, with the exchange of the current or the last round
+    horizon: int  # the step at which the schedule ends
+    schedule: Callable[[int], float]  # factor on the learning rates by step
+    base_lrs: list[float]  # learning rate of each optimizer group at factor 1
     commits: Commits
-    compiled: int = 0
+    compiled: int = 0  # number of compiled blocks of the model
     signals: PendingSignals = field(default_factory=PendingSignals)
-    directory: Path | None = None
-    recorder: Recorder | None = None
+    directory: Path | None = None  # run folder as given; None until this process knows it
+    recorder: Recorder | None = None  # of this rank; it stays open while the rank leads, or does not lead, as before
     step: int = NOTHING
-    last_record: Mapping[str, Any] | None = None
+    last_record: Mapping[str, Any] | None = None  # journal line of the newest step that this process has recorded
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
-    micro_batch: int = 0
-    evaluated: int = -1
-    warnings: list[str] = field(default_factory=list)
-    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
-    note: str = ""
-    binding: Binding | None = None
+    micro_batch: int = 0  # samples that the job has found to fit memory; 0 until it has, or if they are given
+    evaluated: int = -1  # the newest evaluated step, or the step at which this process joined; -1 before
+    warnings: list[str] = field(default_factory=list)  # about task and optimizer; recorded when training starts
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))  # of the run; `session.py` sets them
+    note: str = ""  # of the task, about what it has prepared; shown when training starts
+    binding: Binding | None = None  # cores of this process; None if they are those of its launcher
 
     @property
     def resumes_in_job(self) -> bool:
@@ -162,7 +144,7 @@ class WorkerState:
         if self.state.exchange is not None and self.state.exchange.in_pieces:
             self.step = self.commits.step
             return
-        if self._has_residuals():
+        if self.state.exchange is not None and any(map(is_residual, self.state.exchange.state_dict()[0])):
             if synchronized:
                 self.commits.commit(self.state, synchronized=True)
             elif self.commits.step < 0:
@@ -171,10 +153,6 @@ class WorkerState:
             else:
                 self.commits.restore(self.state)
         self.step = self.state.progress.step
-
-    def _has_residuals(self) -> bool:
-        exchange = self.state.exchange
-        return exchange is not None and any(map(is_residual, exchange.state_dict()[0]))
 
 
 def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
@@ -199,6 +177,10 @@ def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.devi
     precision = Precision(run.config.precision, device, Bf16Weights(model) if plan.copies_weights else None)
     progress = Progress(samples=samples, data_id=task.data_id)
     horizon = total_steps(train, sample_order(task.train_data, samples, run.config.seed).epoch_samples)
+    if task.schedule is not None:
+        schedule = task_schedule(task.schedule, horizon)
+    else:
+        schedule = lr_schedule(run.config.optimizer, horizon) if task.optimizer is None else lambda step: 1.0
     return WorkerState(
         plan=plan,
         task=task,
@@ -207,16 +189,10 @@ def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.devi
         precision=precision,
         state=TrainState(model, optimizer, precision.scaler, progress, frozen=frozen),
         horizon=horizon,
-        schedule=_schedule(task, run, horizon),
+        schedule=schedule,
         base_lrs=[float(group["lr"]) for group in optimizer.param_groups],
         commits=Commits(run.config.elastic.loss_s),
         compiled=compiled,
         warnings=warnings,
         signals=PendingSignals(stop_on_usr1=info.variables.get(STOP_ON_USR1) == "1"),
     )
-
-
-def _schedule(task: Task, run: RunConfig, horizon: int) -> Callable[[int], float]:
-    if task.schedule is not None:
-        return task_schedule(task.schedule, horizon)
-    return lr_schedule(run.config.optimizer, horizon) if task.optimizer is None else lambda step: 1.0

@@ -13,10 +13,10 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.saved_exchange import to_save
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
+from hvdtrain.state.checkpoint_store import Measure
+from hvdtrain.state.frozen import UnsavedValues
 from hvdtrain.state.ledger import Ledger
-from hvdtrain.state.measure import Measure
 from hvdtrain.state.tensor_file import check_dtypes
-from hvdtrain.state.unsaved import UnsavedValues
 from hvdtrain.training.diagnostics.drift import check_equal, check_frozen
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate

@@ -23,7 +23,7 @@ from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
 from hvdtrain.training.loop.update import StepResult
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compile_counts import CompileCounts
+from hvdtrain.training.records.compute import CompileCounts
 from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
 

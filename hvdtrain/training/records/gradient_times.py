@@ -22,7 +22,7 @@ from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Listener, Spans
 from hvdtrain.state.divided import local
-from hvdtrain.training.records.device_spans import timing_event
+from hvdtrain.training.records.listeners import timing_event
 
 VERSION = 1
 _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7
@@ -82,22 +82,15 @@ class GradientMarks:
 
 @dataclass
 class GradientTimes(Listener):
-    """A watcher of steps and a listener to spans. It removes all hooks after step `_LAST` and writes a file.
+    """A watcher of steps and a listener to spans. It removes all hooks after step `_LAST` and writes a file."""
 
-    Attributes:
-        ready: made before the engine.
-        path: of the file; a later start of the run replaces it.
-        warn: called if the file cannot be written.
-        host: cores of this host.
-    """
-
-    ready: GradientMarks
+    ready: GradientMarks  # made before the engine
     engine: Engine
     comm: Comm
     spans: Spans
-    path: Path
-    warn: Callable[[str], None]
-    host: HostFacts
+    path: Path  # of the file; a later start of the run replaces it
+    warn: Callable[[str], None]  # called if the file cannot be written
+    host: HostFacts  # cores of this host
     _first_step: int = -1
     _timed: list[dict[str, Any]] = field(default_factory=list)
     _pass_marks: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +100,6 @@ class GradientTimes(Listener):
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        """Listen to the spans."""
         self.spans.listeners.append(self)
 
     def begin_step(self, step: int) -> None:

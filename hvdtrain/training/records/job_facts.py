@@ -1,4 +1,7 @@
-"""Facts of a start that explain its results and its cost: versions, hosts, devices, counters of energy."""
+"""Facts of a start that explain its results and its cost: versions, hosts, devices, and the energy of all ranks.
+
+The energy is in the journal while the run continues: what a run that is killed has used is known to a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import platform
 import re
 import socket
 import sys
+import time
 from collections import Counter as Tally
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import hvdtrain
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.files import read_text_or_empty
-from hvdtrain.observe.energy import CPUS, GPUS, Counter, CpuCounter, GpuCounter, open_counter
+from hvdtrain.observe.energy import CPUS, GPUS, KINDS, Counter, CpuCounter, EnergyMeter, GpuCounter, open_counter
 from hvdtrain.observe.monitor import gpu_identity
 from hvdtrain.runtime.binding import Binding, binding_map
 from hvdtrain.runtime.clock import clock_id
@@ -28,24 +31,15 @@ from hvdtrain.runtime.host import cpu_list, cpu_ranges, read_host
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
 
-@dataclass(frozen=True)
-class JobFacts:
-    """Facts of a start.
+def gather_facts(
+    comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None
+) -> tuple[dict[str, Any], dict[str, Counter]]:
+    """Return facts of the whole job, and the counters of energy that this rank reads for it, by kind. Collective: yes.
 
-    Attributes:
-        record: of the whole job, for the event `started`: `devices` (their number; a GPU that ranks share counts once,
-            and a rank on CPUs is a device), `machine` (hosts, the number of each device by name, and on CPUs
-            `busiest_host`), `versions`, `binding` (`binding_map`; empty if ranks are not bound), and `energy` (by kind,
-            why its energy is not measured; empty if it is).
-        counters: of energy, that this rank reads for the job, by kind.
-    """
-
-    record: Mapping[str, Any]
-    counters: Mapping[str, Counter]
-
-
-def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None) -> JobFacts:
-    """Gather the facts of all ranks. Collective: yes.
+    The facts are for the event `started`: `devices` (their number; a GPU that ranks share counts once, and a rank on
+    CPUs is a device), `machine` (hosts, the number of each device by name, and on CPUs
+    `busiest_host`), `versions`, `binding` (`binding_map`;
+    empty if ranks are not bound), and `energy` (by kind, why its energy is not measured; empty if it is).
 
     The first rank of each host reads the counter of its processors, and the first rank of each GPU that of the GPU.
     ``root``: the root of the file system with ``sys`` and ``proc``. `binding`: of this rank.
@@ -73,15 +67,18 @@ def gather_facts(comm: Comm, device: torch.device, root: Path = Path("/"), bindi
     }
     owners = [n for n, rank in enumerate(ranks) if _first(ranks, GPUS, rank["places"][GPUS]) == n] if gpu else None
     devices = [rank["device"] for n, rank in enumerate(ranks) if owners is None or n in owners]
+    bindings = [rank["binding"] for rank in ranks if rank["binding"] is not None]
+    bound = [Binding(cpu_list(cpus), gpu, kept) for cpus, gpu, kept in bindings]
     machine = {"hosts": list(dict.fromkeys(rank["host"] for rank in ranks)), "devices": dict(Tally(devices))}
     record = {
         "devices": len(devices),
         "machine": machine if gpu else {**machine, "busiest_host": _busiest_host(ranks)},
         "versions": versions(),
-        "binding": _binding_map(ranks),
+        # None if one is not bound: all have the same options.
+        "binding": binding_map([rank["host"] for rank in ranks], bound) if len(bound) == len(ranks) else [],
         "energy": {kind: _reason([rank["energy"].get(kind, "") for rank in ranks]) for kind in opened},
     }
-    return JobFacts(record, counters)
+    return record, counters
 
 
 def versions() -> dict[str, str]:
@@ -109,15 +106,6 @@ def _busiest_host(ranks: list[dict[str, Any]]) -> dict[str, int]:
     return max(found, key=lambda host: host["ranks"] * host["threads"] / host["cores"])
 
 
-def _binding_map(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    bound = [(rank["host"], rank["binding"]) for rank in ranks if rank["binding"] is not None]
-    if len(bound) < len(ranks):  # not one of them: all have the same options
-        return []
-    return binding_map(
-        [host for host, _ in bound], [Binding(cpu_list(cpus), gpu, kept) for _, (cpus, gpu, kept) in bound]
-    )
-
-
 def _reason(reasons: list[str]) -> str:
     """Return why the energy of a kind cannot be summed over all ranks; empty if it can."""
     missing = [reason for reason in reasons if reason]
@@ -131,3 +119,76 @@ def _device_name(device: torch.device, root: Path) -> str:
         return str(torch.cuda.get_device_name(device))
     found = re.search(r"^model name\s*:\s*(.+)$", read_text_or_empty(root / "proc/cpuinfo"), re.MULTILINE)
     return f"CPU {found[1].strip() if found else platform.machine()}"
+
+
+EVERY_S = 10.0
+
+
+class EnergyUse:
+    """Sums the millijoules of all ranks with the integers of each step. A watcher of the recorder.
+
+    The event `energy` has the joules by kind since the start of this round. Rank 0 writes it every ten seconds and at
+    the end. A counter that fails makes its kind unknown for this round: `failed` names it.
+
+    `counters`: that this rank reads, by kind. `kinds`: that some rank reads. `event`: records an event; used on rank 0.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        counters: Mapping[str, Counter],
+        kinds: Sequence[str],
+        event: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._comm, self._event, self._clock = comm, event, clock
+        self._kinds = [kind for kind in KINDS if kind in kinds]
+        self._meter = EnergyMeter(counters)
+        self._sent_mj = dict.fromkeys(KINDS, 0)
+        self._sum_mj = dict.fromkeys(self._kinds, 0)
+        self._failed: set[str] = set()
+        self._written_s, self._step = clock(), 0
+
+    def values(self) -> list[int]:
+        """Return the millijoules since the last call and whether the counter failed, for each kind."""
+        used = self._meter.used_mj()
+        found = []
+        for kind in self._kinds:
+            found += [used.get(kind, 0) - self._sent_mj[kind], int(kind in self._meter.failed)]
+        self._sent_mj |= used
+        return found
+
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Add the sums over ranks; on rank 0, write them every ten seconds."""
+        self._step = step
+        self._add(sums)
+        if self._clock() - self._written_s >= EVERY_S:
+            self._write()
+
+    def finish(self) -> None:
+        """Read all counters once more, and write the sums of the round. Collective: yes."""
+        if not self._kinds:
+            return
+        self._meter.read()
+        summed = self._comm.allreduce(torch.tensor(self.values(), dtype=torch.int64), name="energy").wait()
+        self._add(summed.tolist())
+        self._write()
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Stop reading the counters."""
+        self._meter.close()
+
+    def _add(self, sums: Sequence[int]) -> None:
+        for kind, used_mj, failed in zip(self._kinds, sums[::2], sums[1::2], strict=True):
+            self._sum_mj[kind] += used_mj
+            self._failed |= {kind} if failed else set()
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        if self._comm.rank == 0 and self._kinds:
+            joules = {kind: value / 1000 for kind, value in self._sum_mj.items() if kind not in self._failed}
+            facts = {"failed": sorted(self._failed)} if self._failed else {}
+            self._event({"event": "energy", "at_step": self._step, "joules": joules, **facts})

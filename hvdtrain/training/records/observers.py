@@ -38,16 +38,13 @@ from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import make_routers
-from hvdtrain.training.records.device_spans import DeviceSpans
-from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
-from hvdtrain.training.records.verdict_watch import VerdictWatch
+from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
+from hvdtrain.training.records.run_report import VerdictWatch
 from hvdtrain.training.round import Round
 
-_FIRST_STEPS = 20
-"""Steps of each start with written spans, under ``--observe.timeline auto``."""
+_FIRST_STEPS = 20  # steps of each start with written spans, under ``--observe.timeline auto``
 
-_LINK_S, _NETWORK_S = 0.08, 0.5
-"""Time limit for measuring the link at each start, in seconds."""
+_LINK_S, _NETWORK_S = 0.08, 0.5  # time limit for measuring the link at each start, in seconds
 
 
 def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> HorovodTimeline | None:
@@ -58,7 +55,6 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
     comm, recorder = current.comm, current.recorder
     if current.is_new:
         _add_sinks(current, sinks)
-        _add_tensorboard(current)
     if comm.rank == 0:
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(current.worker.device)).sample, recorder.event))
         observe = current.run.config.observe
@@ -74,9 +70,8 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     Measuring the link delays all ranks. In an elastic job, rank 0's measurement from an earlier round, of equally many
     ranks on the same hosts, still counts.
 
-    Returns:
-        The number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
-        `finish`, or None if there is no step to do.
+    Returns the number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
+    `finish`, or None if there is no step to do.
     """
     if current.run.config.observe.timeline == "off":
         return 0, None
@@ -111,10 +106,9 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
 
 
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:
-    """On rank 0, add the sinks that the options name, and those of the calling program.
+    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard.
 
-    Errors:
-        ConfigError: one of them cannot be found or is not a sink; on every rank.
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
     wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks
@@ -129,10 +123,6 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         make = sink_maker(value)
         if current.comm.rank == 0:
             current.recorder.add_sink(make, name)
-
-
-def _add_tensorboard(current: Round) -> None:
-    """On rank 0, add TensorBoard."""
     recorder, layout = current.recorder, current.layout
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return

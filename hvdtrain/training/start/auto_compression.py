@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,24 +26,18 @@ from hvdtrain.timeline.whatif.predict import WORTH, choose_compression
 
 _FIRST, _COUNT = 3, 5
 """Steps to measure. The first step learns the buckets, and the second one is the first to use them."""
-_LINK_S = 0.5
-"""Time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms."""
+_LINK_S = 0.5  # time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms.
 
 
 @dataclass
 class CompressionTrial:
-    """Measures steps, then chooses the compression of an exchange.
+    """Measures steps, then chooses the compression of an exchange."""
 
-    Attributes:
-        sums: the exchange; its compression is undecided.
-        batch: (global batch, micro-batch) in samples.
-    """
-
-    sums: InAllCopies
+    sums: InAllCopies  # the exchange; its compression is undecided
     comm: Comm
     device: torch.device
     host: HostFacts
-    batch: tuple[int, int]
+    batch: tuple[int, int]  # (global batch, micro-batch) in samples
     event: Callable[[dict[str, Any]], None]
     say: Callable[[str], None]
     _count: int = 0
@@ -75,8 +68,14 @@ class CompressionTrial:
             "coding": {name: [asdict(cost) for cost in self._measure_coding(name, layouts)] for name in names},
         }
         everyone = allgather_json(self.comm, measured, name="auto_compression")
-        # Rank 0 predicts for all ranks, which must make the same choice.
-        predict = partial(self._predict_or_none, layouts, everyone)
+
+        def predict() -> tuple[dict[str, Any], str]:  # on rank 0 for all ranks, which must make the same choice
+            try:
+                return self._predict(layouts, everyone)
+            except Exception as error:  # a prediction must not end a run
+                why = f"the prediction failed: {type(error).__name__}: {error}"
+                return {"compression": "none"}, f"compression: none: {why}"
+
         event, line = on_rank_0(self.comm, predict, name="auto_compression/choice")
         self.sums.set_compression(event["compression"])
         self.event({"event": "compression_chosen", "at_step": step, **event})
@@ -87,15 +86,6 @@ class CompressionTrial:
         compression, size = self.sums.resolve(name), self.comm.size
         for layout in layouts:
             yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
-
-    def _predict_or_none(
-        self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, Any], str]:
-        """Return what `_predict` returns. If it fails, choose none: a prediction must not end a run."""
-        try:
-            return self._predict(layouts, everyone)
-        except Exception as error:
-            return {"compression": "none"}, f"compression: none: the prediction failed: {type(error).__name__}: {error}"
 
     def _predict(self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
         """Return the journal's event without its step, and the line for the user."""

@@ -38,10 +38,9 @@ from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compile_counts import CompileCounts
-from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.energy_use import EnergyUse
+from hvdtrain.training.records.compute import CompileCounts, FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
+from hvdtrain.training.records.job_facts import EnergyUse
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from hvdtrain.training.start.opening import ClaimWatch
@@ -108,7 +107,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
-    dimensions = worker.plan.dimensions
+    dimensions, elastic = worker.plan.dimensions, current.rounds.elastic
     counts_flops = comm.rank == 0 and current.is_new and dimensions.pp == 1  # else each stage has others
     offload = config.memory.offload
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
@@ -122,7 +121,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         buffers,
         make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         Rollback(worker.state.model, together=together),
-        Confirmation(comm, device) if current.rounds.elastic and device.type == "cuda" else None,
+        Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
     stepper = Stepper(
         task=task,
@@ -163,6 +162,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger, records=records)
+    host = worker.info.variables.get("HOROVOD_HOSTNAME", worker.info.host)  # as the launcher names it
     roll_back = RollBack(
         policy=config.elastic.roll_back,
         commits=worker.commits,
@@ -171,13 +171,13 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         event=recorder.event,
         warn=recorder.warn,
         needs_commits=partial(_loses_state, current.rounds, engine),
-        buddies=_make_buddies(current, engine),
+        buddies=Buddies(comm, host, current.rounds.is_leaving, spans.touch) if elastic and engine.in_pieces else None,
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
     if isinstance(engine.sums, InAllCopies) and engine.undecided:
-        host = read_host(worker.info.variables)
-        trial = CompressionTrial(engine.sums, comm, device, host, batch, recorder.event, recorder.say)
+        facts = read_host(worker.info.variables)
+        trial = CompressionTrial(engine.sums, comm, device, facts, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)
     parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
     parts += [balance] if balance is not None else []
@@ -199,12 +199,3 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
 def _loses_state(rounds: Rounds, engine: Engine) -> bool:
     """Return whether a lost rank takes state with it: pieces, or residuals that its compression has not delivered."""
     return rounds.elastic and (engine.in_pieces or parse(engine.compression).kind.feedback)
-
-
-def _make_buddies(current: Round, engine: Engine) -> Buddies | None:
-    rounds = current.rounds
-    if not rounds.elastic or not engine.in_pieces:
-        return None
-    info = current.worker.info
-    host = info.variables.get("HOROVOD_HOSTNAME", info.host)  # as the launcher names it
-    return Buddies(current.comm, host, rounds.is_leaving, current.spans.touch)

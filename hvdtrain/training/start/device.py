@@ -1,4 +1,4 @@
-"""The device that a rank computes on."""
+"""The device that a rank computes on, and torch's switches of the process: which kernels it may choose."""
 
 from __future__ import annotations
 
@@ -16,15 +16,8 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.observe.monitor import gpu_identity, pci_address
-from hvdtrain.runtime.binding import (
-    Binding,
-    Seat,
-    bind_to_domains,
-    bind_to_gpus,
-    cores_near,
-    numa_domains,
-    pin_process,
-)
+from hvdtrain.runtime.binding import Binding, Seat, bind_to_domains, bind_to_gpus, cores_near, numa_domains, pin_process
+from hvdtrain.runtime.environment import change_variables
 from hvdtrain.runtime.host import cpu_list, cpu_ranges, physical_cores
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice, without_our_variables
@@ -45,19 +38,12 @@ def pick_device(wanted: str, local_rank: int, local_size: int, comm: Comm | None
 
     With ``shared``, ranks beyond the number of devices begin again at the first.
 
-    A process keeps its device: its local rank may change later, when ranks join or leave.
+    A process keeps its device: its local rank may change later, when ranks join or leave. With `comm`, the call is
+    collective, and only ranks that see the same devices are counted: a launcher may let each rank see those of its
+    socket (``srun --gpu-bind=closest``). `wanted`: auto, cpu, cuda or shared.
 
-    Args:
-        wanted: auto, cpu, cuda or shared.
-        local_rank: of this process on its host.
-        local_size: ranks of this host.
-        comm: if given, the call is collective, and only ranks that see the same devices are counted: a launcher may
-            let each rank see those of its socket (``srun --gpu-bind=closest``).
-
-    Errors:
-        ConfigError: cuda was asked for, but there is no CUDA device.
-        LaunchError: more ranks on this host than CUDA devices; or some ranks see devices and others none, on every
-            rank.
+    Errors: ConfigError: cuda was asked for, but there is no CUDA device; LaunchError: more ranks on this host than CUDA
+    devices; or some ranks see devices and others none, on every rank.
     """
     if wanted != "cpu" and comm is not None and comm.size > 1:
         local_rank, local_size = _place_among_equals(comm)
@@ -111,21 +97,11 @@ def bind_rank(
 ) -> Binding | None:
     """Pin this process to cores near its device (`runtime.binding`), and fit torch's number of threads to them.
 
-    Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training.
+    Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training. Returns None
+    if it is not to be bound. With `comm`, the call is collective, and ranks that the launcher bound to different cores
+    are recognized. `wanted`: auto, gpu, numa or none. `root`: root folder of ``sys``.
 
-    Args:
-        wanted: auto, gpu, numa or none.
-        device: of this rank.
-        rounds: with the place of this rank on its host.
-        comm: if given, the call is collective, and ranks that the launcher bound to different cores are recognized.
-        variables: of this process.
-        root: root folder of ``sys``.
-
-    Returns:
-        None if it is not to be bound.
-
-    Errors:
-        ConfigError: gpu was asked for, but the device is a CPU.
+    Errors: ConfigError: gpu was asked for, but the device is a CPU.
     """
     gpu = gpu_identity(device)
     if wanted == "gpu" and gpu is None:
@@ -163,11 +139,7 @@ def _seats(own: Seat, rounds: Rounds, comm: Comm | None) -> tuple[int, list[Seat
 
 
 def limit_memory(device: torch.device, limit_gib: float | None) -> None:
-    """Limit the memory that torch takes on the device of this process.
-
-    Errors:
-        ConfigError: it is a CPU.
-    """
+    """Limit the memory that torch takes on the device of this process. Errors: ConfigError: it is a CPU."""
     if limit_gib is None:
         return
     if device.type != "cuda":
@@ -203,16 +175,9 @@ def training_stream(device: torch.device) -> Iterator[None]:
 def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = False) -> str:
     """Check that no two ranks share a device; NCCL does not support it. Collective: yes.
 
-    Args:
-        device: of this rank.
-        comm: the ranks.
-        may_share: if two ranks share a device, have tensors go through host memory, instead of an error.
+    If they share one and `may_share`, tensors go through host memory, and it returns a warning.
 
-    Returns:
-        A warning, if two ranks share a device.
-
-    Errors:
-        LaunchError: two ranks do, and may not, on every rank.
+    Errors: LaunchError: two ranks do, and may not, on every rank.
     """
     if device.type != "cuda":
         return ""
@@ -231,3 +196,39 @@ def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = F
                 everywhere=True,
             )
     return ""
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def use_deterministic_kernels(variables: Mapping[str, str]) -> None:
+    """Have torch use deterministic kernels only, and refuse operations that have none.
+
+    Call it before CUDA starts: cuBLAS reads its variable then. `variables` is the environment of this process; a
+    workspace that is set there is kept. torch also fills new memory that it does not write, and Inductor does not
+    choose kernels by measuring them.
+    """
+    change_variables({_WORKSPACE: variables.get(_WORKSPACE, ":4096:8")})
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it would measure convolutions, and choose others in each process
+
+
+def set_tf32(choice: str, device: torch.device) -> None:
+    """Allow or forbid TF32 in matrix products, convolutions and recurrent modules; auto changes nothing.
+
+    On CPUs nothing changes: there, the same switch of torch would let some of them round matrix products.
+
+    The newer `fp32_precision` of torch is not used: after it, torch raises an error where its own compiler reads the
+    older switches. These set the newer ones, too.
+    """
+    if choice == "auto" or device.type != "cuda":
+        return
+    torch.set_float32_matmul_precision("high" if choice == "on" else "highest")
+    torch.backends.cudnn.allow_tf32 = choice == "on"
+
+
+def allows_tf32() -> bool:
+    """Return whether matrix products may use TF32, by whichever of torch's switches."""
+    products = torch.backends.cuda.matmul
+    newer = getattr(products, "fp32_precision", None)  # since torch 2.9; then the older one may raise an error
+    return bool(products.allow_tf32) if newer is None else newer == "tf32"

@@ -69,7 +69,8 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
             expected="one or more parameters with requires_grad",
             found=f"{sum(1 for _ in task.model.parameters())} parameters, all frozen",
         )
-    if task.optimizer is not None and _needs_closure(task.optimizer):
+    takes = inspect.signature(type(task.optimizer).step).parameters if task.optimizer is not None else {}
+    if "closure" in takes and takes["closure"].default is inspect.Parameter.empty:
         raise TaskError(
             f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, but the trainer has none",
             next_step="write your own loop with hvdtrain.torch's DistributedOptimizer, which accepts closures",
@@ -87,18 +88,12 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
             found=type(task.files[wrong[0]]).__name__,
             next_step="encode text: text.encode()",
         )
-    if task.schedule is not None and not callable(task.schedule):
-        raise TaskError(
-            "the task's schedule is not a function",
-            expected="schedule(step) or schedule(step, steps) -> factor on the learning rate",
-            found=describe(task.schedule),
-        )
-    if not callable(task.loss):
-        raise TaskError(
-            "the task's loss is not a function",
-            expected="loss(model, batch) -> (sum of losses, weight)",
-            found=describe(task.loss),
-        )
+    for name, function, expected in (
+        ("schedule", task.schedule, "schedule(step) or schedule(step, steps) -> factor on the learning rate"),
+        ("loss", task.loss, "loss(model, batch) -> (sum of losses, weight)"),
+    ):
+        if not callable(function) and (function is not None or name == "loss"):
+            raise TaskError(f"the task's {name} is not a function", expected=expected, found=describe(function))
     return task
 
 
@@ -110,8 +105,7 @@ def make_task_by_rank(make: Callable[[], Task], comm: Comm, *, may_read_later: b
     If that fails on a rank, it makes the task again, with all values. So it does if it has drawn other random numbers
     than rank 0, because its data could differ.
 
-    Returns:
-        The task; and a warning if ranks other than 0 have made the whole model, else "".
+    Returns the task; and a warning if ranks other than 0 have made the whole model, else "".
     """
     task, reason, placeholders = None, "", list[str]()
     reading: AbstractContextManager[list[Any]] = values_read_later() if may_read_later else nullcontext([])
@@ -130,7 +124,9 @@ def make_task_by_rank(make: Callable[[], Task], comm: Comm, *, may_read_later: b
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if task is None:
         task = make()
-    states = allgather_json(comm, _random_state(), name="task/random")
+    numpys: Any = np.random.get_state()
+    drawn = torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2:]
+    states = allgather_json(comm, hashlib.sha256(repr(drawn).encode()).hexdigest(), name="task/random")
     if placeholders and not reason and states[comm.rank] != states[0]:
         reason = "it draws other random numbers than on rank 0"
         task = make()
@@ -144,24 +140,11 @@ def make_task_by_rank(make: Callable[[], Task], comm: Comm, *, may_read_later: b
     )
 
 
-def _random_state() -> str:
-    """Return a hash of the generators that `make_task` seeds."""
-    numpys: Any = np.random.get_state()
-    states = torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2:]
-    return hashlib.sha256(repr(states).encode()).hexdigest()
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 @contextmanager
 def refuse_exit() -> Iterator[None]:
     """Turn a `sys.exit` in the task's code into an error; it would end one rank silently.
 
-    Errors:
-        TaskError: the code has called it.
+    Errors: TaskError: the code has called it.
     """
     try:
         yield
@@ -177,8 +160,7 @@ def refuse_exit() -> Iterator[None]:
 def check_same_data(task: Task, comm: Comm) -> None:
     """Check that all ranks have the same data. Collective: yes.
 
-    Errors:
-        LaunchError: on every rank, if the data of one differs from rank 0's.
+    Errors: LaunchError: on every rank, if the data of one differs from rank 0's.
     """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     data_id = task.data_id

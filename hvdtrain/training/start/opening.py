@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -27,8 +28,7 @@ from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
-from hvdtrain.training.records.energy_use import EnergyUse
-from hvdtrain.training.records.job_facts import JobFacts, gather_facts
+from hvdtrain.training.records.job_facts import EnergyUse, gather_facts
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
@@ -87,11 +87,7 @@ class ClaimWatch:
         return [int(self._claim is not None and self._claim.lost)]
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
-        """Check the claim. Collective: yes.
-
-        Errors:
-            RunDirectoryError: on every rank, if it is lost.
-        """
+        """Check the claim. Collective: yes. Errors: RunDirectoryError: on every rank, if it is lost."""
         if sums[0]:
             on_rank_0(self._comm, self._check, name="claim")
 
@@ -125,15 +121,15 @@ def recording(worker: WorkerState, is_over: Callable[[BaseException], bool]) -> 
 def describe_start(current: Round) -> EnergyUse:
     """Record and show what begins; return what measures its energy. Collective: yes."""
     comm, recorder = current.comm, current.recorder
-    job = gather_facts(comm, current.worker.device, binding=current.worker.binding)
-    kinds = [kind for kind, reason in job.record["energy"].items() if not reason]
-    energy = EnergyUse(comm, job.counters, kinds, recorder.event)
+    job, counters = gather_facts(comm, current.worker.device, binding=current.worker.binding)
+    kinds = [kind for kind, reason in job["energy"].items() if not reason]
+    energy = EnergyUse(comm, counters, kinds, recorder.event)
     recorder.add_watcher(energy)
     _describe(current, job)
     return energy
 
 
-def _describe(current: Round, job: JobFacts) -> None:
+def _describe(current: Round, job: Mapping[str, Any]) -> None:
     worker, recorder, size = current.worker, current.recorder, current.comm.size
     task, train = worker.task, current.run.config.train
     parameters = sum(math.prod(whole_shape(p)) for p in task.model.parameters())
@@ -144,7 +140,7 @@ def _describe(current: Round, job: JobFacts) -> None:
         "trained": trained,
         "unit": task.unit,
         "run_dir": str(current.layout.folder),
-        **job.record,
+        **job,
     }
     if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
@@ -188,9 +184,9 @@ def _describe(current: Round, job: JobFacts) -> None:
     for note in (worker.note, current.claim.remark if current.claim is not None else ""):
         if note:
             recorder.say(note)
-    for line in describe_map(job.record["binding"]):
+    for line in describe_map(job["binding"]):
         recorder.say(line)
-    for problem in problems(job.record["binding"]):
+    for problem in problems(job["binding"]):
         recorder.warn(problem)
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
@@ -203,8 +199,9 @@ def _describe(current: Round, job: JobFacts) -> None:
             f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
             " depends on their product"
         )
-    names = batch_statistics(task.model)
-    if names:
+    kind = nn.modules.batchnorm._BatchNorm
+    named = task.model.named_modules()
+    if names := [name for name, m in named if isinstance(m, kind) and not isinstance(m, Synchronized)]:
         recorder.warn(
             f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss"
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
@@ -234,15 +231,6 @@ def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
-
-
-def batch_statistics(model: nn.Module) -> list[str]:
-    """Return the names of modules with batch statistics.
-
-    With them the loss curve depends on the contents of micro-batches, and running statistics also on the ranks.
-    """
-    kind = nn.modules.batchnorm._BatchNorm
-    return [n for n, m in model.named_modules() if isinstance(m, kind) and not isinstance(m, Synchronized)]
 
 
 def spectral_norms(model: nn.Module) -> list[str]:

@@ -1,10 +1,13 @@
-"""The optimizer of the options, its learning rates and step counts."""
+"""The optimizer of the options, its learning rates and step counts, and where torch's fused optimizers are right.
+
+Fused kernels ignore strides, and treat memory as rows of elements.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,39 +18,66 @@ from torch.optim import Optimizer
 
 from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.engine.divisible import sparse_gradients
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.muon import Muon
 from hvdtrain.training.loop.forward import describe
-from hvdtrain.training.start.fused import sparse_only, why_not_fused
+
+
+def why_not_fused(parameters: Iterable[tuple[str, nn.Parameter]], sparse: Collection[nn.Parameter] = ()) -> str:
+    """Return why fused kernels cannot update these named parameters, as an end of a sentence; "" if they can.
+
+    `sparse`: those with sparse gradients.
+    """
+    for name, parameter in parameters:
+        if parameter in sparse:
+            return f"{name} has sparse gradients, which torch's fused kernels do not support"
+        if not parameter.is_floating_point() or parameter.device.type not in ("cpu", "cuda"):
+            return f"{name} has {parameter.dtype} on {parameter.device}, which torch's fused kernels do not support"
+        # Not contiguous in some order of dimensions.
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            return (
+                f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} does not fill its memory,"
+                " and torch's fused kernels would change other elements"
+            )
+    return ""
+
+
+def check_own_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Check that a task's optimizer, if it is fused, updates what it should.
+
+    Errors: TaskError: it would not. torch itself raises no error.
+    """
+    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    named = [(name, p) for name, p in model.named_parameters() if own and p in fused]
+    reason = why_not_fused(named, sparse_only(model))
+    if reason:
+        raise TaskError(
+            f"the task's optimizer is {type(optimizer).__name__}(fused=True), but {reason}",
+            expected="parameters that are contiguous in some order of their dimensions, with dense gradients",
+            next_step="fused=False; or make the parameter of a copy: nn.Parameter(tensor.contiguous())",
+        )
+
+
+def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return `sparse_gradients` of parameters to train that no other module uses, which would make them dense."""
+    found = sparse_gradients(model)
+    every = [m for m in model.modules() if getattr(m, "sparse", None) is not True]
+    dense = {p for module in every for p in module.parameters(recurse=False)}
+    return {p: name for p, name in found.items() if p.requires_grad and p not in dense}
+
 
 _Groups = list[dict[str, Any]]
 
 
-def _adamw(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    betas = (given.beta1, given.beta2)
-    return torch.optim.AdamW(groups, lr=given.peak_lr, betas=betas, eps=given.eps, fused=fused)
-
-
-def _sgd(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    return torch.optim.SGD(groups, lr=given.peak_lr, momentum=given.momentum, fused=fused)
-
-
-def _muon(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    betas = (given.beta1, given.beta2)
-    return Muon(groups, given.peak_lr, momentum=given.momentum, betas=betas, eps=given.eps, fused=fused)
-
-
-def _adafactor(groups: _Groups, given: OptimizerConfig, fused: bool) -> Optimizer:
-    return torch.optim.Adafactor(groups, lr=given.peak_lr)
-
-
-OPTIMIZERS: Mapping[str, Callable[[_Groups, OptimizerConfig, bool], Optimizer]] = {
-    "adamw": _adamw,  # Loshchilov and Hutter, 2019
-    "sgd": _sgd,
-    "muon": _muon,  # Jordan et al., 2024
-    "adafactor": _adafactor,  # Shazeer and Stern, 2018
+OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+    "adamw": (torch.optim.AdamW, ("betas", "eps", "fused")),  # Loshchilov and Hutter, 2019
+    "sgd": (torch.optim.SGD, ("momentum", "fused")),
+    "muon": (Muon, ("momentum", "betas", "eps", "fused")),  # Jordan et al., 2024
+    "adafactor": (torch.optim.Adafactor, ()),  # Shazeer and Stern, 2018
 }
-"""By `OptimizerConfig.name`: makes the optimizer of groups of parameters, with fused kernels if they are right."""
+"""By `OptimizerConfig.name`: its class, and which arguments it takes besides groups of parameters and `lr`."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -56,9 +86,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Weight decay applies only to parameters of two or more dimensions, not to norms and biases, nor to parameters with
     sparse gradients.
 
-    Errors:
-        ConfigError: the optimizer is Muon, and no parameter to train is a matrix of a block; or there are sparse
-            gradients, and it is not SGD.
+    Errors: ConfigError: the optimizer is Muon, and no parameter to train is a matrix of a block; or there are sparse
+    gradients, and it is not SGD.
     """
     sparse = sparse_only(model)
     if sparse and config.name != "sgd":
@@ -79,7 +108,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
     fused = not why_not_fused(((name, p) for name, p in model.named_parameters() if p.requires_grad), sparse)
-    return OPTIMIZERS[config.name](groups, config, fused)
+    options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "momentum": config.momentum, "fused": fused}
+    kind, takes = OPTIMIZERS[config.name]
+    return kind(groups, lr=config.peak_lr, **{name: options[name] for name in takes})
 
 
 def _matrices(model: nn.Module) -> set[nn.Parameter]:
@@ -124,8 +155,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 def total_steps(config: TrainConfig, samples: int) -> int:
     """Return the schedule's horizon: `steps`, or the number of steps in `epochs` epochs of `samples` samples.
 
-    Errors:
-        ConfigError: there are `epochs`, but the number of samples is not known, 0.
+    Errors: ConfigError: there are `epochs`, but the number of samples is not known, 0.
     """
     if config.epochs is None:
         return config.steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,10 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
+from hvdtrain.state.buddies import pool_state
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.extras import unused
-from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.plain_names import named_like
-from hvdtrain.state.pooling import pool_state
+from hvdtrain.state.pieces import StateDict, named_like
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
@@ -40,8 +38,7 @@ def resume_state(current: Round) -> int:
     The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for. Where
     ranks hold pieces, it is the newest commit that has lost none.
 
-    Errors:
-        CheckpointError, LaunchError, DriftError, LostStateError: on every rank.
+    Errors: CheckpointError, LaunchError, DriftError, LostStateError: on every rank.
     """
     worker, comm, claim, recorder = current.worker, current.comm, current.claim, current.recorder
     state, touch = worker.state, current.spans.touch
@@ -105,8 +102,7 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
 
     If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`.
 
-    Errors:
-        CheckpointError: the checkpoint is missing, damaged, or of another model.
+    Errors: CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
     run, worker, recorder = current.run, current.worker, current.recorder
     claim, store = current.claim, current.store
@@ -145,7 +141,9 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
             f" training starts again at step 1. The checkpoints stay, as set-aside-... in {store.directory}. To use"
             " another checkpoint, stop the run and give --resume PATH"
         )
-    _warn_changes(old, run.resolved, recorder)
+    if changed := list_changes(old, run.resolved) if old is not None else []:
+        recorder.event({"event": "config_changed", "changes": changed})
+        recorder.warn("the config has changed since the last start of the run:\n  " + "\n  ".join(changed))
     if damaged := damaged_lines(claim.layout.journal):
         recorder.warn(
             f"{len(damaged)} line(s) of {claim.layout.journal} cannot be read, the first is line {damaged[0]}: they are"
@@ -173,13 +171,6 @@ def _with_fitting_workers(current: Round, snapshot: StateDict) -> StateDict:
         " of the last outer step, with the mean state of their optimizers"
     )
     return without_workers(snapshot)
-
-
-def _warn_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
-    changed = list_changes(old, new) if old is not None else []
-    if changed:
-        recorder.event({"event": "config_changed", "changes": changed})
-        recorder.warn("the config has changed since the last start of the run:\n  " + "\n  ".join(changed))
 
 
 def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tuple[Saved, StateDict] | None:

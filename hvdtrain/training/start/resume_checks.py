@@ -20,8 +20,7 @@ from hvdtrain.training.start.run_directory import RunDirectory, unusable
 def check_files(claim: RunDirectory) -> None:
     """Check that the files in the run folder can be read and extended, before anything costs time.
 
-    Errors:
-        RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
+    Errors: RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
     """
     claim.old_config()
     log, folder = claim.layout.journal, claim.layout.checkpoints
@@ -44,8 +43,8 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
 
     The unchanged command of a finished run is allowed: it shows the result. `horizon`: total steps.
 
-    Errors:
-        ConfigError: the newest checkpoint is beyond the end of the run; or at its end, and other options have changed.
+    Errors: ConfigError: the newest checkpoint is beyond the end of the run; or at its end, and other options have
+    changed.
     """
     train = run.config.train
     step, is_own = newest_step(claim.resolve_resume(run.config.resume), claim.path)
@@ -114,8 +113,7 @@ def options_to_continue(config: Config, worker: WorkerState) -> str:
 def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> None:
     """Refuse to restart a run that has saved checkpoints which cannot be found.
 
-    Errors:
-        CheckpointError: the journal records checkpoints, but there is none, not even a damaged one.
+    Errors: CheckpointError: the journal records checkpoints, but there is none, not even a damaged one.
     """
     log = claim.layout.journal
     saved = max((int(event.get("at_step", 0)) for event in read_events(log, "checkpoint")), default=0)

@@ -22,10 +22,8 @@ from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
-_FEW = 3
-"""Options in which a run may differ from one that the user may have meant to continue."""
-_NEWEST = 20
-"""Runs that are looked at for this."""
+_FEW = 3  # options in which a run may differ from one that the user may have meant to continue
+_NEWEST = 20  # runs that are looked at for this
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on the disk, or give another --run_dir"),
     errno.ENOENT: "restore it (if it is a link: its target), or give another --run_dir",
@@ -35,23 +33,14 @@ _NEXT = {
 
 @dataclass
 class RunDirectory:
-    """A claimed run folder; the claim lasts until `release`, or the end of the process.
+    """A claimed run folder; the claim lasts until `release`, or the end of the process."""
 
-    Attributes:
-        path: of the folder, which exists.
-        lock: open file; its lock is the claim.
-        lease: the claim if the file system has no locks.
-        job: identifies the claiming job (`runtime.environment.JOB`); "" if nothing does.
-        folder: in which the job was started; the task's code may have changed the current folder since.
-        remark: on a new run, for the user; "" for none.
-    """
-
-    path: Path
-    lock: IO[bytes]
-    lease: Lease | None
-    job: str
-    folder: Path
-    remark: str = ""
+    path: Path  # of the folder, which exists
+    lock: IO[bytes]  # open file; its lock is the claim
+    lease: Lease | None  # the claim if the file system has no locks
+    job: str  # identifies the claiming job (`runtime.environment.JOB`); "" if nothing does
+    folder: Path  # in which the job was started; the task's code may have changed the current folder since
+    remark: str = ""  # on a new run, for the user; "" for none
 
     @property
     def layout(self) -> RunLayout:
@@ -72,8 +61,7 @@ class RunDirectory:
     def check(self) -> None:
         """Refuse to continue if another job has claimed the folder, or could: two jobs would write into one run.
 
-        Errors:
-            RunDirectoryError: another job has claimed it, or it was moved or removed.
+        Errors: RunDirectoryError: another job has claimed it, or it was moved or removed.
         """
         held = os.fstat(self.lock.fileno())
         try:
@@ -123,8 +111,7 @@ class RunDirectory:
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, atomically, with `resume: auto`, so that it resumes this run.
 
-        Errors:
-            RunDirectoryError: the disk is full, for example.
+        Errors: RunDirectoryError: the disk is full, for example.
         """
         try:
             self.mark_job()

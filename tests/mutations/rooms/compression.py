@@ -5,8 +5,8 @@ from tests.mutations.mutation import Mutation, mutation
 MUTATIONS: tuple[Mutation, ...] = (
     mutation(
         "compression/sizes.py",
-        "_WORTH = 2\n",
-        "_WORTH = 1\n",
+        "_WORTH = 2  #",
+        "_WORTH = 1  #",
         "factors that save less than half are sent instead of the matrix",
         "tests/compression/test_powersgd.py",
     ),

@@ -26,7 +26,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_roll_back.py",
     ),
     mutation(
-        "data/sample_order.py",
+        "data/order.py",
         "length, mix_seed(self.seed, source))",
         "length, self.seed)",
         "all sources have the same order",

@@ -112,7 +112,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/state/test_commits.py",
     ),
     mutation(
-        "state/folders.py",
+        "state/shard_files.py",
         "max(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
         "min(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
         "a checkpoint that another host has been writing for long is removed",
@@ -126,7 +126,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/state/test_frozen.py",
     ),
     mutation(
-        "state/measure.py",
+        "state/checkpoint_store.py",
         "        return -value if self.more else value\n",
         "        return value\n",
         "the worst checkpoint by a metric of which more is better is kept as the best",
@@ -140,14 +140,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/state/test_pieces.py",
     ),
     mutation(
-        "state/pooling.py",
+        "state/buddies.py",
         "        if len(holders) == count:\n",
         "        if len(holders) >= count - 1:\n",
         "a commit that lacks a piece is chosen",
         "tests/state/test_buddies.py",
     ),
     mutation(
-        "state/shard_index.py",
+        "state/shard_files.py",
         "        if pieces:\n",
         "        if not entries:\n",
         "transformers takes some rows of a tensor for the whole",
@@ -161,7 +161,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/parallel/test_state.py",
     ),
     mutation(
-        "state/unsaved.py",
+        "state/frozen.py",
         "            return id(value), value._version\n",
         "            return id(value)\n",
         "a tensor that an optimizer changes in place outside of its state is lost without a warning",

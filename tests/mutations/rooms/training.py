@@ -46,9 +46,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_evaluate.py",
     ),
     mutation(
-        "training/diagnostics/curves.py",
-        "_SMALLEST = 0.01\n",
-        "_SMALLEST = 0.001\n",
+        "training/diagnostics/step_checks.py",
+        "_SMALLEST = 0.01  #",
+        "_SMALLEST = 0.001  #",
         "on a loss curve without noise small jumps are spikes",
         "tests/training/test_loss_spikes.py",
     ),
