@@ -82,8 +82,7 @@ def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, op
         import_library(library, "hvdtrain serve", "serve")
     import uvicorn
 
-    from hvdtrain.serve.app import OneModel, Service
-    from hvdtrain.serve.connections import Connection
+    from hvdtrain.serve.app import Connection, OneModel, Service
     from hvdtrain.serve.request import Limits, most_of_stop
 
     transformers.utils.logging.disable_progress_bar()

@@ -98,8 +98,7 @@ def _call(name: str, argv: list[str]) -> int:
     options = parser(name).parse_args(argv)
     if name == "resume":
         return _verify_resume(options.run, options.steps, options.sizes)
-    from hvdtrain.verify.data import verify_data
-    from hvdtrain.verify.data_text import to_text
+    from hvdtrain.verify.data import to_text, verify_data
 
     report = verify_data(options.run)
     print(to_text(report, options.run))
@@ -149,7 +148,7 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     info = None
     try:
         info, _ = prepare()
-        from hvdtrain.verify.plan_job import check_plan
+        from hvdtrain.verify.plan import check_plan
 
         found = check_plan(run, function, info)
     except (Exception, KeyboardInterrupt) as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.compare.columns import differing_options
+from hvdtrain.compare.comparison import differing_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Estimate
 from hvdtrain.timeline.analysis.budget import EXCHANGE, OTHER_EXCHANGE

@@ -17,7 +17,7 @@ from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.observe.trace_file import free_path
+from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.threads import SpinningThread
 
