@@ -109,8 +109,7 @@ def _examine(options: argparse.Namespace) -> Report | None:
 def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
     """Return the rank, the settings, and the error of the launcher's variables, if they are inconsistent.
 
-    Errors:
-        LaunchError: they are inconsistent, and --probe needs ranks.
+    Errors: LaunchError: they are inconsistent, and --probe needs ranks.
     """
     try:
         return *prepare(), None
@@ -123,8 +122,7 @@ def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], L
 def _write_site(path: Path) -> None:
     """Write the proposed profile.
 
-    Errors:
-        ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
+    Errors: ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
     """
     if path.suffix != ".yaml":
         raise ConfigError(f"--write-site {path} is not the name of a profile", expected="NAME.yaml")
@@ -241,8 +239,7 @@ def _check_hosts(options: argparse.Namespace) -> Report:
 def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
     """Measure the links between the ranks of this job; None except on rank 0. Collective: yes.
 
-    Errors:
-        HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
+    Errors: HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
     """
     from hvdtrain.doctor.links import by_mpi
     from hvdtrain.runtime.host import read_host

@@ -239,8 +239,7 @@ def merge(site: Site, argv: Sequence[str], typed: argparse.Namespace, target: st
         typed: its options alone.
         target: leave out options of the profile that it does not take; None for all of them.
 
-    Errors:
-        LaunchError: the profile has an unknown option or an invalid value.
+    Errors: LaunchError: the profile has an unknown option or an invalid value.
     """
     by_option = _words(site)
     if typed.hosts:

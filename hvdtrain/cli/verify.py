@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.ending import end, show
+from hvdtrain.cli.ending import end
 from hvdtrain.cli.parser import Parser, local, positive, run_group
-from hvdtrain.observe.output import FailureOutput
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
@@ -152,7 +151,7 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
 
         found = check_plan(run, function, info)
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, info, FailureOutput(show))
+        return end(error, info)
     if info.rank == 0:
         print(found.to_text(), flush=True)
     return 1 if found.wrong else 0

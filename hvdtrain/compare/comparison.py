@@ -81,58 +81,33 @@ _COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of all columns at one place.
+    """One figure of all columns at one place."""
 
-    Attributes:
-        figure: loss, heldout_loss, or a metric of the task.
-        axis: samples, or seconds of training.
-        place: on the axis: the last one that all columns with this figure have.
-        window: length of the window before it that values are means of; 0 for evaluations.
-        values: by column; None if a column lacks the figure.
-        differences: value minus that of the first column, with its 95% interval if that is known; None in the first.
-        sources: of the intervals: seeds, noise or nothing.
-    """
-
-    figure: str
-    axis: str
-    place: float
-    window: float
-    values: Sequence[float | None]
-    differences: Sequence[Estimate | None]
-    sources: Sequence[str]
+    figure: str  # loss, heldout_loss, or a metric of the task
+    axis: str  # samples, or seconds of training
+    place: float  # on the axis: the last one that all columns with this figure have
+    window: float  # length of the window before it that values are means of; 0 for evaluations
+    values: Sequence[float | None]  # by column; None if a column lacks the figure
+    differences: Sequence[Estimate | None]  # value minus the first column's, with its 95% interval; None in the first
+    sources: Sequence[str]  # of the intervals: seeds, noise or nothing
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs compared with the first.
+    """Runs compared with the first."""
 
-    Attributes:
-        columns: by column, the folders of its runs: several, if they differ only in their seed.
-        states: by column, how far its runs are.
-        rows: by samples, then by seconds.
-        costs: figures of the cost by name, one a column: means over its runs; None if unknown.
-        options: options that differ, by name, one value a column.
-        versions: of software, likewise.
-        machines: ranks, hosts and devices, likewise.
-        notes: what limits the comparison.
-    """
-
-    columns: Sequence[Sequence[str]]
-    states: Sequence[str]
-    rows: Sequence[Row]
-    costs: Mapping[str, Sequence[float | None]]
-    options: Mapping[str, Sequence[Any]]
-    versions: Mapping[str, Sequence[Any]]
-    machines: Mapping[str, Sequence[Any]]
-    notes: Sequence[str]
+    columns: Sequence[Sequence[str]]  # by column, the folders of its runs: several, if they differ only in their seed
+    states: Sequence[str]  # by column, how far its runs are
+    rows: Sequence[Row]  # by samples, then by seconds
+    costs: Mapping[str, Sequence[float | None]]  # by name, one a column: means over its runs; None if unknown
+    options: Mapping[str, Sequence[Any]]  # options that differ, by name, one value a column
+    versions: Mapping[str, Sequence[Any]]  # of software, likewise
+    machines: Mapping[str, Sequence[Any]]  # ranks, hosts and devices, likewise
+    notes: Sequence[str]  # what limits the comparison
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Compare runs with the first.
-
-    Errors:
-        ConfigError: a run has no figure in common with the first.
-    """
+    """Compare runs with the first. Errors: ConfigError: a run has no figure in common with the first."""
     columns = group_by_seed(runs)
     rows = [row for axis in (SAMPLES, SECONDS) for row in _rows(columns, axis)]
     base = columns[0][0]

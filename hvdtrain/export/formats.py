@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain import __version__
+from hvdtrain.doctor.facts.installation import package_version
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.files import fsync_folder
 from hvdtrain.observe.past_journal import read_events
@@ -54,8 +54,7 @@ def to_transformers(source: SavedModel, out: Path) -> None:
 def to_safetensors(source: SavedModel, out: Path) -> None:
     """Write the state dict of the model of any task as one file; tied tensors are written under each name.
 
-    Errors:
-        CheckpointError: the checkpoint is damaged, or lacks parameters that its task makes.
+    Errors: CheckpointError: the checkpoint is damaged, or lacks parameters that its task makes.
     """
     if source.has_adapters:
         tensors = read_weights(source) or {}
@@ -194,7 +193,7 @@ def model_card(checkpoint: Path) -> str:
             f"- Steps: {step:,} of {options['train']['global_batch']} samples, {samples:,} samples in all,"
             f" of {options['data']['seq_len']} tokens",
         ]
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
+    versions = ", ".join(f"{name} {package_version(name) or 'unknown'}" for name in ("torch", "transformers"))
     lines += [f"- Versions: hvdtrain {__version__}, {versions}", "", *_losses(layout, step)]
     if options:
         lines += ["## Options", "", "`hvdtrain train --config FILE` with:", ""]
@@ -211,10 +210,3 @@ def _losses(layout: RunLayout, step: int) -> list[str]:
     rows = (("first", min(losses)), ("best", best), ("last", max(losses)))
     table = [f"| {name} | {at:,} | {losses[at]:.4f} |" for name, at in rows]
     return ["| held-out loss | step | nats for a token |", "|---|---|---|", *table, ""]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

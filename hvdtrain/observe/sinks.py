@@ -67,18 +67,12 @@ def sink_maker(value: Any) -> Callable[[], Sink]:
 
 @dataclass
 class Background:
-    """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is.
+    """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is."""
 
-    Attributes:
-        make: creates the sink, in the thread.
-        warn: called from the thread when the sink fails or is too slow.
-        limit: waiting records at most. Further ones are dropped and counted.
-    """
-
-    make: Callable[[], Sink]
+    make: Callable[[], Sink]  # creates the sink, in the thread
     name: str
-    warn: Callable[[str], None]
-    limit: int = _LIMIT
+    warn: Callable[[str], None]  # called from the thread when the sink fails or is too slow
+    limit: int = _LIMIT  # waiting records at most. Further ones are dropped and counted
     clock: Callable[[], float] = time.monotonic
     _waiting: deque[Record] = field(default_factory=deque)
     _dropped: int = 0

@@ -31,8 +31,7 @@ class TraceFile:
         path: must not exist; its folder is created.
         first: the first events, at least one.
 
-    Errors:
-        OSError: it exists, or cannot be written.
+    Errors: OSError: it exists, or cannot be written.
     """
 
     def __init__(self, path: Path, first: Sequence[Mapping[str, Any]]) -> None:
@@ -89,19 +88,12 @@ _MOST_TOGETHER = 200
 
 
 class SpanClock(Struct):
-    """The clock of a span file.
+    """The clock of a span file."""
 
-    Attributes:
-        start_time_since_epoch_in_micros: the wall clock at the file's time 0.
-        monotonic_us: the rank's clock (`time.perf_counter_ns`) at the file's time 0.
-        clock_id: equal ones are the same clock.
-        start: number of the start; -1 if unknown.
-    """
-
-    start_time_since_epoch_in_micros: float
-    monotonic_us: float = 0.0
-    clock_id: str = ""
-    start: int = -1
+    start_time_since_epoch_in_micros: float  # the wall clock at the file's time 0
+    monotonic_us: float = 0.0  # the rank's clock (`time.perf_counter_ns`) at the file's time 0
+    clock_id: str = ""  # equal ones are the same clock
+    start: int = -1  # number of the start; -1 if unknown
 
 
 def title(rank: int, host: str) -> str:
@@ -120,18 +112,14 @@ class SpanTrace:
     """Writes the spans of some steps to ``RUN/timeline/spans-rank-N.json``; a later start of the run adds a file.
 
     Nothing is written during a step. A write error ends the trace with a warning; training continues.
-
-    Attributes:
-        folder: ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it.
-        warn: called once on a write error.
     """
 
     spans: Spans
-    folder: Path
+    folder: Path  # ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it
     rank: int
     host: str
     window: Window
-    warn: Callable[[str], None]
+    warn: Callable[[str], None]  # called once on a write error
     start: int = 0
     _file: TraceFile | None = None
     _failed: bool = False

@@ -116,18 +116,12 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
 
 
 class Block(NamedTuple):
-    """The stamps of consecutive steps of all ranks.
-
-    Attributes:
-        stamps: microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns].
-        facts: those of `FACTS` that any rank knows, a number per rank, NaN if unknown.
-        elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
-    """
+    """The stamps of consecutive steps of all ranks."""
 
     first: int
-    stamps: NDArray[np.float64]
-    facts: dict[str, list[float]]
-    elements: NDArray[np.float64]
+    stamps: NDArray[np.float64]  # microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns]
+    facts: dict[str, list[float]]  # those of `FACTS` that any rank knows, a number per rank, NaN if unknown
+    elements: NDArray[np.float64]  # of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps]
 
 
 def pack(
@@ -177,20 +171,13 @@ class StepFile:
     """A sink that writes the messages of all ranks, in a thread of its own on rank 0.
 
     A write error ends the file with a warning; training continues.
-
-    Attributes:
-        path: the file; its folder is created.
-        warn: called once on a write error.
-        clocks: of all ranks; refined by the bounds of each block.
-        origin_us: zero of the written times, by rank 0's clock.
-        show: receives an event ``ranks`` per block if there are several ranks.
     """
 
-    path: Path
-    warn: Callable[[str], None]
-    clocks: Clocks
-    origin_us: float
-    show: Callable[[dict[str, Any]], None]
+    path: Path  # the file; its folder is created
+    warn: Callable[[str], None]  # called once on a write error
+    clocks: Clocks  # of all ranks; refined by the bounds of each block
+    origin_us: float  # zero of the written times, by rank 0's clock
+    show: Callable[[dict[str, Any]], None]  # receives an event ``ranks`` per block if there are several ranks
     _file: LineFile | None = None
     _failed: bool = False
 

@@ -35,19 +35,12 @@ EARLY = "stopped early: worse than the median of the others at that step"
 
 @dataclass(frozen=True)
 class Tried:
-    """A trial.
+    """A trial."""
 
-    Attributes:
-        values: of the options.
-        folder: of its run.
-        value: what was measured; None if the trial did not end, or failed.
-        why: "" if it ran to its end, else why not.
-    """
-
-    values: Mapping[str, Any]
-    folder: Path
-    value: float | None
-    why: str
+    values: Mapping[str, Any]  # of the options
+    folder: Path  # of its run
+    value: float | None  # what was measured; None if the trial did not end, or failed
+    why: str  # "" if it ran to its end, else why not
 
 
 def search(
@@ -71,8 +64,7 @@ def search(
         seed: of the choices.
         say: gets a line for each trial.
 
-    Errors:
-        RunDirectoryError: the folder has another search.
+    Errors: RunDirectoryError: the folder has another search.
     """
     optuna = import_library("optuna", "hvdtrain tune", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)

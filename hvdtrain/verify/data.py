@@ -22,33 +22,20 @@ _MOST = 8
 
 @dataclass
 class DataReport:
-    """The content of a run's ledger, and the errors in it.
-
-    Attributes:
-        windows: the steps of each start that count.
-        durable: step of the newest checkpoint.
-        journal: the starts in the journal; None if there is no journal.
-        first: the step before the first one in the ledger.
-        position: the first position in the ledger.
-        last: the last step that all ranks have recorded.
-        end: the position after it.
-        left_out: ranges of positions that are skipped on purpose.
-        wrong: errors, earliest step first.
-        notes: other information for the user.
-    """
+    """The content of a run's ledger, and the errors in it."""
 
     starts: list[Start]
-    windows: list[Window]
-    durable: int
-    journal: list[JournalStart] | None
-    first: int = 0
-    position: int = 0
-    last: int = 0
-    end: int = 0
+    windows: list[Window]  # the steps of each start that count
+    durable: int  # step of the newest checkpoint
+    journal: list[JournalStart] | None  # the starts in the journal; None if there is no journal
+    first: int = 0  # the step before the first one in the ledger
+    position: int = 0  # the first position in the ledger
+    last: int = 0  # the last step that all ranks have recorded
+    end: int = 0  # the position after it
     epochs: Epochs = field(default_factory=Epochs)
-    left_out: list[tuple[int, int]] = field(default_factory=list)
-    wrong: list[Wrong] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    left_out: list[tuple[int, int]] = field(default_factory=list)  # ranges of positions that are skipped on purpose
+    wrong: list[Wrong] = field(default_factory=list)  # errors, earliest step first
+    notes: list[str] = field(default_factory=list)  # other information for the user
 
 
 def verify_data(run: Path) -> DataReport:

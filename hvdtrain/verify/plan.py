@@ -50,19 +50,12 @@ _LAYERS = 2
 
 @dataclass(frozen=True)
 class Compared:
-    """A parameter's gradient on all ranks, next to that of one rank.
+    """A parameter's gradient on all ranks, next to that of one rank."""
 
-    Attributes:
-        parameter: its name in the model.
-        error: norm of the difference over the norm of the gradient.
-        factor: of the gradient that is nearest: 2 if it was counted twice, 0 if it is missing.
-        norm: of the gradient.
-    """
-
-    parameter: str
-    error: float
-    factor: float
-    norm: float
+    parameter: str  # its name in the model
+    error: float  # norm of the difference over the norm of the gradient
+    factor: float  # of the gradient that is nearest: 2 if it was counted twice, 0 if it is missing
+    norm: float  # of the gradient
 
     @property
     def wrong(self) -> str:
@@ -91,8 +84,7 @@ def for_plan(run: RunConfig) -> RunConfig:
 def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info: RankInfo) -> list[Compared]:
     """Return the comparison of each trained parameter in the first step, equal on all ranks. Collective: yes.
 
-    Errors:
-        ConfigError: the ranks or the model cannot be divided as the config says.
+    Errors: ConfigError: the ranks or the model cannot be divided as the config says.
     """
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
     whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, **vars(ONE))
