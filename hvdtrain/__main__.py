@@ -99,10 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
         return 128 + signal.SIGPIPE
     except Exception as error:  # mostly of the user's code, which some commands import
-        from hvdtrain.cli.ending import end, show
-        from hvdtrain.observe.output import FailureOutput
+        from hvdtrain.cli.ending import end
 
-        return end(error, None, FailureOutput(show))
+        return end(error, None)
     return code
 
 

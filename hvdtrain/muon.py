@@ -41,8 +41,7 @@ class Muon(Optimizer):
         eps: number added to AdamW's denominator.
         fused: use the fused kernel of AdamW.
 
-    Errors:
-        ValueError: a group with `matrices` has a parameter that is not one.
+    Errors: ValueError: a group with `matrices` has a parameter that is not one.
     """
 
     def __init__(

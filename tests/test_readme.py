@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.verify.data import verify_data
-from hvdtrain.verify.data_text import to_text
+from hvdtrain.verify.data import to_text, verify_data
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program, run
 

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from sysconfig import get_python_version
 
@@ -58,6 +57,7 @@ def main(argv: list[str]) -> int:
 def _make(options: argparse.Namespace) -> int:
     from packaging.utils import canonicalize_name
 
+    from hvdtrain.doctor.facts.installation import package_version
     from hvdtrain.install import bundle, fetch
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
@@ -76,15 +76,8 @@ def _make(options: argparse.Namespace) -> int:
     )
     if options.torch is None:
         pins = fetch.pins((project / "constraints.txt").read_text(), target.markers)
-        target = replace(target, torch=_installed_torch() or pins["torch"])
+        target = replace(target, torch=package_version("torch") or pins["torch"])
     cache.mkdir(parents=True, exist_ok=True)
     source = bundle.Source(project, cache / "horovod" / "sdist" / SDIST, cache / "bundle.log", variables)
     print(f"making a bundle for {target}   (log: {source.log})", flush=True)
     return bundle.make(source, options.folder, target, lambda line: print(f"  {line}", flush=True))
-
-
-def _installed_torch() -> str | None:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None

@@ -27,10 +27,8 @@ def main(argv: list[str]) -> int:
 
     from hvdtrain.cli.timeline.report import show
     from hvdtrain.compare.comparison import compare
-    from hvdtrain.compare.figures import met, to_bytes
-    from hvdtrain.compare.page import to_html
     from hvdtrain.compare.read import read_run
-    from hvdtrain.compare.view import to_text
+    from hvdtrain.compare.view import met, to_bytes, to_html, to_text
 
     runs = [read_run(path) for path in (options.run_a, *options.run_b)]
     comparison = compare(runs)

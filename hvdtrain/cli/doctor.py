@@ -1,32 +1,48 @@
-"""``hvdtrain doctor``: check the installation and this machine, and show the settings that hvdtrain chooses."""
+"""``hvdtrain doctor``: check the installation, this machine and other hosts; show the settings that hvdtrain chooses.
+
+``--hosts a,b`` and ``--probe`` check several hosts and measure the links between them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
+import os
 import platform
 import shlex
 import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hvdtrain.cli import doctor_hosts
-from hvdtrain.cli.parser import Parser, local
-from hvdtrain.doctor import report
+from hvdtrain.cli.launch_options import add_network
+from hvdtrain.cli.parser import Parser, above_0, local
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.facts.network import network
 from hvdtrain.doctor.facts.scheduler import scheduler
 from hvdtrain.doctor.finding import LEVELS, worst
+from hvdtrain.doctor.hosts.checks import examine as examine_hosts
+from hvdtrain.doctor.hosts.survey import Hosts
+from hvdtrain.doctor.links.measured import Links, check_links
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
+from hvdtrain.doctor.report import Entry, Report, entries, settings, summary
 from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.files import create_text, open_regular
 from hvdtrain.launch.detect import detect_machine
-from hvdtrain.runtime.environment import RankInfo, environ
+from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.variables import FOUND_BY, passed_variables
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
+from hvdtrain.runtime.mpi import check_launch
 from hvdtrain.runtime.tuning import Choice, prepare, without_our_variables
+
+if TYPE_CHECKING:
+    from hvdtrain.doctor.links.expected import Outlook
+
 
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
 
@@ -45,7 +61,7 @@ def parser() -> Parser:
     add("--nccl_log", metavar="FILE", type=local, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
     site = "propose a profile of this site for hvdtrain launch --site, in a new file NAME.yaml, and check nothing"
     add("--write-site", metavar="FILE", type=local, help=site)
-    doctor_hosts.add_options(made)
+    _add_hosts(made)
     return made
 
 
@@ -71,30 +87,29 @@ def main(argv: list[str]) -> int:
     return worst(found.findings)
 
 
-def _examine(options: argparse.Namespace) -> report.Report | None:
+def _examine(options: argparse.Namespace) -> Report | None:
     """Return the report; None if there is nothing to show: on ranks other than 0, and after `_write_site`."""
-    doctor_hosts.check_options(options)
+    _check_hosts_options(options)
     if options.write_site and (options.hosts or options.probe):
         raise ConfigError("--write-site describes this host", next_step="omit --hosts and --probe")
     if options.hosts:
-        return doctor_hosts.check_hosts(options)
+        return _check_hosts(options)
     log = _read(options.nccl_log) if options.nccl_log else None
     info, choices, refusal = _prepare(options)
     if options.probe:
-        return doctor_hosts.probe_ranks(options, info)
+        return _probe_ranks(options, info)
     if info.rank != 0:
         return None
     if options.write_site:
         _write_site(options.write_site)
         return None
-    return report.Report(examine(gather(info, environ(), options.run_dir, log, refusal)), info, choices)
+    return Report(examine(gather(info, environ(), options.run_dir, log, refusal)), info, choices)
 
 
 def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
     """Return the rank, the settings, and the error of the launcher's variables, if they are inconsistent.
 
-    Errors:
-        LaunchError: they are inconsistent, and --probe needs ranks.
+    Errors: LaunchError: they are inconsistent, and --probe needs ranks.
     """
     try:
         return *prepare(), None
@@ -107,8 +122,7 @@ def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], L
 def _write_site(path: Path) -> None:
     """Write the proposed profile.
 
-    Errors:
-        ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
+    Errors: ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
     """
     if path.suffix != ".yaml":
         raise ConfigError(f"--write-site {path} is not the name of a profile", expected="NAME.yaml")
@@ -134,23 +148,133 @@ def _read(path: Path) -> NcclLog:
         ) from error
 
 
-def _print_table(found: report.Report) -> None:
+def _print_table(found: Report) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
 
-    def show(entries: Iterable[report.Entry]) -> None:
+    def show(some: Iterable[Entry]) -> None:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for entry in entries:
+        for entry in some:
             name = [Text(entry.name)] if entry.name else []
             text = Text("\n".join([entry.text, *entry.remarks]))
             table.add_row(Text(entry.mark, style=_STYLES[entry.mark]), *name, text)
         console.print(table)
 
-    show(report.entries(found.findings))
+    show(entries(found.findings))
     if found.choices:
         console.print(Text("\nSettings made before torch and MPI are loaded", style="bold"))
-        show(report.settings(found.choices))
-    console.print(Text("\n" + report.summary(found.findings), style=_STYLES[LEVELS[worst(found.findings)]]))
+        show(settings(found.choices))
+    console.print(Text("\n" + summary(found.findings), style=_STYLES[LEVELS[worst(found.findings)]]))
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for several hosts."""
+    several = parser.add_argument_group("several hosts").add_argument
+    hosts = "check and compare these hosts over ssh; HOST:N for N ranks (default: 1)"
+    several("--hosts", metavar="a:4,b:4", help=hosts)
+    add_network(several)
+    title = "links between --hosts, or between the ranks that a launcher started"
+    add = parser.add_argument_group(title).add_argument
+    add("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
+    add("--run", type=local, metavar="RUN", help="predict the step time of this run on more ranks")
+    parameters = "predict the step time of a model with N parameters on more ranks; needs --step_ms"
+    add("--model_parameters", type=_count, metavar="N", help=parameters)
+    add("--step_ms", type=above_0, metavar="X", help="milliseconds of a step on one rank")
+
+
+def _check_hosts_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError where an option needs another one, or excludes it."""
+    model = options.model_parameters is not None
+    if model != (options.step_ms is not None):
+        what = "--model_parameters and --step_ms must be given together"
+        raise ConfigError(what, next_step="give both, or only --run RUN")
+    if model and options.run:
+        raise ConfigError(
+            "--run and --model_parameters cannot be given together",
+            next_step="remove --run, or remove --model_parameters and --step_ms",
+        )
+    if (model or options.run) and not options.probe:
+        what = "--run and --model_parameters need --probe, which measures the links"
+        raise ConfigError(what, next_step="add --probe")
+
+
+def _check_hosts(options: argparse.Namespace) -> Report:
+    """Check all hosts of ``--hosts``. Errors: HvdtrainError: --hosts or --run is invalid."""
+    from hvdtrain.doctor.links.start_probe import measure_links
+
+    variables, hosts = environ(), parse_hosts(options.hosts)
+    job = JobSpec(
+        arguments=("doctor", "--probe", "--json"),
+        ranks=sum(hosts.values()),
+        nodes=len(hosts),
+        hosts=hosts,
+        host=platform.node(),
+        python=sys.executable,
+        folder=str(Path.cwd()),
+        pass_on=tuple(name for name in (*FOUND_BY, *passed_variables(variables)) if name in variables),
+        interface=options.interface,
+        ssh_port=options.ssh_port,
+        ssh_options=tuple(options.ssh_option),
+        is_root=os.geteuid() == 0,
+    )
+    with Hosts(job, variables) as probes:
+        survey = probes.survey()
+        findings, links = examine_hosts(survey), None
+        if options.probe:
+            notes, links = measure_links(probes, job, variables, survey)
+            findings += notes
+    if links is None:
+        return Report(findings)
+    interface_mbit = {
+        host: one.mbit for host in survey.facts if host in links.hosts and (one := survey.interface(host))
+    }
+    first = next(iter(survey.facts.values()))
+    outlook = _outlook(options, links, max(hosts.values()), first.host.cores, on_cpu=not first.gpus)
+    return Report([*findings, *check_links(links, interface_mbit)], links=links, outlook=outlook)
+
+
+def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
+    """Measure the links between the ranks of this job; None except on rank 0. Collective: yes.
+
+    Errors: HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
+    """
+    from hvdtrain.doctor.links import by_mpi
+    from hvdtrain.runtime.host import read_host
+
+    if info.launcher == NO_LAUNCHER:
+        raise ConfigError(
+            "--probe measures links between hosts or ranks, but this is a single process.",
+            next_step="hvdtrain doctor --hosts a,b --probe, or under mpirun: python -m hvdtrain doctor --probe",
+        )
+    if info.launcher == GLOO_LAUNCHER:
+        raise ConfigError(
+            "--probe needs MPI, but these ranks were started without it.",
+            next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
+        )
+    check_launch(info)
+    links = by_mpi.measure(info)
+    if links is None:
+        return None
+    facts = read_host(environ())
+    outlook = _outlook(options, links, info.local_size, facts.cores, on_cpu=not facts.gpus)
+    return Report(check_links(links), links=links, outlook=outlook)
+
+
+def _outlook(options: argparse.Namespace, links: Links, per_host: int, cores: int, *, on_cpu: bool) -> Outlook | None:
+    if options.run is None and options.model_parameters is None:
+        return None
+    from hvdtrain.doctor.links.expected import assumed_run, outlook
+    from hvdtrain.timeline.whatif.read_run import read_evidence
+
+    if options.run is not None:
+        return outlook(read_evidence(options.run), links, per_host)
+    threads = max(1, cores // per_host)
+    step_s = options.step_ms * 1e-3
+    return outlook(assumed_run(options.model_parameters, step_s, cores, threads, on_cpu=on_cpu), links, per_host)
+
+
+def _count(text: str) -> int:
+    return max(1, round(above_0(text)))

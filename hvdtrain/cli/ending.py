@@ -17,15 +17,17 @@ EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
 _WAIT_FOR_OTHERS_S = 5.0
 
 
-def end(error: BaseException, info: RankInfo | None, output: FailureOutput) -> int:
-    """Print the error to stderr, unless the failure card did, and return the exit code.
+def end(error: BaseException, info: RankInfo | None, output: FailureOutput | None = None) -> int:
+    """Print the error to stderr, unless the failure card of `output` did, and return the exit code.
 
     In a job of several ranks, end this process immediately; the launcher ends the others. Each rank prints its own
     error if there is no shared run folder yet. Rank 0 prints an error that all ranks have.
     """
     several = info is not None and info.size > 1
-    if not output.reported:
-        if several and info is not None and _is_reported_by_others(error, info):
+    if output is None or not output.reported:
+        is_consequence = getattr(error, "consequence", False) or type(error).__name__ == "HorovodInternalError"
+        is_of_rank_0 = getattr(error, "everywhere", False) and info is not None and info.rank != 0
+        if several and (is_consequence or is_of_rank_0):  # another rank has the same error, or a more specific one
             # Let the other rank print first: the launcher ends it as soon as this one exits. If nothing ends this rank
             # in the meantime, it was the only one with the error. A launcher that ends ranks by SIGTERM may report
             # their exit code as that of the job.
@@ -43,13 +45,6 @@ def show(text: str) -> None:
     """Write to stderr and flush."""
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def _is_reported_by_others(error: BaseException, info: RankInfo) -> bool:
-    """Tell whether another rank has the same error, or a more specific one."""
-    if getattr(error, "consequence", False) or type(error).__name__ == "HorovodInternalError":
-        return True
-    return getattr(error, "everywhere", False) and info.rank != 0
 
 
 def _code(error: BaseException) -> int:

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, local
+from hvdtrain.cli.parser import MODEL_HELP, Parser, local
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
 
 if TYPE_CHECKING:
     from hvdtrain.runtime.environment import RankInfo
-    from hvdtrain.training.evaluate_run import Evaluated
+
 
 Result = tuple[dict[str, Any], Callable[[], list[str]]]
 """The values to print; and what makes the lines of --per_sample."""
@@ -45,27 +45,23 @@ exit code: 0; 1 on an error; 2 on one that would recur, such as a wrong option
 def parser() -> Parser:
     """Declare the options. Those of training may follow."""
     made = Parser(prog="hvdtrain evaluate", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument(
-        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
-    )
-    made.add_argument(
-        "--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)"
-    )
+    add = made.add_argument
+    add("path", metavar="RUN", help=MODEL_HELP)
+    add("--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)")
     samples = "number of samples, evenly spaced; of a task, the first ones (default: all)"
-    made.add_argument("--samples", type=int, default=0, help=samples)
-    made.add_argument("--per_sample", type=local, metavar="FILE", help="write the values of each sample, as JSON lines")
+    add("--samples", type=int, default=0, help=samples)
+    add("--per_sample", type=local, metavar="FILE", help="write the values of each sample, as JSON lines")
     tasks = "instead of data, evaluate on tasks of lm-evaluation-harness: names with commas"
-    made.add_argument("--tasks", type=lambda text: text.split(","), metavar="NAMES", help=tasks)
-    made.add_argument("--task_folder", type=local, metavar="FOLDER", help="with YAML files of further tasks")
-    made.add_argument("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    add("--tasks", type=lambda text: text.split(","), metavar="NAMES", help=tasks)
+    add("--task_folder", type=local, metavar="FOLDER", help="with YAML files of further tasks")
+    add("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
+    add("--json", action="store_true", help="print JSON")
     return made
 
 
 def main(argv: list[str]) -> int:
     """Evaluate, and print on rank 0."""
-    from hvdtrain.cli.ending import end, show
-    from hvdtrain.observe.output import FailureOutput
+    from hvdtrain.cli.ending import end
     from hvdtrain.runtime.tuning import prepare
 
     make_output_unfailing()
@@ -79,7 +75,7 @@ def main(argv: list[str]) -> int:
                 options.per_sample.write_text("".join(f"{line}\n" for line in lines()))
             print(json.dumps(values, indent=1) if options.json else _text(values))
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, info, FailureOutput(show))
+        return end(error, info)
     return 0
 
 
@@ -128,7 +124,10 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
     values = {"model": str(source.folder), "samples": found.samples, **found.means}
     if found.unit == "tokens":
         values["perplexity"] = math.exp(min(found.means["loss"], 700.0))
-    return values, partial(_lines, found)
+    return values, lambda: [
+        json.dumps({"sample": start, **{name.removeprefix("metric/"): pair for name, pair in sums.items()}})
+        for start, sums in found.passes
+    ]
 
 
 def _with_config_of(checkpoint: Path, training: Sequence[str]) -> list[str]:
@@ -156,10 +155,3 @@ def _text(values: Mapping[str, Any]) -> str:
     rows = [(name, format(value, forms.get(type(value), ""))) for name, value in values.items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-
-def _lines(found: Evaluated) -> list[str]:
-    return [
-        json.dumps({"sample": start, **{name.removeprefix("metric/"): pair for name, pair in sums.items()}})
-        for start, sums in found.passes
-    ]

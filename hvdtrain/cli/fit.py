@@ -49,10 +49,8 @@ def parser() -> Parser:
     add = made.add_argument
     add("--ranks", default="1,8", metavar="N,...", help="numbers of ranks (default: 1,8)")
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
-    shards = (
-        "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine divides)"
-    )
-    add("--shards", metavar="SHARD,...", help=shards)
+    shards = "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine"
+    add("--shards", metavar="SHARD,...", help=f"{shards} divides)")
     meshes = (
         "meshes of --parallel.ep, tp, cp and pp, such as ep8,tp2xpp4, or with --parallel.engine fsdp tp2xfsdp; auto:"
         " powers of two of each, until one fits; none (default: auto if nothing else fits in --gib)"
@@ -74,15 +72,12 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Predict and print. Return 0; 1 if no line fits in the given memory.
 
-    Errors:
-        ConfigError: an invalid option. What only a line does not support is shown in that line.
+    Errors: ConfigError: an invalid option. What only a line does not support is shown in that line.
     """
     options, training = parser().parse_known_args(argv)
-    ranks = _numbers(options.ranks)
-    shards, modes = (each.split(",") if each else None for each in (options.shards, options.checkpointing))
-    times = _step_times(options)
+    ranks, times = _numbers(options.ranks), _step_times(options)
     found: list[Line] = []
-    for line in _predict(training, ranks, shards, modes, options.gib, times, options.meshes):
+    for line in _predict(training, options, ranks, times):
         found.append(line)
         if not options.json:
             if len(found) == 1:
@@ -94,18 +89,14 @@ def main(argv: list[str]) -> int:
     found, reasons = propose(found, options.gib)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
-        return _exit_code(found, options.gib)
-    for reason in dict.fromkeys(line.no_step for line in found if line.no_step):
-        print(f"no time of a step: {reason}")
-    for reason in reasons:
-        print(reason)
-    if options.gib is None:
-        print("Add about 1 GiB for CUDA and NCCL, and 5 to 10% for gaps between blocks.")
-    return _exit_code(found, options.gib)
-
-
-def _exit_code(found: list[Line], gib: float | None) -> int:
-    return 0 if any(line.memory and fits_in(line.memory, gib) for line in found) else 1
+    else:
+        for reason in dict.fromkeys(line.no_step for line in found if line.no_step):
+            print(f"no time of a step: {reason}")
+        for reason in reasons:
+            print(reason)
+        if options.gib is None:
+            print("Add about 1 GiB for CUDA and NCCL, and 5 to 10% for gaps between blocks.")
+    return 0 if any(line.memory and fits_in(line.memory, options.gib) for line in found) else 1
 
 
 def _step_times(options: argparse.Namespace) -> list[StepTimes]:
@@ -131,15 +122,7 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _predict(
-    argv: list[str],
-    ranks: list[int],
-    shards: list[str] | None,
-    modes: list[str] | None,
-    gib: float | None,
-    times: list[StepTimes],
-    meshes: str | None,
-) -> Iterator[Line]:
+def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], times: list[StepTimes]) -> Iterator[Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
@@ -150,11 +133,12 @@ def _predict(
 
     function: Callable[..., Any] = load_task_function(task_spec(argv))
     config = parse_argv(argv, function).config
-    given, modes = config.parallel, modes or [config.memory.checkpointing]
+    given, gib, meshes = config.parallel, options.gib, options.meshes
+    modes = options.checkpointing.split(",") if options.checkpointing else [config.memory.checkpointing]
     dimensions = plan_of(config).dimensions
     has_mesh = bool(dimensions)
-    if shards is None:
-        shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
+    shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
+    shards = options.shards.split(",") if options.shards else shards
     if has_mesh and meshes not in (None, "none"):
         raise ConfigError("--meshes, but the options have a mesh", next_step=f"leave out {dimensions.options}")
 

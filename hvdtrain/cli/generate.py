@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from hvdtrain.cli.parser import Parser, positive
+from hvdtrain.cli.parser import MODEL_HELP, Parser, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 
@@ -23,9 +23,7 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain generate", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument(
-        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
-    )
+    made.add_argument("path", metavar="RUN", help=MODEL_HELP)
     made.add_argument("--prompt", required=True, help="text to continue; - reads it from stdin")
     made.add_argument("--tokens", type=positive, default=200, help="number of tokens at most (default: 200)")
     made.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling; 0: no sampling (default: 1)")
@@ -58,7 +56,14 @@ def main(argv: list[str]) -> int:
     device = pick_device(options.device, 0, 1)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     model: Any = load_model(source).eval().to(device)
-    _check_length(model, inputs.input_ids.shape[1], options.tokens)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and (length := inputs.input_ids.shape[1]) + options.tokens > positions:
+        raise ConfigError(
+            "prompt and continuation are too long for the model",
+            expected=f"{positions} tokens at most",
+            found=f"{length} of the prompt, and --tokens {options.tokens}",
+            next_step=f"--tokens {positions - length}" if length < positions else "use a shorter prompt",
+        )
     torch.manual_seed(options.seed)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
@@ -73,17 +78,6 @@ def main(argv: list[str]) -> int:
         **sampling,
     )
     return 0
-
-
-def _check_length(model: Any, prompt: int, tokens: int) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and prompt + tokens > positions:
-        raise ConfigError(
-            "prompt and continuation are too long for the model",
-            expected=f"{positions} tokens at most",
-            found=f"{prompt} of the prompt, and --tokens {tokens}",
-            next_step=f"--tokens {positions - prompt}" if prompt < positions else "use a shorter prompt",
-        )
 
 
 def _temperature(text: str) -> float:

@@ -101,19 +101,8 @@ _array = _word(
     r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*(%[1-9][0-9]{0,5})?",
     "is no list of indices; expected 0-3, 0,2,5 or 0-9%2",
 )
-_word_of_image = _word(
-    r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash"
-)
-
-
-def _image(text: str) -> str:
-    return "" if text == "none" else _word_of_image(text)
-
-
-_mount = _word(
-    "/[^:]*:/[^:]*(:ro)?",
-    "is not a mount; expected SRC:DST or SRC:DST:ro with absolute paths",
-)
+_image = _word(r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash")
+_mount = _word("/[^:]*:/[^:]*(:ro)?", "is not a mount; expected SRC:DST or SRC:DST:ro with absolute paths")
 _chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
 
 
@@ -258,7 +247,7 @@ def _add_scheduled(add: Callable[..., object]) -> None:
 
 def _add_container(add: Callable[..., object]) -> None:
     image = "run each rank in this container image, with the image's Python; none for no container (default: none)"
-    add("--container", type=_image, metavar="IMAGE", help=image)
+    add("--container", type=lambda text: "" if text == "none" else _image(text), metavar="IMAGE", help=image)
     mount = "mount a folder of the hosts in the container, besides the working folder; may be repeated"
     add("--container-mount", action="append", type=_mount, default=[], metavar="SRC:DST[:ro]", help=mount)
     runtimes = [AUTO, PYXIS, APPTAINER]
@@ -269,8 +258,7 @@ def _add_container(add: Callable[..., object]) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of launch; `arguments` is everything from ``--`` on.
 
-    Errors:
-        LaunchError: unknown option; the message suggests a known one.
+    Errors: LaunchError: unknown option; the message suggests a known one.
     """
     made = parser()
     options, unknown = made.parse_known_args(argv)

@@ -40,8 +40,7 @@ def spec_of(
 ) -> JobSpec:
     """Build the job. `environ` has the variables of the site.
 
-    Errors:
-        LaunchError: the number of ranks is missing, or an option has no meaning.
+    Errors: LaunchError: the number of ranks is missing, or an option has no meaning.
     """
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
@@ -100,8 +99,7 @@ def idle_gpus(spec: JobSpec, target: str, environ: Mapping[str, str]) -> str:
 def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> WorkerPlan:
     """Build the plan of our own driver. `own`: the options as typed.
 
-    Errors:
-        LaunchError: agents cannot be started in the requested way.
+    Errors: LaunchError: agents cannot be started in the requested way.
     """
     least, most = spec.elastic or (spec.ranks, spec.ranks)
     limits = Limits(

@@ -14,6 +14,9 @@ from hvdtrain.config.spelling import EitherSpelling
 from hvdtrain.errors import USAGE, HvdtrainError
 from hvdtrain.files import is_url
 
+MODEL_HELP = "run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
+"""Of the argument RUN of commands that use a model."""
+
 
 def local(text: str) -> Path:
     """Convert an option's text. Errors: ArgumentTypeError: it is the address of something elsewhere."""

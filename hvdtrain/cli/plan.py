@@ -41,8 +41,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the plan. Return 0.
 
-    Errors:
-        ConfigError: the options do not go together, or not with this number of ranks.
+    Errors: ConfigError: the options do not go together, or not with this number of ranks.
     """
     options, rest = parser().parse_known_args(argv)
     from hvdtrain.config.parse import parse_argv

@@ -64,8 +64,8 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Measure, print on rank 0, and return the exit code: that of rank 0 counts, other ranks return 0."""
-    from hvdtrain.cli.ending import end, show
-    from hvdtrain.observe.output import FailureOutput, make_output_unfailing
+    from hvdtrain.cli.ending import end
+    from hvdtrain.observe.output import make_output_unfailing
 
     make_output_unfailing()
     options = parser().parse_args(argv)
@@ -73,20 +73,16 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-preflight-") as folder:
         log = Path(folder, "nccl.log")
         try:
-            _set_variables(log)
+            # Horovod makes process sets later, and NCCL logs its connections.
+            nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+            change_variables({"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **nccl})
             from hvdtrain.runtime.tuning import prepare
 
             info, _ = prepare()
             found = _examine(options, info, log)
         except (Exception, KeyboardInterrupt) as error:
-            return end(error, info, FailureOutput(show))
+            return end(error, info)
     return BAD_HOSTS if found.bad and info.rank == 0 else 0
-
-
-def _set_variables(log: Path) -> None:
-    """Have Horovod make process sets later, and NCCL log its connections."""
-    nccl = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
-    change_variables({"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **nccl})
 
 
 def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Preflight:
@@ -127,12 +123,7 @@ def _rank_facts(info: RankInfo) -> dict[str, Any]:
 
 
 def _measure(
-    comm: Comm,
-    options: argparse.Namespace,
-    info: RankInfo,
-    facts: Sequence[Mapping[str, Any]],
-    log: Path,
-    deadline: Deadline,
+    comm: Comm, options: argparse.Namespace, info: RankInfo, facts: list[dict[str, Any]], log: Path, deadline: Deadline
 ) -> Preflight:
     """Measure, and judge the hosts. Collective: yes."""
     from hvdtrain.comm.link_probe import HostSpeeds, measure_hosts
@@ -150,8 +141,10 @@ def _measure(
         names = [str(fact["host"]) for fact in facts]
         speeds = measure_hosts(comm, device, names, options.seconds, options.least)
         later = allgather_json(comm, _later_facts(comm, device, log), name="preflight/later")
-        hosts = host_checks([{**fact, **more} for fact, more in zip(facts, later, strict=True)], speeds)
-        by = _carrier(device, info, any(host.fabric for host in hosts))
+        hosts = host_checks([fact | more for fact, more in zip(facts, later, strict=True)], speeds)
+        library = "Gloo" if info.launcher == TORCHRUN or by_gloo(info.variables) else "MPI"
+        tensors = "GPUs: Horovod has no NCCL" if device.type == "cuda" else "CPUs"
+        by = "NCCL" if any(host.fabric for host in hosts) else f"{library}, of tensors on {tensors}"
     else:
         notes.append("not measured: some hosts have fewer GPUs than ranks")
     if 0 < len(speeds.between) < 3:
@@ -176,13 +169,6 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
         "remarks": gpu_remarks(gpu) if gpu is not None else [],
         "gpu_free_bytes": torch.cuda.mem_get_info(device)[0] if gpu is not None else None,
     }
-
-
-def _carrier(device: torch.device, info: RankInfo, nccl: bool) -> str:
-    if nccl:
-        return "NCCL"
-    library = "Gloo" if info.launcher == TORCHRUN or by_gloo(info.variables) else "MPI"
-    return f"{library}, of tensors on {'GPUs: Horovod has no NCCL' if device.type == 'cuda' else 'CPUs'}"
 
 
 def _show(options: argparse.Namespace, found: Preflight) -> None:

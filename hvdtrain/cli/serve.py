@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, local, positive
+from hvdtrain.cli.parser import MODEL_HELP, Parser, local, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.environment import environ
 
@@ -38,9 +38,7 @@ examples:
 def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain serve", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument(
-        "path", metavar="RUN", help="run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
-    )
+    made.add_argument("path", metavar="RUN", help=MODEL_HELP)
     backend = "what generates: transformers, one request at a time, or vllm if it is installed (default: transformers)"
     made.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help=backend)
     made.add_argument("--name", help="of the model in requests (default: name of the folder)")
@@ -82,8 +80,7 @@ def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, op
         import_library(library, "hvdtrain serve", "serve")
     import uvicorn
 
-    from hvdtrain.serve.app import OneModel, Service
-    from hvdtrain.serve.connections import Connection
+    from hvdtrain.serve.app import Connection, OneModel, Service
     from hvdtrain.serve.request import Limits, most_of_stop
 
     transformers.utils.logging.disable_progress_bar()
@@ -99,22 +96,18 @@ def _serve(source: SavedModel, name: str, key: str, listening: socket.socket, op
     host, port = listening.getsockname()[:2]
     hosts = ["localhost", "127.0.0.1", "[::1]"] if _is_loopback(host) else ["*"]
     app = Service(OneModel(name, model, tokenizer), limits, key).app(hosts)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            log_level="warning",
-            limit_concurrency=options.waiting + _MORE_CONNECTIONS,
-            timeout_graceful_shutdown=options.seconds,
-            server_header=False,
-        )
+    limits_of_server = {
+        "limit_concurrency": options.waiting + _MORE_CONNECTIONS,
+        "timeout_graceful_shutdown": options.seconds,
+    }
+    config = uvicorn.Config(
+        app, http=Connection, ws="none", log_level="warning", server_header=False, **limits_of_server
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn handles them, then passes them on to these
         signal.signal(number, lambda *_: None)
     place = f"[{host}]" if ":" in host else host
     print(f"{source.folder} is served at http://{place}:{port}/v1 as {name!r}; Ctrl-C ends it", flush=True)
-    server.run(sockets=[listening])
+    uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

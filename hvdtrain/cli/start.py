@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
 def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> Command:
     """Return the start by horovodrun, or by mpirun where horovodrun cannot drive the MPI; complete PATH for it.
 
-    Errors:
-        LaunchError: there is no MPI, or `ranks` is below 1.
+    Errors: LaunchError: there is no MPI, or `ranks` is below 1.
     """
     if ranks < 1:
         raise LaunchError("a job needs at least one rank", expected="NP=1 or more", found=f"NP={ranks}")

@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hvdtrain.training.result import Result
 
 _PRINT = ("--print_config",)
-_BAR = 40
-"""Characters of a bar for the whole time."""
 
 
 def main(argv: list[str]) -> int:
@@ -135,16 +133,14 @@ def summary(result: Result, info: RankInfo) -> str:
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
     rows += [(name, f"{value:.4f} on held-out samples") for name, value in result.metrics.items()]
-    if result.best:
-        rows.append(("best", result.best))
+    rows += [("best", result.best)] if result.best else []
     if not math.isnan(result.tokens_per_s):
-        rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {_on(result.sizes or [info.size])}"))
+        least, most = min(sizes := result.sizes or [info.size]), max(sizes)
+        on = f"on {most} rank(s)" if least == most else f"on {least} to {most} ranks, mean over all rounds"
+        rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {on}"))
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
-    if result.cost:
-        rows.append(("cost", result.cost))
-    if result.goodput:
-        rows.append(("goodput", result.goodput))
+    rows += [(name, text) for name, text in (("cost", result.cost), ("goodput", result.goodput)) if text]
     rows.append(("run folder", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, "ended")
     if result.reason in EXIT_OF_SIGNAL:
@@ -160,23 +156,15 @@ def summary(result: Result, info: RankInfo) -> str:
         commands.append(("traces", f"{layout.timeline.folder}/*.json (open in https://ui.perfetto.dev)"))
     commands.append(("last steps", command_line("tail", "-n", "3", str(layout.journal))))
     commands.append(("check machine", command_line("hvdtrain", "doctor")))
-    if result.reason == "finished":
-        commands.append(("train longer", resume_command(result.run_dir, info, result.train_on)))
-    elif result.reason == "stop_at":  # the run's config has the stop, so the command removes it
-        commands.append(("continue", resume_command(result.run_dir, info, "--train.stop_at null")))
-    else:
-        commands.append(("resume", resume_command(result.run_dir, info)))
+    # After stop_at, the run's config has the stop, so the command removes it.
+    again = {"finished": ("train longer", result.train_on), "stop_at": ("continue", "--train.stop_at null")}
+    title, options = again.get(result.reason, ("resume", ""))
+    commands.append((title, resume_command(result.run_dir, info, options)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     if how == "ended":
         head += f": {result.reason}"
     times = summary_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
     return "\n".join(["", *times, "", head, table(rows), "next:", table(commands)])
-
-
-def _on(sizes: Sequence[int]) -> str:
-    """Say on how many ranks a speed was measured."""
-    least, most = min(sizes), max(sizes)
-    return f"on {most} rank(s)" if least == most else f"on {least} to {most} ranks, mean over all rounds"
 
 
 def _time_budget(budget: Mapping[str, float]) -> list[str]:
@@ -185,7 +173,7 @@ def _time_budget(budget: Mapping[str, float]) -> list[str]:
     if not whole:
         return []
     rows = [
-        (part, f"{seconds:9.2f} s {seconds / whole:6.1%}  {'#' * round(_BAR * seconds / whole)}".rstrip())
+        (part, f"{seconds:9.2f} s {seconds / whole:6.1%}  {'#' * round(40 * seconds / whole)}".rstrip())
         for part, seconds in budget.items()
     ]
     return ["where the time went (rank 0):", table(rows)]

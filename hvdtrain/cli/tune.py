@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local, positive
 from hvdtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hvdtrain.tune.study import Tried
 
 _DESCRIPTION = """\
 Train with several values of options, chosen by optuna, and keep the best.
@@ -48,7 +44,7 @@ def main(argv: list[str]) -> int:
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
     from hvdtrain.tune.space import is_about_speed, parse_space
-    from hvdtrain.tune.study import options, search
+    from hvdtrain.tune.study import best_yaml, options, search, table, write_hparams
 
     function = load_task_function(task_spec(training))
     run = parse_argv(training, function)
@@ -65,21 +61,9 @@ def main(argv: list[str]) -> int:
     command += training
     if measure == "loss" and run.config.train.eval_every is None and run.config.train.steps:
         command.append(f"--train.eval_every={max(1, run.config.train.steps // 10)}")
-    tried = search(
-        chosen.folder, space, command, trials=chosen.trials, measure=measure, seed=chosen.sampler_seed, say=_say
-    )
-    return _end(tried, chosen.folder, measure)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _end(tried: Sequence[Tried], folder: Path, measure: str) -> int:
-    from hvdtrain.tune.result import best_yaml, table, write_hparams
-
-    for line in table(tried, measure):
-        print(line)
+    folder, say = chosen.folder, partial(print, flush=True)
+    tried = search(folder, space, command, trials=chosen.trials, measure=measure, seed=chosen.sampler_seed, say=say)
+    print("\n".join(table(tried, measure)))
     write_hparams(tried, folder / "tensorboard", measure)
     if (content := best_yaml(tried, measure)) is None:
         print(f"hvdtrain: no trial succeeded; the logs are in {folder}", file=sys.stderr)

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.ending import end, show
+from hvdtrain.cli.ending import end
 from hvdtrain.cli.parser import Parser, local, positive, run_group
-from hvdtrain.observe.output import FailureOutput
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
@@ -98,8 +97,7 @@ def _call(name: str, argv: list[str]) -> int:
     options = parser(name).parse_args(argv)
     if name == "resume":
         return _verify_resume(options.run, options.steps, options.sizes)
-    from hvdtrain.verify.data import verify_data
-    from hvdtrain.verify.data_text import to_text
+    from hvdtrain.verify.data import to_text, verify_data
 
     report = verify_data(options.run)
     print(to_text(report, options.run))
@@ -149,11 +147,11 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     info = None
     try:
         info, _ = prepare()
-        from hvdtrain.verify.plan_job import check_plan
+        from hvdtrain.verify.plan import check_plan
 
         found = check_plan(run, function, info)
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, info, FailureOutput(show))
+        return end(error, info)
     if info.rank == 0:
         print(found.to_text(), flush=True)
     return 1 if found.wrong else 0

@@ -1,4 +1,4 @@
-"""The comparison of runs with the first of them. Pure."""
+"""The comparison of runs with the first of them; runs that differ only in their seed are one column. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,61 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.columns import Column, differ_in_seed_only, differing, differing_options, group_by_seed
 from hvdtrain.compare.curves import SAMPLES, SECONDS, difference_by_noise, difference_by_seeds, unknown
 from hvdtrain.compare.read import HELD_OUT, LOSS, RunRecord
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.yaml_file import flatten
+
+_NOT_OF_TRAINING = ("seed", "run_dir", "resume", "log_level", "checkpoint.every", "checkpoint.keep")
+"""Options in which runs of a group may differ, and those of output (`observe`)."""
+
+
+Column = Sequence[RunRecord]
+"""One run, or several that differ only in their seed; the first stands for the options of all."""
+
+
+def group_by_seed(runs: Sequence[RunRecord]) -> list[Column]:
+    """Group runs, in the order of the first run of each group.
+
+    Runs with the same seed are not independent, so their group is not made; nor is one of all runs, which would leave
+    nothing to compare.
+    """
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(repr(_identity(run)), []).append(run)
+    if len(groups) == 1:
+        return [[run] for run in runs]
+    columns: list[Column] = []
+    for group in groups.values():
+        seeds = {run.options.get("seed") for run in group}
+        columns += [group] if len(seeds) == len(group) else [[run] for run in group]
+    return sorted(columns, key=lambda column: runs.index(column[0]))
+
+
+def differ_in_seed_only(a: RunRecord, b: RunRecord) -> bool:
+    """Return whether two runs differ in their seed, and in nothing else that changes training."""
+    return _identity(a) == _identity(b) and a.options.get("seed") != b.options.get("seed")
+
+
+def differing(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the facts that differ between columns, by name, each with one value a column; None if it is unknown."""
+    found = {name: [each.get(name) for each in facts] for name in sorted({name for each in facts for name in each})}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def differing_options(options: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the options that differ, by dotted name, without those that say where a run is."""
+    return {name: values for name, values in differing(options).items() if name not in ("run_dir", "resume")}
+
+
+def _identity(run: RunRecord) -> list[Any]:
+    """Return what changes the losses of a run, or its speed, except its seed."""
+    of_training = (name for name in run.options if name not in _NOT_OF_TRAINING and not name.startswith("observe."))
+    options = [(name, run.options[name]) for name in sorted(of_training)]
+    return [options, *(run.started.get(name) for name in ("size", "versions", "machine"))]
+
 
 WINDOW, LEAST_STEPS = 0.1, 20
 """The training loss is averaged over this part of the common length, and over this many steps of the base at least."""
@@ -33,58 +81,33 @@ _COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of all columns at one place.
+    """One figure of all columns at one place."""
 
-    Attributes:
-        figure: loss, heldout_loss, or a metric of the task.
-        axis: samples, or seconds of training.
-        place: on the axis: the last one that all columns with this figure have.
-        window: length of the window before it that values are means of; 0 for evaluations.
-        values: by column; None if a column lacks the figure.
-        differences: value minus that of the first column, with its 95% interval if that is known; None in the first.
-        sources: of the intervals: seeds, noise or nothing.
-    """
-
-    figure: str
-    axis: str
-    place: float
-    window: float
-    values: Sequence[float | None]
-    differences: Sequence[Estimate | None]
-    sources: Sequence[str]
+    figure: str  # loss, heldout_loss, or a metric of the task
+    axis: str  # samples, or seconds of training
+    place: float  # on the axis: the last one that all columns with this figure have
+    window: float  # length of the window before it that values are means of; 0 for evaluations
+    values: Sequence[float | None]  # by column; None if a column lacks the figure
+    differences: Sequence[Estimate | None]  # value minus the first column's, with its 95% interval; None in the first
+    sources: Sequence[str]  # of the intervals: seeds, noise or nothing
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs compared with the first.
+    """Runs compared with the first."""
 
-    Attributes:
-        columns: by column, the folders of its runs: several, if they differ only in their seed.
-        states: by column, how far its runs are.
-        rows: by samples, then by seconds.
-        costs: figures of the cost by name, one a column: means over its runs; None if unknown.
-        options: options that differ, by name, one value a column.
-        versions: of software, likewise.
-        machines: ranks, hosts and devices, likewise.
-        notes: what limits the comparison.
-    """
-
-    columns: Sequence[Sequence[str]]
-    states: Sequence[str]
-    rows: Sequence[Row]
-    costs: Mapping[str, Sequence[float | None]]
-    options: Mapping[str, Sequence[Any]]
-    versions: Mapping[str, Sequence[Any]]
-    machines: Mapping[str, Sequence[Any]]
-    notes: Sequence[str]
+    columns: Sequence[Sequence[str]]  # by column, the folders of its runs: several, if they differ only in their seed
+    states: Sequence[str]  # by column, how far its runs are
+    rows: Sequence[Row]  # by samples, then by seconds
+    costs: Mapping[str, Sequence[float | None]]  # by name, one a column: means over its runs; None if unknown
+    options: Mapping[str, Sequence[Any]]  # options that differ, by name, one value a column
+    versions: Mapping[str, Sequence[Any]]  # of software, likewise
+    machines: Mapping[str, Sequence[Any]]  # ranks, hosts and devices, likewise
+    notes: Sequence[str]  # what limits the comparison
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Compare runs with the first.
-
-    Errors:
-        ConfigError: a run has no figure in common with the first.
-    """
+    """Compare runs with the first. Errors: ConfigError: a run has no figure in common with the first."""
     columns = group_by_seed(runs)
     rows = [row for axis in (SAMPLES, SECONDS) for row in _rows(columns, axis)]
     base = columns[0][0]

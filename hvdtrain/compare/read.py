@@ -23,24 +23,15 @@ LOSS, HELD_OUT = "loss", "heldout_loss"
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run.
-
-    Attributes:
-        losses: the training loss by axis, `SAMPLES` and `SECONDS` of training.
-        evaluations: by figure and axis; held-out loss and the metrics of the task.
-        options: by dotted name.
-        started: the event of its newest start.
-        state: how far it is, in words.
-        cost: None if unknown.
-    """
+    """A run."""
 
     path: Path
-    losses: Mapping[str, Curve]
-    evaluations: Mapping[str, Mapping[str, Points]]
-    options: Mapping[str, Any]
-    started: Mapping[str, Any]
-    state: str
-    cost: Cost | None
+    losses: Mapping[str, Curve]  # the training loss by axis, `SAMPLES` and `SECONDS` of training
+    evaluations: Mapping[str, Mapping[str, Points]]  # by figure and axis; held-out loss and the metrics of the task
+    options: Mapping[str, Any]  # by dotted name
+    started: Mapping[str, Any]  # the event of its newest start
+    state: str  # how far it is, in words
+    cost: Cost | None  # None if unknown
 
     @property
     def task(self) -> tuple[str, str]:
@@ -52,8 +43,7 @@ class RunRecord:
 def read_run(path: Path) -> RunRecord:
     """Read a run. Steps and evaluations that were overwritten after a resume or a roll back do not count.
 
-    Errors:
-        TraceError: it is no run, or has no readable step.
+    Errors: TraceError: it is no run, or has no readable step.
     """
     layout = RunLayout(path)
     if not layout.is_run:

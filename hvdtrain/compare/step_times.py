@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.compare.columns import differing_options
+from hvdtrain.compare.comparison import differing_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Estimate
 from hvdtrain.timeline.analysis.budget import EXCHANGE, OTHER_EXCHANGE
@@ -36,18 +36,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs.
-
-    Attributes:
-        rows: the step, then parts in the order of the budgets.
-        options: differing options by dotted name, each with both values; None if those of a run are unknown.
-        notes: why the runs are hard to compare.
-    """
+    """The differences between two runs."""
 
     titles: tuple[str, str]
-    rows: Sequence[Row]
-    options: Mapping[str, Sequence[Any]] | None
-    notes: Sequence[str]
+    rows: Sequence[Row]  # the step, then parts in the order of the budgets
+    options: Mapping[str, Sequence[Any]] | None  # both values by dotted name; None if those of a run are unknown
+    notes: Sequence[str]  # why the runs are hard to compare
 
 
 def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Mapping[str, Any]) -> Comparison:

@@ -89,8 +89,7 @@ _RULES: Mapping[str, _Rule] = {
 def check_values(flat: Mapping[str, Any], config: Config) -> None:
     """Check the values of the options that every run has; `flat` has those of `config` by name: ``train.steps``.
 
-    Errors:
-        ConfigError: a value is out of range, or two options contradict each other.
+    Errors: ConfigError: a value is out of range, or two options contradict each other.
     """
     train = config.train
     most = f"1 to train.global_batch ({train.global_batch}), or {SIZE_AUTO}"

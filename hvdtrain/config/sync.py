@@ -19,15 +19,10 @@ METHODS = ("local", "diloco", "streaming", "sparseloco")
 
 @dataclass(frozen=True)
 class Sync:
-    """A value of ``--parallel.sync``.
+    """A value of ``--parallel.sync``."""
 
-    Attributes:
-        method: every_step, auto, or one of `METHODS`.
-        every: steps between two exchanges of a parameter.
-    """
-
-    method: str
-    every: int = 1
+    method: str  # every_step, auto, or one of `METHODS`
+    every: int = 1  # steps between two exchanges of a parameter
 
 
 def parse_sync(text: str) -> Sync:
@@ -46,33 +41,19 @@ def parse_sync(text: str) -> Sync:
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """What workers do between exchanges and in them; all methods are settings of one algorithm.
+    """What workers do between exchanges and in them; all methods are settings of one algorithm."""
 
-    Attributes:
-        workers: number of them.
-        every: steps between two exchanges of a parameter.
-        fragments: parts of the parameters that are exchanged one after the other.
-        delay: steps until the result of an exchange is used.
-        mix: share of its own parameters that a worker keeps then.
-        lr: learning rate of the outer optimizer.
-        momentum: Nesterov momentum of the outer optimizer.
-        feedback: share of what its coding has lost that a worker adds to its next change.
-        coding: of payloads; "none" to exchange fp32.
-        start_steps: synchronous steps at the beginning.
-        shares: of each worker in the micro-batches of a step; empty if they are equal.
-    """
-
-    workers: int
-    every: int
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.0
-    lr: float = 0.7
-    momentum: float = 0.9
-    feedback: float = 1.0
-    coding: str = "int8"
-    start_steps: int = 0
-    shares: tuple[int, ...] = ()
+    workers: int  # number of them
+    every: int  # steps between two exchanges of a parameter
+    fragments: int = 1  # parts of the parameters that are exchanged one after the other
+    delay: int = 0  # steps until the result of an exchange is used
+    mix: float = 0.0  # share of its own parameters that a worker keeps then
+    lr: float = 0.7  # learning rate of the outer optimizer
+    momentum: float = 0.9  # Nesterov momentum of the outer optimizer
+    feedback: float = 1.0  # share of what its coding has lost that a worker adds to its next change
+    coding: str = "int8"  # of payloads; "none" to exchange fp32
+    start_steps: int = 0  # synchronous steps at the beginning
+    shares: tuple[int, ...] = ()  # of each worker in the micro-batches of a step; empty if they are equal
 
     @property
     def interval(self) -> int:

@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint: a folder of transformers, one safetensors file, or ONNX."""
+"""Write the model of a checkpoint: a folder of transformers with a model card, one safetensors file, or ONNX."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 
+from hvdtrain import __version__
+from hvdtrain.doctor.facts.installation import package_version
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
-from hvdtrain.export.card import model_card
 from hvdtrain.files import fsync_folder
+from hvdtrain.observe.past_journal import read_events
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.frozen import FROZEN
+from hvdtrain.state.manifest import read_manifest
 from hvdtrain.state.tensor_file import write_tensors
 from hvdtrain.task.base import import_library
 from hvdtrain.task.causal_lm import load_model, read_weights
 from hvdtrain.task.encode import TOKENIZER_FILES
 from hvdtrain.task.saved_model import CONFIG, SavedModel
+from hvdtrain.yaml_file import yaml_text
 
 _TOLERANCE = 1e-4
 """Largest difference between logits of ONNX and of torch, relative to the largest logit if that is above 1."""
@@ -49,8 +54,7 @@ def to_transformers(source: SavedModel, out: Path) -> None:
 def to_safetensors(source: SavedModel, out: Path) -> None:
     """Write the state dict of the model of any task as one file; tied tensors are written under each name.
 
-    Errors:
-        CheckpointError: the checkpoint is damaged, or lacks parameters that its task makes.
+    Errors: CheckpointError: the checkpoint is damaged, or lacks parameters that its task makes.
     """
     if source.has_adapters:
         tensors = read_weights(source) or {}
@@ -172,3 +176,37 @@ def export(source: SavedModel, out: Path, form: str) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def model_card(checkpoint: Path) -> str:
+    """Return what a reader of the model wants to know: training, held-out losses, versions, options."""
+    layout = RunLayout(checkpoint.resolve().parent.parent)
+    step = read_manifest(checkpoint)["step"]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
+    lines += [f"# {layout.folder.name}, step {step:,}", "", "Trained with hvdtrain.", ""]
+    options = layout.read_config() if layout.config.exists() else {}
+    if options:
+        samples = step * options["train"]["global_batch"]
+        given = filter(None, (options["data"].get(name) for name in ("text", "tokens", "dataset")))
+        lines += [
+            f"- Data: {next(given, 'source code of the standard library of Python')}",
+            f"- Steps: {step:,} of {options['train']['global_batch']} samples, {samples:,} samples in all,"
+            f" of {options['data']['seq_len']} tokens",
+        ]
+    versions = ", ".join(f"{name} {package_version(name) or 'unknown'}" for name in ("torch", "transformers"))
+    lines += [f"- Versions: hvdtrain {__version__}, {versions}", "", *_losses(layout, step)]
+    if options:
+        lines += ["## Options", "", "`hvdtrain train --config FILE` with:", ""]
+        lines += ["```yaml", yaml_text(options).strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _losses(layout: RunLayout, step: int) -> list[str]:
+    events = read_events(layout.journal, "evaluation") if layout.is_run else []
+    losses = {int(event["at_step"]): float(event["loss"]) for event in events if int(event["at_step"]) <= step}
+    if not losses:
+        return []
+    best = min(losses, key=lambda at: losses[at])
+    rows = (("first", min(losses)), ("best", best), ("last", max(losses)))
+    table = [f"| {name} | {at:,} | {losses[at]:.4f} |" for name, at in rows]
+    return ["| held-out loss | step | nats for a token |", "|---|---|---|", *table, ""]

@@ -25,18 +25,12 @@ _JITTER_S = 1e-3
 
 @dataclass
 class Clocks:
-    """Finds offsets to rank 0's clock. One thread may probe while another one asks for offsets.
-
-    Attributes:
-        ids: of the ranks' clocks (`hvdtrain.runtime.clock.clock_id`); ranks with equal ones share a clock.
-        now_ns: this rank's clock.
-        pause: sleeps for the given seconds, so that ranks begin probes in different orders.
-    """
+    """Finds offsets to rank 0's clock. One thread may probe while another one asks for offsets."""
 
     comm: Comm
-    ids: Sequence[str]
-    now_ns: Callable[[], int] = time.perf_counter_ns
-    pause: Callable[[float], None] = time.sleep
+    ids: Sequence[str]  # of the ranks' clocks (`hvdtrain.runtime.clock.clock_id`); ranks with equal ones share a clock
+    now_ns: Callable[[], int] = time.perf_counter_ns  # this rank's clock
+    pause: Callable[[float], None] = time.sleep  # sleeps, so that ranks begin probes in different orders
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.comm.rank)

@@ -16,23 +16,14 @@ _UNKNOWN = "by an earlier version"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run used.
+    """What a run used."""
 
-    Attributes:
-        starts: number of starts with a record of their ranks; rounds of an elastic job are starts, too.
-        device_hours: time from the event `started` to the last line of each start, times its devices.
-        energy_kwh: by kind, GPUs and CPUs: those that were measured in every start.
-        unmeasured: why, by kind, of the others.
-        money: None if no price is known for a start.
-        price_per_hour: of one device, in the last start; None if unknown.
-    """
-
-    starts: int
-    device_hours: float
-    energy_kwh: Mapping[str, float]
-    unmeasured: Mapping[str, str]
-    money: float | None
-    price_per_hour: float | None
+    starts: int  # number of starts with a record of their ranks; rounds of an elastic job are starts, too
+    device_hours: float  # time from the event `started` to the last line of each start, times its devices
+    energy_kwh: Mapping[str, float]  # by kind, GPUs and CPUs: those that were measured in every start
+    unmeasured: Mapping[str, str]  # why, by kind, of the others
+    money: float | None  # None if no price is known for a start
+    price_per_hour: float | None  # of one device, in the last start; None if unknown
 
     @property
     def all_kwh(self) -> float | None:

@@ -34,8 +34,7 @@ class Counter(Protocol):
 class GpuCounter:
     """The counter of a GPU, by NVML: of the whole GPU, including other programs that use it.
 
-    Errors:
-        CounterError: there is no such counter, as on GPUs before Volta and on a part of a GPU (MIG).
+    Errors: CounterError: there is no such counter, as on GPUs before Volta and on a part of a GPU (MIG).
     """
 
     def __init__(self, gpu: GpuIdentity) -> None:
@@ -61,8 +60,7 @@ class CpuCounter:
     Args:
         root: the root of the file system with ``sys``.
 
-    Errors:
-        CounterError: there are no counters, or this user may not read them.
+    Errors: CounterError: there are no counters, or this user may not read them.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

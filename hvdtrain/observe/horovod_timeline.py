@@ -17,7 +17,7 @@ from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.observe.trace_file import free_path
+from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.threads import SpinningThread
 
@@ -38,20 +38,14 @@ class HorovodTimeline:
     Opening and closing each wait about 1.1 ms for the writer thread, because Horovod polls it every millisecond. A
     busy-waiting writer gets idle priority while it has nothing to do, but only then: on busy cores that priority
     delayed opening by up to 0.2 s, and Horovod's shutdown by a second.
-
-    Attributes:
-        recording: starts and ends the Timeline; None on ranks other than 0.
-        writer: Horovod's writer thread, if it busy-waits from start to end of Horovod; None on ranks other than 0.
-        window: the same on all ranks.
-        warn: called once if the Timeline cannot be recorded; training continues.
     """
 
     comm: Comm
-    recording: TimelineComm | None
-    writer: SpinningThread | None
-    window: Window
+    recording: TimelineComm | None  # starts and ends the Timeline; None on ranks other than 0
+    writer: SpinningThread | None  # Horovod's, if it busy-waits while Horovod runs; None on ranks other than 0
+    window: Window  # the same on all ranks
     folder: Path
-    warn: Callable[[str], None]
+    warn: Callable[[str], None]  # called once if the Timeline cannot be recorded; training continues
     _state: Literal["before", "open", "over"] = "before"
     _path: Path | None = None
     _first: int = 0
@@ -125,8 +119,7 @@ class HorovodTimeline:
 def _check(path: Path) -> None:
     """Check the end of a closed file, because Horovod does not report failed writes. Remove an empty file.
 
-    Errors:
-        OSError: the file is empty or incomplete.
+    Errors: OSError: the file is empty or incomplete.
     """
     if not path.stat().st_size:
         path.unlink()

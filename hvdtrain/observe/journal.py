@@ -32,8 +32,7 @@ _RETRY_S = 1.0
 def append_whole(file: FileIO, content: bytes) -> None:
     """Append by one system call. On a full disk, remove the written part, which would damage what follows.
 
-    Errors:
-        OSError: the disk is full or lost.
+    Errors: OSError: the disk is full or lost.
     """
     written = file.write(content)
     if written < len(content):
@@ -60,8 +59,7 @@ class LineFile:
 
         Values that JSON cannot hold, such as bytes in an error's message, become escaped text.
 
-        Errors:
-            RunDirectoryError: the disk is full or lost.
+        Errors: RunDirectoryError: the disk is full or lost.
         """
         try:
             line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
@@ -86,15 +84,11 @@ class Journal:
 
     A full or read-only disk does not end the run. Lines wait in memory and are written in order later. One message
     says so, another one when they are written, and one at the end how many are missing.
-
-    Attributes:
-        say: shows a line, and does not write to this journal.
-        limit: waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them.
     """
 
     path: Path
-    say: Callable[[str], None]
-    limit: int = _LIMIT
+    say: Callable[[str], None]  # shows a line, and does not write to this journal
+    limit: int = _LIMIT  # waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waiting: deque[Mapping[str, Any]] = field(default_factory=deque)

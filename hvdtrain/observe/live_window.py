@@ -38,21 +38,14 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to a request.
-
-    Attributes:
-        state: "seen" by the job; "open": steps are recorded; "over": the files are written; "none": no window.
-        last: last step; None for a window without an end.
-        files: of rank 0, once the window is over.
-        lacks: what is not recorded, and why.
-    """
+    """The answer to a request."""
 
     id: str
-    state: Literal["seen", "open", "over", "none"]
+    state: Literal["seen", "open", "over", "none"]  # seen by the job; steps are recorded; files are written; no window
     first: int = 0
-    last: int | None = None
-    files: Sequence[str] = ()
-    lacks: str = ""
+    last: int | None = None  # last step; None for a window without an end
+    files: Sequence[str] = ()  # of rank 0, once the window is over
+    lacks: str = ""  # what is not recorded, and why
     version: Literal[1] = 1
 
 
@@ -132,22 +125,17 @@ class LiveWindow:
 
     Each step sums some numbers over ranks (`values`). Rank 0 adds its requests. After the step, every rank acts on
     the sums before the next step.
-
-    Attributes:
-        requests: None on ranks other than 0.
-        lacks: what is not recorded here, and why.
-        say: shows a line when a window opens and when it is over.
     """
 
     NOTICES: ClassVar[int] = 3
     """Numbers per step: length of a window to open, whether to profile it, whether to end it."""
 
     folder: Path
-    requests: Requests | None
+    requests: Requests | None  # None on ranks other than 0
     recordings: Sequence[Recording]
     profile: Recording
-    lacks: str
-    say: Callable[[str], None]
+    lacks: str  # what is not recorded here, and why
+    say: Callable[[str], None]  # shows a line when a window opens and when it is over
     _window: Window = OFF
     _profiled: bool = False
     _requested_id: str = ""

@@ -36,17 +36,11 @@ _FAULTS = ("hardware slowdown", "thermal, software", "thermal, hardware", "power
 
 @dataclass(frozen=True)
 class GpuIdentity:
-    """Names of a CUDA device in NVML. With CUDA_VISIBLE_DEVICES, NVML's index differs from torch's.
+    """Names of a CUDA device in NVML. With CUDA_VISIBLE_DEVICES, NVML's index differs from torch's."""
 
-    Attributes:
-        index: torch's.
-        uuid: without the prefix ``GPU-``.
-        pci_bus_id: such as ``0000:1B:00.0``.
-    """
-
-    index: int
-    uuid: str
-    pci_bus_id: str
+    index: int  # torch's
+    uuid: str  # without the prefix ``GPU-``
+    pci_bus_id: str  # such as ``0000:1B:00.0``
 
 
 def gpu_identity(device: Any) -> GpuIdentity | None:

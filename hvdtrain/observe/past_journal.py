@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from hvdtrain.files import open_regular
@@ -26,8 +27,6 @@ AFTER_END = ("warning", "machine", "energy", "explained")
 
 _STEP, _EVALUATION = b'{"step":', b'{"event":"evaluation"'
 """First bytes of the line of a step, and of an evaluation."""
-
-_STEP_S, _SKIPPED = b'"step_s":', b'"skipped":true'
 
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -101,35 +100,36 @@ def damaged_lines(path: Path) -> list[int]:
 
 @dataclass
 class JournalStart:
-    """A start of a run in its journal.
+    """A start of a run in its journal."""
 
-    Attributes:
-        started: the event `started`; empty for lines before the first.
-        last_step: number of its last step; -1 before.
-        last_time: time of its last line in seconds since 1970; 0 if unknown.
-        steps: numbers, in the order of their lines; a step that was repeated has several.
-        seconds: of each of these; 0 if unknown.
-        offsets: of their lines, in bytes.
-        skipped: places in `steps` of those that changed nothing.
-        first_times: of the first of these lines, `FIRST_TIMES` at most, in seconds since 1970; 0 if unknown.
-        last_step_time: of the last of these lines.
-    """
-
-    started: Mapping[str, Any]
+    started: Mapping[str, Any]  # the event `started`; empty for lines before the first
     first_step: int | None = None
-    last_step: int = -1
-    last_time: float = 0.0
+    last_step: int = -1  # number of its last step; -1 before
+    last_time: float = 0.0  # time of its last line in seconds since 1970; 0 if unknown
     events: list[dict[str, Any]] = field(default_factory=list)
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    skipped: list[int] = field(default_factory=list)
-    first_times: list[float] = field(default_factory=list)
-    last_step_time: float = 0.0
+    steps: array[int] = field(default_factory=lambda: array("q"))  # in the order of lines; a repeated step has several
+    seconds: array[float] = field(default_factory=lambda: array("d"))  # of each of these; 0 if unknown
+    offsets: array[int] = field(default_factory=lambda: array("q"))  # of their lines, in bytes
+    skipped: list[int] = field(default_factory=list)  # places in `steps` of those that changed nothing
+    first_times: list[float] = field(default_factory=list)  # of the first `FIRST_TIMES` lines, since 1970; 0 if unknown
+    last_step_time: float = 0.0  # of the last of these lines
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
         return [event for event in self.events if event["event"] == name]
+
+
+class _Line(msgspec.Struct):
+    """What a line says about its start. Others may have written it: any field may be of any type."""
+
+    event: Any = msgspec.UNSET
+    step: Any = None
+    step_s: Any = None
+    time: Any = None
+    skipped: Any = False
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def read_journal_starts(path: Path) -> list[JournalStart]:
@@ -137,45 +137,39 @@ def read_journal_starts(path: Path) -> list[JournalStart]:
     starts: list[JournalStart] = []
     if not path.is_file():
         return starts
-    newest, newest_step, end = b"", b"", 0
+    end = 0
     with open_regular(path) as file:
-        for line in file:
-            end += len(line)
-            number, event = _parse(line)
-            if event is not None and event["event"] == "started":
-                _end_start(starts, newest, newest_step)
-                starts.append(JournalStart(event))
-                newest, newest_step = line, b""
+        for text in file:
+            end += len(text)
+            try:
+                line = _decode_line(text)
+                is_step = line.event is msgspec.UNSET and isinstance(line.step, int) and line.step < 1 << 60
+                event = orjson.loads(text) if line.event is not msgspec.UNSET else {}
+            except ValueError:
                 continue
-            if number is None and event is None:
+            if not is_step and not event:
                 continue
-            newest = line
-            if not starts:
-                starts.append(JournalStart({}))
-            if event is not None:
-                starts[-1].events.append(event)
-            elif number is not None:
-                starts[-1].first_step = number if starts[-1].first_step is None else starts[-1].first_step
-                starts[-1].last_step = number
-                if _SKIPPED in line:
-                    starts[-1].skipped.append(len(starts[-1].steps))
-                starts[-1].steps.append(number)
-                starts[-1].seconds.append(_seconds(line))
-                starts[-1].offsets.append(end - len(line))
-                if len(starts[-1].first_times) < FIRST_TIMES:
-                    starts[-1].first_times.append(_time(line))
-                newest_step = line
-    _end_start(starts, newest, newest_step)
+            if line.event == "started" or not starts:
+                starts.append(JournalStart(event if line.event == "started" else {}))
+            start = starts[-1]
+            start.last_time = _number(line.time)
+            if is_step:
+                start.first_step = line.step if start.first_step is None else start.first_step
+                start.last_step, start.last_step_time = line.step, start.last_time
+                if line.skipped is True:
+                    start.skipped.append(len(start.steps))
+                start.steps.append(line.step)
+                start.seconds.append(max(0.0, _number(line.step_s)))
+                start.offsets.append(end - len(text))
+                if len(start.first_times) < FIRST_TIMES:
+                    start.first_times.append(start.last_time)
+            elif line.event != "started":
+                start.events.append(event)
     return starts
 
 
-def _seconds(line: bytes) -> float:
-    """Return the duration of a step."""
-    _, found, rest = line.partition(_STEP_S)
-    try:
-        return max(0.0, float(rest[:32].partition(b",")[0].rstrip(b"}\n"))) if found else 0.0
-    except ValueError:
-        return 0.0
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, Any]]:
@@ -201,35 +195,9 @@ def skipped_steps(starts: Iterable[JournalStart]) -> set[int]:
     return found
 
 
-def _end_start(starts: list[JournalStart], line: bytes, step: bytes) -> None:
-    """Note the times of the last line of the last start, and of the line of its last step."""
-    if starts:
-        starts[-1].last_time, starts[-1].last_step_time = _time(line), _time(step)
-
-
-def _time(line: bytes) -> float:
-    with suppress(ValueError, KeyError, TypeError):
-        return float(orjson.loads(line)["time"])
-    return 0.0
-
-
 def read_events(path: Path, name: str) -> list[dict[str, Any]]:
     """Return the events of a name from all starts."""
     return [event for start in read_journal_starts(path) for event in start.events_named(name)]
-
-
-def _parse(line: bytes) -> tuple[int | None, dict[str, Any] | None]:
-    """Return the number of a step or an event; parses no more of a step than its number."""
-    if line.startswith(_STEP) and line.endswith(b"}\n") and (number := line[len(_STEP) : line.find(b",")]).isdigit():
-        return (int(number), None) if len(number) < 19 else (None, None)
-    try:
-        record = orjson.loads(line)
-    except ValueError:
-        return None, None
-    if isinstance(record, dict) and "event" in record:
-        return None, record
-    step = record.get("step") if isinstance(record, dict) else None
-    return (step if isinstance(step, int) else None), None
 
 
 def _tail(path: Path) -> list[bytes]:
@@ -243,22 +211,15 @@ def _tail(path: Path) -> list[bytes]:
 class PastSteps:
     """The steps of a journal. The last line counts for a step that ran again after a resume.
 
-    Args:
-        path: the journal; a missing one has no steps.
-
-    Attributes:
-        seconds: by step, seconds of training up to its end; 0.0 at step 0.
-        positions: by step, samples consumed up to its end.
-        losses: by step; nan where it was not finite, and at steps that another run did.
-        evaluations: the events by step, of steps that count.
+    A missing journal has no steps.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.seconds = array("d", [0.0])
-        self.positions = array("q", [0])
-        self.losses = array("d", [math.nan])
-        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.seconds = array("d", [0.0])  # by step, seconds of training up to its end; 0.0 at step 0
+        self.positions = array("q", [0])  # by step, samples consumed up to its end
+        self.losses = array("d", [math.nan])  # by step; nan where it was not finite, and at steps that another run did
+        self.evaluations: dict[int, dict[str, Any]] = {}  # the events by step, of steps that count
         self._offsets = array("q", [0])
 
     def read(self) -> PastSteps:

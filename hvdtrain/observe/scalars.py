@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -127,28 +127,20 @@ def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return numbers(found)
 
 
-def outer_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return drift, the least cosine of a worker, and the wait of rank 0 (ms), from an event ``outer_step``."""
-    return numbers(
-        {
-            "outer/drift": record["drift"],
-            "outer/cosine": min(record["cosines"]),
-            "outer/wait_ms": 1e3 * record["wait_s"],
-        }
-    )
-
-
-def expert_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return for each layer the load of the busiest expert over the mean, and the entropy, of an event ``experts``."""
-    layers = record["layers"].items()
-    return numbers(
-        {f"experts/{value}/{name}": layer[value] for value in ("busiest", "entropy") for name, layer in layers}
-    )
-
-
-def memory_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the memory of rank 0 by kind (MiB), from an event ``memory``."""
-    return numbers({f"memory_mib/{kind.replace(' ', '_')}": mib for kind, mib in record["mib"].items()})
+OF_EVENTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "memory": lambda event: {f"memory_mib/{kind.replace(' ', '_')}": mib for kind, mib in event["mib"].items()},
+    "experts": lambda event: {
+        f"experts/{value}/{name}": layer[value]
+        for value in ("busiest", "entropy")  # load of the busiest expert over the mean
+        for name, layer in event["layers"].items()
+    },
+    "outer_step": lambda event: {
+        "outer/drift": event["drift"],
+        "outer/cosine": min(event["cosines"]),  # of all workers
+        "outer/wait_ms": 1e3 * event["wait_s"],  # of rank 0
+    },
+}
+"""Numbers of an event for charts, by its name."""
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Sinks for a run's records besides the journal: TensorBoard, a web tracker, the user's function or class."""
+"""Pass records of a run to its journal, display, watchers and sinks, such as TensorBoard or the user's function."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.progress import Progress
+from hvdtrain.runtime.clock import steady_s
 
 Record = Mapping[str, Any]
 
@@ -20,6 +24,8 @@ _LIMIT = 10_000
 _POLL_S = 0.5
 _MAX_FAILURES = 3
 _PAUSE_S = 60.0
+_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_AFTER_FAILURE_S = 2.0
 
 
 class Sink(Protocol):
@@ -47,11 +53,7 @@ class FunctionSink:
 
 
 def sink_maker(value: Any) -> Callable[[], Sink]:
-    """Return a factory for a sink, from a sink, a class without arguments, or a function of one record.
-
-    Errors:
-        ConfigError: `value` is none of them.
-    """
+    """Return a factory for a sink, from a sink, a class without arguments, or a function; ConfigError for others."""
     if all(callable(getattr(value, name, None)) for name in ("write", "close")):
         return value if isinstance(value, type) else lambda: value
     if callable(value) and not isinstance(value, type):
@@ -65,18 +67,12 @@ def sink_maker(value: Any) -> Callable[[], Sink]:
 
 @dataclass
 class Background:
-    """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is.
+    """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is."""
 
-    Attributes:
-        make: creates the sink, in the thread.
-        warn: called from the thread when the sink fails or is too slow.
-        limit: waiting records at most. Further ones are dropped and counted.
-    """
-
-    make: Callable[[], Sink]
+    make: Callable[[], Sink]  # creates the sink, in the thread
     name: str
-    warn: Callable[[str], None]
-    limit: int = _LIMIT
+    warn: Callable[[str], None]  # called from the thread when the sink fails or is too slow
+    limit: int = _LIMIT  # waiting records at most. Further ones are dropped and counted
     clock: Callable[[], float] = time.monotonic
     _waiting: deque[Record] = field(default_factory=deque)
     _dropped: int = 0
@@ -141,3 +137,108 @@ class Background:
                 )
             if self._failures >= _MAX_FAILURES:
                 self._paused_until_s = self.clock() + _PAUSE_S
+
+
+class Watcher(Protocol):
+    """Observes the steps of one rank, such as a trace or a profiler. It must handle its own errors."""
+
+    def begin_step(self, step: int) -> None:
+        """Handle the beginning of step `step`, counted from 1."""
+
+    def close(self) -> None:
+        """Handle the end of the run, whatever its reason."""
+
+
+class Recorder:
+    """Journal, display, sinks and watchers of one rank.
+
+    Args:
+        journal: None on ranks other than 0.
+        display: quiet on ranks other than 0.
+    """
+
+    def __init__(self, journal: Journal | None, display: Progress) -> None:
+        self._journal = journal
+        self.is_rank_0 = journal is not None
+        self._display = display
+        self._sinks: list[Background] = []
+        self._watchers: list[Watcher] = []
+        self._watched = -1
+        self._close_timeout_s = _CLOSE_TIMEOUT_S
+
+    def add_sink(self, make: Callable[[], Sink], name: str) -> None:
+        """Send later records to the sink that `make` creates, in a thread of its own."""
+        self._sinks.append(Background(make, name, self.warn))
+
+    def add_watcher(self, watcher: Watcher) -> None:
+        """Notify `watcher` of later steps."""
+        self._watchers.append(watcher)
+
+    def begin(self, total: int) -> None:
+        """Prepare for steps up to step `total`."""
+        self._watched = -1
+        self._display.begin(total)
+
+    def begin_step(self, step: int) -> None:
+        """Notify the watchers that step `step` begins, unless it is repeated after a rollback."""
+        if step <= self._watched:
+            return
+        self._watched = step
+        for watcher in self._watchers:
+            watcher.begin_step(step)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Record and show a step."""
+        self._record(record)
+        self._display.step(record)
+
+    def event(self, record: dict[str, Any]) -> None:
+        """Record an event with its time. A requested checkpoint is shown too. Any thread may call it."""
+        if record["event"] == "failed":
+            self._close_timeout_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S
+        self._record({**record, "time": steady_s()})
+        if record["event"] == "checkpoint" and "why" in record:
+            self.say(f"checkpoint of step {record['at_step']} saved, {record['why']}: checkpoints/{record['path']}")
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Send an event to the sinks only, because it is too large for the journal."""
+        for sink in self._sinks:
+            sink.put({**record, "time": steady_s()})
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self._display.say(text)
+
+    def warn(self, text: str) -> None:
+        """Record and show a warning. Any thread may call it; it raises nothing."""
+        with suppress(HvdtrainError):  # on a full disk it can only be shown
+            self.event({"event": "warning", "text": text})
+        self._display.say(f"warning: {text}")
+
+    def close_watchers(self) -> None:
+        """Close the watchers first, because other code reads their files after the last step."""
+        watchers, self._watchers = self._watchers, []
+        with ExitStack() as closing:
+            for watcher in reversed(watchers):
+                closing.callback(watcher.close)
+
+    def close(self) -> None:
+        """Close the watchers, sinks, display and journal in this order, each also if another one fails."""
+        with ExitStack() as closing:
+            if self._journal is not None:
+                closing.callback(self._journal.close)
+            closing.callback(setattr, self, "_journal", None)  # a sink thread that is still running may still warn
+            closing.callback(self._display.close)
+            closing.callback(self._close_sinks)
+            closing.callback(self.close_watchers)
+
+    def _close_sinks(self) -> None:
+        deadline = time.monotonic() + self._close_timeout_s
+        for sink in self._sinks:
+            sink.close(max(0.0, deadline - time.monotonic()))
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.write(record)
+        for sink in self._sinks:
+            sink.put(record)

@@ -1,24 +1,79 @@
-"""Writes spans as Chrome traces, one file per rank: startup, a window of steps, and the last steps.
-
-The reader of ``spans-rank-N.json`` takes our metadata in the trace from here too.
-"""
+"""Writes spans as Chrome traces, one file per rank: startup, a window of steps, and the last steps."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 from msgspec import Struct
 
 from hvdtrain.config.windows import Window
-from hvdtrain.observe.trace_file import TraceFile, free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.clock import clock_id, read_clocks
 from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
+
+_END = b"\n]\n"
+
+
+class TraceFile:
+    """A growing JSON array of trace events.
+
+    A single write replaces the closing bracket by new events and a bracket, so the array is always closed. The format
+    is the JSON array form of Google's "Trace Event Format", as in Horovod's Timeline. Perfetto and chrome://tracing
+    read it.
+
+    Args:
+        path: must not exist; its folder is created.
+        first: the first events, at least one.
+
+    Errors: OSError: it exists, or cannot be written.
+    """
+
+    def __init__(self, path: Path, first: Sequence[Mapping[str, Any]]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)
+        self._write(b"[\n" + _lines(first) + _END)
+
+    def append(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Add events. Errors: OSError: the disk is full or lost."""
+        if not events:
+            return
+        end = self._file.seek(-len(_END), 2)
+        try:
+            self._write(b",\n" + _lines(events) + _END)
+        except OSError:  # a full disk may have written a part
+            self._file.truncate(end)
+            self._file.seek(end)
+            self._write(_END)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:  # on a full disk, a write is short and only the next one fails
+            rest = rest[self._file.write(rest) :]
+
+
+def free_path(path: Path) -> Path:
+    """Return `path` if it does not exist, else the first free one of ``NAME-1.json``, ``NAME-2.json``, ..."""
+    found, number = path, 0
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
+def _lines(events: Sequence[Mapping[str, Any]]) -> bytes:
+    return b",\n".join(orjson.dumps(event) for event in events)
+
 
 CLOCK, BUCKET = "clock", "bucket"
 """Names of our metadata events; their arguments are `SpanClock` and the fields of `BucketFacts`."""
@@ -33,19 +88,12 @@ _MOST_TOGETHER = 200
 
 
 class SpanClock(Struct):
-    """The clock of a span file.
+    """The clock of a span file."""
 
-    Attributes:
-        start_time_since_epoch_in_micros: the wall clock at the file's time 0.
-        monotonic_us: the rank's clock (`time.perf_counter_ns`) at the file's time 0.
-        clock_id: equal ones are the same clock.
-        start: number of the start; -1 if unknown.
-    """
-
-    start_time_since_epoch_in_micros: float
-    monotonic_us: float = 0.0
-    clock_id: str = ""
-    start: int = -1
+    start_time_since_epoch_in_micros: float  # the wall clock at the file's time 0
+    monotonic_us: float = 0.0  # the rank's clock (`time.perf_counter_ns`) at the file's time 0
+    clock_id: str = ""  # equal ones are the same clock
+    start: int = -1  # number of the start; -1 if unknown
 
 
 def title(rank: int, host: str) -> str:
@@ -64,18 +112,14 @@ class SpanTrace:
     """Writes the spans of some steps to ``RUN/timeline/spans-rank-N.json``; a later start of the run adds a file.
 
     Nothing is written during a step. A write error ends the trace with a warning; training continues.
-
-    Attributes:
-        folder: ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it.
-        warn: called once on a write error.
     """
 
     spans: Spans
-    folder: Path
+    folder: Path  # ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it
     rank: int
     host: str
     window: Window
-    warn: Callable[[str], None]
+    warn: Callable[[str], None]  # called once on a write error
     start: int = 0
     _file: TraceFile | None = None
     _failed: bool = False

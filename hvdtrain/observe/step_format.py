@@ -34,31 +34,19 @@ class ClockLine(Struct):
 
 
 class StartLine(Struct, tag_field="event", tag="start"):
-    """The first line of a start.
-
-    Attributes:
-        start: number of the start, from 0.
-        at_step: the step from which it resumes.
-        clock_ids: of the ranks; equal ones are the same clock.
-        origin_us: zero of all times in this start, by rank 0's clock.
-        link: allreduces measured at the start: pairs of bytes and seconds.
-        clock: offsets at the start; older versions have none.
-        devices: of the ranks, the UUID of the GPU, or its PCI address; empty for CPUs. Older versions have none.
-        consecutive_stages: number of stages of each pipeline, of equally many consecutive ranks. Older
-            versions have none.
-    """
+    """The first line of a start."""
 
     version: int
-    start: int
+    start: int  # number of the start, from 0
     size: Annotated[int, Meta(gt=0)]
-    at_step: int
+    at_step: int  # the step from which it resumes
     hosts: list[str]
-    clock_ids: list[str]
-    origin_us: float
-    link: list[tuple[int, float]] = []
-    clock: ClockLine | None = msgspec.field(default=None)
-    devices: list[str] = []
-    consecutive_stages: Annotated[int, Meta(gt=0)] = 1
+    clock_ids: list[str]  # of the ranks; equal ones are the same clock
+    origin_us: float  # zero of all times in this start, by rank 0's clock
+    link: list[tuple[int, float]] = []  # allreduces measured at the start: pairs of bytes and seconds
+    clock: ClockLine | None = msgspec.field(default=None)  # offsets at the start; older versions have none
+    devices: list[str] = []  # of the ranks: UUID of the GPU, or PCI address; empty for CPUs. Older versions have none
+    consecutive_stages: Annotated[int, Meta(gt=0)] = 1  # stages of each pipeline, of equally many consecutive ranks
 
     def fits(self) -> bool:
         """Whether all lists have an entry for each rank."""
@@ -67,25 +55,17 @@ class StartLine(Struct, tag_field="event", tag="start"):
 
 
 class BlockLine(Struct, tag_field="event", tag="block"):
-    """The stamps of consecutive steps.
-
-    Attributes:
-        start_us, ready_us, released_us, end_us: times since the origin, by rank 0's clock [ranks, steps].
-        parts_us: durations by name; absent ones are 0 [ranks, steps].
-        facts: figures by name, one per rank.
-        clock: offsets at the end of the block.
-        elements: of the rank's batches, in the largest tensor of each; none if unknown [ranks, steps].
-    """
+    """The stamps of consecutive steps."""
 
     first_step: int
-    start_us: list[Numbers]
+    start_us: list[Numbers]  # this and the next three: since the origin, by rank 0's clock [ranks, steps]
     ready_us: list[Numbers]
     released_us: list[Numbers]
     end_us: list[Numbers]
-    parts_us: dict[str, list[Numbers]]
-    facts: dict[str, list[Any]]
-    clock: ClockLine
-    elements: list[list[int]] = []
+    parts_us: dict[str, list[Numbers]]  # durations by name; absent ones are 0 [ranks, steps]
+    facts: dict[str, list[Any]]  # figures by name, one per rank
+    clock: ClockLine  # offsets at the end of the block
+    elements: list[list[int]] = []  # of the rank's batches, in the largest tensor of each; [] if unknown [ranks, steps]
 
     @property
     def moments(self) -> tuple[list[Numbers], list[Numbers], list[Numbers], list[Numbers]]:

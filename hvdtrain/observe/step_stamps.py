@@ -43,22 +43,16 @@ class StepStamps:
 
     The result is received when it is ready, at the latest when the next gather starts. A step without work costs a
     microsecond. Rank 0 processes blocks in another thread.
-
-    Attributes:
-        experts: None for a model without experts.
-        started_at: the step before the first one.
-        stop: the last step.
-        writer: puts the messages of all ranks into a `step_file.StepFile`, as ``message``; None on ranks other than 0.
     """
 
     comm: Comm
     spans: Spans
     clocks: Clocks
     causes: HostLoad
-    experts: Experts | None
-    started_at: int
-    stop: int
-    writer: Background | None
+    experts: Experts | None  # None for a model without experts
+    started_at: int  # the step before the first one
+    stop: int  # the last step
+    writer: Background | None  # puts messages of all ranks into a `stamps.StepFile`; None on ranks other than 0
     _facts: list[float] = field(default_factory=list)
     _handle: Handle | None = None
     _probing: bool = False

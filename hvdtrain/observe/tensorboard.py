@@ -9,19 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.observe import tensorboard_page as page
-from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.past_journal import ENDINGS, PastSteps
-from hvdtrain.observe.scalars import (
-    BANDS,
-    Interval,
-    expert_scalars,
-    machine_scalars,
-    memory_scalars,
-    numbers,
-    outer_scalars,
-    rank_scalars,
-    stacked,
-)
+from hvdtrain.observe.scalars import BANDS, OF_EVENTS, Interval, machine_scalars, numbers, rank_scalars, stacked
+from hvdtrain.observe.tensorboard_page import EventFile
 from hvdtrain.runtime.clock import steady_s
 
 if TYPE_CHECKING:
@@ -91,11 +81,7 @@ class TensorBoard:
         self._has_page = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record of the run.
-
-        Errors:
-            OSError: the disk is full or lost.
-        """
+        """Write a record of the run. Errors: OSError: the disk is full or lost."""
         event = record.get("event")
         if event is None:
             self._take_step(record)
@@ -110,19 +96,22 @@ class TensorBoard:
         elif event == "evaluation":
             self._evaluation(record)
         elif event == "histograms":
-            self._histograms(record)
+            found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
+            self._opened()
+            self._histogram_file().add(found, record.get("at_step", self._step), _time(record))
         elif event == "ranks":
             self._add(page.scalars(rank_scalars(record)), record)
-        elif event == "memory":
-            self._add(page.scalars(memory_scalars(record)), record)
-        elif event == "experts":
-            self._add(page.scalars(expert_scalars(record)), record)
-        elif event == "outer_step":
-            self._add(page.scalars(outer_scalars(record)), record)
-        elif event == "explained":
-            self._explained(record)
-        elif event == "rolled_back":
-            self._roll_back(record)
+        elif event in OF_EVENTS:
+            self._add(page.scalars(numbers(OF_EVENTS[event](record))), record)
+        elif event == "explained":  # the report of the run's end: figures as points of the last step
+            self._point()
+            figures = {f"report/{name}": value for name, value in record["figures"].items()}
+            self._add(page.scalars(numbers(figures)), record)
+            self._add(page.text("report/findings", page.findings(record)), record)
+        elif event == "rolled_back":  # continue after the step that it went back to; later points are replaced
+            self.close()
+            self._resumed = {"step": record["to_step"]}
+            self._add_text(record)
         elif event == "checkpoint":
             self._point()  # so that a resumed run finds the points up to here
         elif event in _SHOWN_AS_TEXT:
@@ -139,12 +128,6 @@ class TensorBoard:
             for file in self._files.values():
                 file.close()
             self._files = {}
-
-    def _roll_back(self, record: Mapping[str, Any]) -> None:
-        """Continue after the step that training was rolled back to. Later points are replaced."""
-        self.close()
-        self._resumed = {"step": record["to_step"]}
-        self._add_text(record)
 
     def _opened(self) -> dict[str, EventFile]:
         """Return the open files. They are created once it is known whether the run is resumed."""
@@ -221,10 +204,9 @@ class TensorBoard:
             files[f"step/{band}"].add([page.scalars(edges)], last["step"], time_s)
         if not self._has_page:
             self._has_page = True
-            unit = self._started.get("unit", "tokens")
+            known = {"flops": bool(per_sample), "peak": bool(per_sample and peak)}
             several = self._started.get("size", 1) > 1
-            flops = bool(per_sample)
-            shown = page.layout(unit, gpu=self._gpu, several=several, flops=flops, peak=bool(flops and peak))
+            shown = page.layout(self._started.get("unit", "tokens"), gpu=self._gpu, several=several, **known)
             files["."].add([shown], last["step"], time_s)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
@@ -246,18 +228,6 @@ class TensorBoard:
         if x > self._last_x.get(run, -1):
             self._last_x[run] = x
             self._files[f"{run}/by_seconds"].add([page.scalars({page.LOSS_BY_SECONDS: loss})], x, time_s)
-
-    def _histograms(self, record: Mapping[str, Any]) -> None:
-        found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
-        self._opened()
-        self._histogram_file().add(found, record.get("at_step", self._step), _time(record))
-
-    def _explained(self, record: Mapping[str, Any]) -> None:
-        """Write the report of the run's end: figures as points of the last step, findings as text."""
-        self._point()
-        figures = {f"report/{name}": value for name, value in record["figures"].items()}
-        self._add(page.scalars(numbers(figures)), record)
-        self._add(page.text("report/findings", page.findings(record)), record)
 
     def _add(self, summary: Summary, record: Mapping[str, Any]) -> None:
         self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.scalars import Interval, expert_scalars, memory_scalars, numbers, outer_scalars
+from hvdtrain.observe.scalars import OF_EVENTS, Interval, numbers
 from hvdtrain.yaml_file import flatten
 
 EVERY_S = 1.0
@@ -22,8 +22,6 @@ _PROJECT = "hvdtrain"
 _IDS = "trackers.json"
 """File in the run folder, with the id of the run by tracker: a resume continues it there."""
 _LONGEST_PARAMETER = 500
-_SCALARS = {"memory": memory_scalars, "experts": expert_scalars, "outer_step": outer_scalars}
-"""Values of an event by their names."""
 
 
 class _Client(Protocol):
@@ -63,8 +61,8 @@ class Tracker:
         elif event == "evaluation":
             metrics = {f"heldout/{name}": value for name, value in record["metrics"].items()}
             self._log({"loss/heldout": record["loss"], **metrics}, record["at_step"])
-        elif event in _SCALARS:
-            self._log(_SCALARS[event](record), record["at_step"])
+        elif event in OF_EVENTS:
+            self._log(OF_EVENTS[event](record), record["at_step"])
         elif event == "explained":
             self._point()
             self._log({f"report/{name}": value for name, value in record["figures"].items()}, record["at_step"])

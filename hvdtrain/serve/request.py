@@ -38,21 +38,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each request.
+    """Limits of each request."""
 
-    Attributes:
-        tokens: that a continuation may have.
-        input_bytes: that a request may have.
-        seconds: from its arrival to the end of its answer.
-        waiting: requests that may wait for the model at once.
-        stop_bytes: that the texts of `stop` may have in all.
-    """
-
-    tokens: int
-    input_bytes: int
-    seconds: float
-    waiting: int
-    stop_bytes: int
+    tokens: int  # that a continuation may have
+    input_bytes: int  # that a request may have
+    seconds: float  # from its arrival to the end of its answer
+    waiting: int  # requests that may wait for the model at once
+    stop_bytes: int  # that the texts of `stop` may have in all
 
 
 def most_of_stop(vocabulary: int) -> int:
@@ -66,8 +58,7 @@ def most_of_stop(vocabulary: int) -> int:
 def read_request(text: bytes, name: str, is_chat: bool, limits: Limits) -> dict[str, Any]:
     """Return a request with only what transformers' server supports; `name` is the model's.
 
-    Errors:
-        RefusedError: it is no JSON object, or a value is wrong or not supported.
+    Errors: RefusedError: it is no JSON object, or a value is wrong or not supported.
     """
     try:
         body = json.loads(text)

@@ -9,7 +9,7 @@ from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.engine.base import Engine
 from hvdtrain.observe.failure.reporter import Reporter
-from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore

@@ -76,8 +76,7 @@ def parse_space(text: str, config: Config, size: int) -> list[Range | Choice]:
         config: of the run, for defaults.
         size: number of ranks.
 
-    Errors:
-        ConfigError: wrong syntax, or a name without default values.
+    Errors: ConfigError: wrong syntax, or a name without default values.
     """
     found = [_parse(part.strip(), config, size) for part in text.split(",")]
     names = [each.name for each in found]

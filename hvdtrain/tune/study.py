@@ -1,6 +1,7 @@
-"""Trials of a search: each is a run. optuna chooses the values, and remembers trials in a file of JSON lines.
+"""Trials of a search, each a run, and what they found: a table, the best config, and TensorBoard's HParams.
 
-Its file survives kills. A trial that was interrupted is continued: its run folder follows from its values.
+optuna chooses the values, and remembers trials in a file of JSON lines that survives kills. A trial that was
+interrupted is continued: its run folder follows from its values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hvdtrain.programs import end_group
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
 from hvdtrain.tune.space import Choice, Range
+from hvdtrain.yaml_file import yaml_text
 
 STUDY = "study.jsonl"
 _POLL_S = 0.5
@@ -33,19 +35,12 @@ EARLY = "stopped early: worse than the median of the others at that step"
 
 @dataclass(frozen=True)
 class Tried:
-    """A trial.
+    """A trial."""
 
-    Attributes:
-        values: of the options.
-        folder: of its run.
-        value: what was measured; None if the trial did not end, or failed.
-        why: "" if it ran to its end, else why not.
-    """
-
-    values: Mapping[str, Any]
-    folder: Path
-    value: float | None
-    why: str
+    values: Mapping[str, Any]  # of the options
+    folder: Path  # of its run
+    value: float | None  # what was measured; None if the trial did not end, or failed
+    why: str  # "" if it ran to its end, else why not
 
 
 def search(
@@ -69,8 +64,7 @@ def search(
         seed: of the choices.
         say: gets a line for each trial.
 
-    Errors:
-        RunDirectoryError: the folder has another search.
+    Errors: RunDirectoryError: the folder has another search.
     """
     optuna = import_library("optuna", "hvdtrain tune", "tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -171,3 +165,38 @@ def _measured(journal: Path, measure: str) -> float | None:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def table(tried: Sequence[Tried], measure: str) -> list[str]:
+    """Return a line for each trial, the best first."""
+    order = sorted(tried, key=lambda each: math.inf if each.value is None else each.value)
+    return [f"{measure:>10}  options"] + [
+        f"{'-' if each.value is None else format(each.value, '.5g'):>10}  {' '.join(options(each.values))}"
+        + (f"  ({each.why})" if each.why else "")
+        for each in order
+    ]
+
+
+def best_yaml(tried: Sequence[Tried], measure: str) -> str | None:
+    """Return the config of the best trial, without its run folder, with all trials as comments; None if all failed."""
+    known = [each for each in tried if each.value is not None]
+    if not known:
+        return None
+    best = min(known, key=lambda each: float(each.value or 0.0))
+    config = RunLayout(best.folder).read_config()
+    config.pop("run_dir", None)
+    lines = [f"# {line}" for line in (f"The best of {len(tried)} trials by {measure}; run: {best.folder}",
+                                      *table(tried, measure))]  # fmt: skip
+    return "\n".join(lines) + "\n" + yaml_text(config)
+
+
+def write_hparams(tried: Sequence[Tried], folder: Path, measure: str) -> None:
+    """Write the trials for TensorBoard's HParams, if TensorBoard is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return
+    with SummaryWriter(str(folder)) as writer:
+        for each in tried:
+            if each.value is not None:
+                writer.add_hparams(dict(each.values), {measure: each.value}, run_name=each.folder.name)

@@ -20,42 +20,28 @@ _POSITIONS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class Epoch:
-    """The samples used of an epoch.
+    """The samples used of an epoch."""
 
-    Attributes:
-        number: counted from 0, by the number of samples that the data, or this source of it, had then.
-        distinct: number of different samples used.
-        left_out: samples skipped on purpose.
-        is_last: the run may still be in this epoch.
-        source: counted from 1; 0 if the data has no weights.
-    """
-
-    number: int
+    number: int  # counted from 0, by the number of samples that the data, or this source of it, had then
     samples: int
     used: int
-    distinct: int
-    left_out: int
-    is_last: bool = False
-    source: int = 0
+    distinct: int  # number of different samples used
+    left_out: int  # samples skipped on purpose
+    is_last: bool = False  # the run may still be in this epoch
+    source: int = 0  # counted from 1; 0 if the data has no weights
 
 
 class Epochs:
     """Counts the used samples of each epoch, in the order of the stream. A change of data or seed begins a new epoch.
 
     With weights, each source has its own epochs.
-
-    Attributes:
-        whole: number of epochs in which each sample was used exactly once.
-        others: the other epochs.
-        reordered: number of changes of data or seed, which change the order.
-        iterable: number of samples of iterable data sets: their epochs are not known.
     """
 
     def __init__(self) -> None:
-        self.whole = 0
+        self.whole = 0  # epochs in which each sample was used exactly once
         self.others: list[Epoch] = []
-        self.reordered = 0
-        self.iterable = 0
+        self.reordered = 0  # changes of data or seed, which change the order
+        self.iterable = 0  # samples of iterable data sets: their epochs are not known
         self._key: tuple[int, list[list[int]], int, str] | None = None
         self._open: dict[int, _OpenEpoch] = {}
 

@@ -29,23 +29,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison.
-
-    Attributes:
-        exact: compared bit for bit, otherwise with a tolerance.
-        steps, tensors: numbers of compared losses and tensors.
-        loss: largest relative difference of a loss.
-        tensor: largest difference of a tensor, relative to its norm.
-        first: the first difference beyond the tolerance; None if there is none.
-    """
+    """The result of a comparison."""
 
     name: str
-    exact: bool
-    steps: int
-    tensors: int
-    loss: float
-    tensor: float
-    first: str | None
+    exact: bool  # compared bit for bit, otherwise with a tolerance
+    steps: int  # number of compared losses
+    tensors: int  # number of compared tensors
+    loss: float  # largest relative difference of a loss
+    tensor: float  # largest difference of a tensor, relative to its norm
+    first: str | None  # the first difference beyond the tolerance; None if there is none
 
 
 def compare(name: str, found: Outcome, wanted: Outcome, *, exact: bool) -> Comparison:

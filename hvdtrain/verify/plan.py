@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,19 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import ONE
 from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.rounds import STARTED, start_rounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import MicroBatch
 from hvdtrain.plan.plan import plan_of
+from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.task.causal_lm import ModelConfig, architecture
+from hvdtrain.task.corpus import TextConfig
+from hvdtrain.task.saved_model import find_model
 from hvdtrain.training.elastic.worker_state import WorkerState, make_worker_state
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.start.build import engine_of_worker
@@ -30,23 +37,24 @@ from hvdtrain.training.start.make_task import make_task
 
 TOLERANCE = 1e-5
 """Of a gradient in fp32, relative to its norm: other sums of the same numbers differ by less."""
+_VOCABULARY, _SEQ_LEN = 512, 32
+_WIDTHS = {
+    "intermediate_size": 64, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+"""Sizes of matrices of a small copy that no plan divides by heads or experts."""
+_LAYERS = 2
+"""Layers of a small copy after those without experts."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A parameter's gradient on all ranks, next to that of one rank.
+    """A parameter's gradient on all ranks, next to that of one rank."""
 
-    Attributes:
-        parameter: its name in the model.
-        error: norm of the difference over the norm of the gradient.
-        factor: of the gradient that is nearest: 2 if it was counted twice, 0 if it is missing.
-        norm: of the gradient.
-    """
-
-    parameter: str
-    error: float
-    factor: float
-    norm: float
+    parameter: str  # its name in the model
+    error: float  # norm of the difference over the norm of the gradient
+    factor: float  # of the gradient that is nearest: 2 if it was counted twice, 0 if it is missing
+    norm: float  # of the gradient
 
     @property
     def wrong(self) -> str:
@@ -75,8 +83,7 @@ def for_plan(run: RunConfig) -> RunConfig:
 def compare_gradients(run: RunConfig, build: Callable[[], Any], comm: Comm, info: RankInfo) -> list[Compared]:
     """Return the comparison of each trained parameter in the first step, equal on all ranks. Collective: yes.
 
-    Errors:
-        ConfigError: the ranks or the model cannot be divided as the config says.
+    Errors: ConfigError: the ranks or the model cannot be divided as the config says.
     """
     device = pick_device(run.config.parallel.device, comm.local_rank, comm.local_size, comm)
     whole = replace(run.config.parallel, engine="horovod", shard="none", dp_shard=None, **vars(ONE))
@@ -137,12 +144,8 @@ def _sums(state: TrainState, expected: Mapping[str, Tensor]) -> Iterator[tuple[s
         if own.place is not None:
             part, offset = own.place.cut(part, parameter.shape), own.place.offset
         gradient = torch.zeros_like(part) if parameter.grad is None else parameter.grad.double()
-        difference = gradient - part
-        yield (
-            name,
-            offset,
-            [float((a * b).sum()) for a, b in ((difference, difference), (gradient, part), (part, part))],
-        )
+        pairs = ((gradient - part, gradient - part), (gradient, part), (part, part))
+        yield name, offset, [float((a * b).sum()) for a, b in pairs]
 
 
 def _compared(name: str, pieces: list[list[float]]) -> Compared:
@@ -150,3 +153,67 @@ def _compared(name: str, pieces: list[list[float]]) -> Compared:
     if not square:
         return Compared(name, math.sqrt(difference), 1.0, 0.0)
     return Compared(name, math.sqrt(difference / square), product / square, math.sqrt(square))
+
+
+def small_copy(config: Any, vocabulary: int) -> Any:
+    """Return the configuration (of transformers) of a small copy: one kind of layer less often, and narrow."""
+    found = config.to_dict()
+    if config.get_text_config() is not config:
+        return config  # of several models: as it is
+    dense = min(1, found.get("first_k_dense_replace") or 0)
+    layers = min(found.get("num_hidden_layers", _LAYERS), dense + _LAYERS)
+    for name, value in list(found.items()):
+        if isinstance(value, list) and len(value) == found.get("num_hidden_layers"):
+            found[name] = value[:layers]
+    sizes: dict[str, Any] = {name: width for name, width in _WIDTHS.items() if found.get(name)}
+    sizes |= {"hidden_size": 8 * found.get("num_attention_heads", 8), "num_hidden_layers": layers}
+    if "first_k_dense_replace" in found:
+        sizes["first_k_dense_replace"] = dense
+    sizes |= {"vocab_size": vocabulary, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    found.pop("model_type", None)
+    return type(config)(**{**found, **{name: value for name, value in sizes.items() if name in found}})
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """What was compared on how many ranks, with the model in words."""
+
+    model: str
+    ranks: int
+    compared: list[Compared]
+
+    @property
+    def wrong(self) -> list[Compared]:
+        """The gradients that differ, the most different first."""
+        return sorted((each for each in self.compared if each.wrong), key=lambda each: -each.error)
+
+    def to_text(self) -> str:
+        """Return lines for a terminal."""
+        lines = [f"{len(self.compared)} parameters of {self.model}, {self.ranks} ranks against one"]
+        lines += [f"WRONG: {each.parameter}: {each.wrong}" for each in self.wrong]
+        worst = max(self.compared, key=lambda each: each.error)
+        lines.append(f"largest difference: {worst.error:.1e} of the gradient's norm ({worst.parameter})")
+        silent = [each.parameter for each in self.compared if not each.norm]
+        if silent:
+            names = f"{', '.join(silent[:3])}{', ...' if silent[3:] else ''}"
+            lines.append(f"{len(silent)} have no gradient in this step, which proves nothing: {names}")
+        return "\n".join([*lines, "the gradients differ" if self.wrong else "the gradients are equal"])
+
+
+def check_plan(run: RunConfig, function: Callable[..., Any], info: RankInfo) -> PlanCheck:
+    """Compare, with the same result on all ranks. Collective: yes. Errors: those of `compare_gradients`."""
+    run = for_plan(run)
+    args, what = dict(run.task_args), "the task's model"
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
+        if isinstance(model := args.get("model"), ModelConfig):
+            source = find_model(model.from_) if model.from_ else None
+            small = small_copy(architecture(model, source, _VOCABULARY, _SEQ_LEN), _VOCABULARY)
+            file = Path(scratch) / "config.json"
+            file.write_text(small.to_json_string(use_diff=False))
+            args["model"], args["data"] = replace(model, config=str(file), from_=None), TextConfig(seq_len=_SEQ_LEN)
+            what = f"a small copy of {small.model_type}"
+        plan = resolve(run.config)
+        comm = start_rounds(info, plan.groups, horovod=plan.by_horovod).enter(STARTED)
+        found = compare_gradients(run, partial(function, **args), comm, info)
+    comm.barrier()
+    return PlanCheck(what, comm.size, found)

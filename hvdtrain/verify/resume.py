@@ -31,8 +31,7 @@ _PATIENCE_S = 30.0
 def read_config(run: Path) -> dict[str, Any]:
     """Read the resolved config of a run.
 
-    Errors:
-        RunDirectoryError: there is none, or a program passed its task as an object.
+    Errors: RunDirectoryError: there is none, or a program passed its task as an object.
     """
     try:
         config = RunLayout(run).read_config()
@@ -56,8 +55,7 @@ def verify_resume(
 
     `resolved` is as `read_config` returns it, `folder` is empty, `steps` are those of each half.
 
-    Errors:
-        HvdtrainError: a job failed.
+    Errors: HvdtrainError: a job failed.
     """
     config = _scratch_config(resolved, steps)
     file = RunLayout(folder).config

@@ -21,24 +21,15 @@ _LINES_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Entries:
-    """A rank's steps of one start, in the order of the file.
+    """A rank's steps of one start, in the order of the file."""
 
-    Attributes:
-        header: first line of the file; those of all ranks should agree.
-        steps: [N].
-        checksums: checksums of the used indices [N].
-        first: [N + 1]; step i has the ranges first[i] to first[i + 1].
-        begins, ends: of the ranges [M].
-        unreadable: number of invalid lines; a kill may cut off the last one.
-    """
-
-    header: StartHeader
-    steps: NDArray[np.int64]
-    checksums: NDArray[np.int64]
-    first: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    unreadable: int = 0
+    header: StartHeader  # first line of the file; those of all ranks should agree
+    steps: NDArray[np.int64]  # [N]
+    checksums: NDArray[np.int64]  # checksums of the used indices [N]
+    first: NDArray[np.int64]  # [N + 1]; step i has the ranges first[i] to first[i + 1]
+    begins: NDArray[np.int64]  # of the ranges [M]
+    ends: NDArray[np.int64]  # of the ranges [M]
+    unreadable: int = 0  # number of invalid lines; a kill may cut off the last one
 
     def between(self, first: int, last: int) -> Entries:
         """Return the entries of the steps after `first` up to `last`."""
@@ -51,15 +42,10 @@ class Entries:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run.
+    """A start of a run."""
 
-    Attributes:
-        header: header of the lowest rank with a file.
-        entries: of each rank with a file.
-    """
-
-    header: StartHeader
-    entries: Mapping[int, Entries]
+    header: StartHeader  # header of the lowest rank with a file
+    entries: Mapping[int, Entries]  # of each rank with a file
 
     @property
     def missing(self) -> list[int]:
@@ -95,8 +81,7 @@ class Window:
 def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
     """Return the starts in a ledger, in order, and the files without a header, from ranks that were killed early.
 
-    Errors:
-        RunDirectoryError: a file cannot be read, or has an unknown version.
+    Errors: RunDirectoryError: a file cannot be read, or has an unknown version.
     """
     found: dict[int, dict[int, Entries]] = {}
     empty: list[Path] = []

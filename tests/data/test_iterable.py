@@ -20,8 +20,7 @@ from hvdtrain.data.iterable import IterableSamples, sample_hash
 from hvdtrain.data.loader import HostBatch, Stream, fetch_step, train_batches
 from hvdtrain.errors import ConfigError, DataError, LaunchError
 from hvdtrain.task.base import Task
-from hvdtrain.verify.data import verify_data
-from hvdtrain.verify.data_text import to_text
+from hvdtrain.verify.data import to_text, verify_data
 from tests.support.gallery import record_on_threads
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import Noisy, toy

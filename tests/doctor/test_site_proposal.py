@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli import doctor
+from hvdtrain.cli.launch import merge
 from hvdtrain.cli.launch_options import parse
-from hvdtrain.cli.launch_site import merge
 from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
 from hvdtrain.doctor.facts.scheduler import Nodes, Scheduler, pbs, slurm
 from hvdtrain.doctor.site_proposal import SiteFacts, propose_site

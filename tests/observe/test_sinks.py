@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe import recorder as recorder_module
 from hvdtrain.observe import sinks
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress
-from hvdtrain.observe.recorder import Recorder
-from hvdtrain.observe.sinks import Background, FunctionSink, sink_maker
+from hvdtrain.observe.sinks import Background, FunctionSink, Recorder, sink_maker
 from tests.support.launch import TIMEOUT_S
 
 
@@ -142,7 +140,7 @@ def _recorder(journal: Path) -> tuple[Recorder, io.StringIO]:
 
 
 def test_everything_is_closed_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(sinks, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
     recorder, _ = _recorder(tmp_path / "journal")
     taken: list[Mapping[str, Any]] = []
     closed: list[str] = []

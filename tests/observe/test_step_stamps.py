@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 
 from hvdtrain.observe.clocks import Clocks
-from hvdtrain.observe.stamps import BLOCK, COLUMNS, FACTS, MOMENTS, Block, is_gathered, step_rows, unpack
-from hvdtrain.observe.step_file import StepFile, block_line, ranks_event, starts_so_far
+from hvdtrain.observe.stamps import (
+    BLOCK,
+    COLUMNS,
+    FACTS,
+    MOMENTS,
+    Block,
+    StepFile,
+    block_line,
+    is_gathered,
+    ranks_event,
+    starts_so_far,
+    step_rows,
+    unpack,
+)
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans

@@ -21,11 +21,11 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from hvdtrain.observe import tensorboard_page as page
-from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard
+from hvdtrain.observe.tensorboard_page import EventFile
 from tests.support.full_disk import room_for
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
@@ -348,7 +348,7 @@ def test_files_are_all_opened_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_two_threads_of_a_process_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a notebook or a test may be threads: one leaves and one begins in the same second."""
-    monkeypatch.setattr("hvdtrain.observe.event_file._stamp", lambda directory: 1)
+    monkeypatch.setattr("hvdtrain.observe.tensorboard_page._stamp", lambda directory: 1)
     first = EventFile(tmp_path, 0)
     with ThreadPoolExecutor() as threads:
         threads.submit(EventFile, tmp_path, 0).result().close()

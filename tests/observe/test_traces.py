@@ -10,8 +10,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config.windows import ALL, OFF, Window
-from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace
-from hvdtrain.observe.trace_file import TraceFile
+from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace, TraceFile
 from hvdtrain.spans import DEVICE, EXCHANGE, Spans
 from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.full_disk import room_for

@@ -239,11 +239,11 @@ async def test_connections_that_end(
     """At most three are open; expected is the answer to the first and to the last, b"" without one."""
     import uvicorn
 
-    from hvdtrain.serve import connections
+    from hvdtrain.serve import app
 
-    monkeypatch.setattr(connections, "HEAD_S", head_s)
+    monkeypatch.setattr(app, "HEAD_S", head_s)
     service = Server()
-    config = uvicorn.Config(service.app, http=connections.Connection, limit_concurrency=3, log_level="critical")
+    config = uvicorn.Config(service.app, http=app.Connection, limit_concurrency=3, log_level="critical")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listening]))

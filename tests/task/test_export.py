@@ -12,7 +12,7 @@ import torch
 from hvdtrain.cli.export import main
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.export import formats
-from hvdtrain.export.card import model_card
+from hvdtrain.export.formats import model_card
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.causal_lm import load_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.observe import recorder, step_stamps
+from hvdtrain.observe import sinks, step_stamps
 from tests.support.gallery import Recorded
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_job import train_on_threads
@@ -16,8 +16,8 @@ from tests.support.thread_job import train_on_threads
 
 @pytest.fixture(autouse=True)
 def _no_slow_sink_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
-    monkeypatch.setattr(recorder, "_CLOSE_TIMEOUT_AFTER_FAILURE_S", TIMEOUT_S)
+    monkeypatch.setattr(sinks, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(sinks, "_CLOSE_TIMEOUT_AFTER_FAILURE_S", TIMEOUT_S)
     monkeypatch.setattr(step_stamps, "_PATIENCE_S", TIMEOUT_S)
     monkeypatch.setattr(step_stamps, "_PATIENCE_WHEN_FAILED_S", TIMEOUT_S)
 

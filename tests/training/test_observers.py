@@ -19,7 +19,7 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress
-from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.timeline import TimelinePlan

@@ -14,8 +14,7 @@ import hvdtrain
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import is_finished
-from hvdtrain.observe.span_trace import SpanTrace
-from hvdtrain.observe.trace_file import TraceFile
+from hvdtrain.observe.span_trace import SpanTrace, TraceFile
 from hvdtrain.timeline.analysis.analysis import figures
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.training.records.run_report import collect_spans, whole_lines

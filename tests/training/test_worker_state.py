@@ -20,7 +20,7 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress as Display
-from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo

@@ -14,9 +14,8 @@ from hvdtrain.cli.tune import main
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError, RunDirectoryError
 from hvdtrain.tune import study
-from hvdtrain.tune.result import best_yaml, table
 from hvdtrain.tune.space import parse_space
-from hvdtrain.tune.study import EARLY, Tried, search
+from hvdtrain.tune.study import EARLY, Tried, best_yaml, search, table
 from tests.support.gallery import LANGUAGE
 from tests.support.journals import read_events
 from tests.support.launch import TIMEOUT_S

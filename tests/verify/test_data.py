@@ -24,8 +24,7 @@ from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name
-from hvdtrain.verify.data import verify_data
-from hvdtrain.verify.data_text import to_text
+from hvdtrain.verify.data import to_text, verify_data
 
 
 @dataclass(frozen=True)

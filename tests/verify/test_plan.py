@@ -14,9 +14,7 @@ from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.base import load_task_function
-from hvdtrain.verify.plan import Compared, compare_gradients, for_plan
-from hvdtrain.verify.plan_job import PlanCheck
-from hvdtrain.verify.small_model import small_copy
+from hvdtrain.verify.plan import Compared, PlanCheck, compare_gradients, for_plan, small_copy
 from tests.support.divided_models import DIVIDED
 from tests.support.thread_comm import ThreadComm, on_ranks
 

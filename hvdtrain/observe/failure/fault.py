@@ -30,23 +30,16 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+),? in (?P<
 
 
 class Fault(Struct, frozen=True):
-    """An error by its parts.
-
-    Attributes:
-        parts: what, expected, found and next of an `HvdtrainError`; empty for other errors.
-        everywhere: every rank raises the same error.
-        consequence: the error only reports that another rank failed or died, or that Horovod ended.
-        frame: the user's innermost frame, see `user_frame`.
-    """
+    """An error by its parts."""
 
     type: str
     message: str
-    parts: dict[str, str] = {}
-    everywhere: bool = False
-    consequence: bool = False
+    parts: dict[str, str] = {}  # what, expected, found and next of an `HvdtrainError`; empty for other errors
+    everywhere: bool = False  # every rank raises the same error
+    consequence: bool = False  # the error only reports that another rank failed or died, or that Horovod ended
     memory: bool = False
     traceback: str = ""
-    frame: str = ""
+    frame: str = ""  # the user's innermost frame, see `user_frame`
 
 
 def fault(error: BaseException) -> Fault:

@@ -42,20 +42,13 @@ _PARTS = ("said", "alive", "left", "fatal")
 
 @dataclass(frozen=True)
 class Mailbox:
-    """The files of one start of a job, as one rank sees them.
+    """The files of one start of a job, as one rank sees them."""
 
-    Attributes:
-        folder: RUN/.ranks/NONCE, absolute; None where this rank does not see it.
-        ranks: every rank, this one included.
-        visible: ranks with processes that this rank sees in /proc.
-        reachable: ranks with statements that this rank sees.
-    """
-
-    folder: Path | None
+    folder: Path | None  # RUN/.ranks/NONCE, absolute; None where this rank does not see it
     process: RankProcess
-    ranks: tuple[RankProcess, ...]
-    visible: frozenset[int]
-    reachable: frozenset[int]
+    ranks: tuple[RankProcess, ...]  # every rank, this one included
+    visible: frozenset[int]  # ranks with processes that this rank sees in /proc
+    reachable: frozenset[int]  # ranks with statements that this rank sees
 
     def post_statement(self, statement: Statement) -> None:
         """Write a statement. It replaces this rank's earlier statement of the same kind."""

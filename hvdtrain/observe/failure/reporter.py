@@ -33,24 +33,15 @@ _POLL_S = 0.05
 
 @dataclass
 class JobFacts:
-    """Facts about the run for the card.
+    """Facts about the run for the card."""
 
-    Attributes:
-        run_dir: as the user gave it.
-        absolute_dir: the same, absolute.
-        checkpoint: finds the newest checkpoint.
-        memory_holders: says what holds memory; called with the error if memory ran out.
-        collective_parameters: parameters by the collective with their gradients.
-        is_ending: says whether each rank may end when it wants to, because no other rank waits for it.
-    """
-
-    run_dir: Path
-    absolute_dir: Path
+    run_dir: Path  # as the user gave it
+    absolute_dir: Path  # the same, absolute
     resume: str
-    checkpoint: Callable[[], str | None]
-    memory_holders: Callable[[BaseException], dict[str, Any]] = lambda error: {}
-    collective_parameters: Callable[[], Mapping[str, Sequence[str]]] = dict
-    is_ending: Callable[[], bool] = lambda: False
+    checkpoint: Callable[[], str | None]  # finds the newest checkpoint
+    memory_holders: Callable[[BaseException], dict[str, Any]] = lambda error: {}  # of the error, if memory ran out
+    collective_parameters: Callable[[], Mapping[str, Sequence[str]]] = dict  # by collective, those with gradients in it
+    is_ending: Callable[[], bool] = lambda: False  # whether a rank may end, as no other rank waits for it
 
 
 @dataclass
@@ -60,18 +51,14 @@ class Reporter:
     The first rank that needs a card claims it, whether it caused the failure or not. The other ranks write their
     statements and wait for the card, because a launcher ends every rank soon after the first one has ended. If the
     card does not appear, the next rank writes it.
-
-    Attributes:
-        output: shows the card of a raised error; the watchdog writes to stderr.
-        error_raised: whether an error was raised; the watchdog reports nothing from then on.
     """
 
     mailbox: Mailbox
     statements: StatementMaker
     job: JobFacts
-    output: FailureOutput
+    output: FailureOutput  # shows the card of a raised error; the watchdog writes to stderr
     lock: threading.Lock = field(default_factory=threading.Lock)
-    error_raised: bool = False
+    error_raised: bool = False  # whether an error was raised; the watchdog reports nothing from then on
     _oom_kills_before: int = field(default_factory=oom_kills)
 
     def report_error(self, error: BaseException) -> None:

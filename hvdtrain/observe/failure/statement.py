@@ -47,35 +47,21 @@ class RankProcess(Struct, frozen=True):
 
 
 class Statement(Struct, frozen=True, rename=JSON_NAMES):
-    """The state of one rank.
+    """The state of one rank."""
 
-    Attributes:
-        kind: FAILED, STALLED or CURRENT.
-        time: seconds since 1970.
-        step: the current optimizer step, counted from 1; 0 before the first.
-        open_spans: spans that the training thread is in, outermost first: name, and seconds since it began.
-        idle_s: seconds since a span began or ended.
-        in_flight: collectives that were started and not yet waited for, with the seconds since they began.
-        is_waiting: whether the training thread waits in a collective.
-        memory: in MiB, see `process_states.memory`.
-        fault: the error, if the kind is FAILED.
-        stacks: by name of thread, innermost frame last. The training thread is called TRAINING.
-        memory_holders: what holds memory, if it ran out; see `hvdtrain.training.diagnostics.failure_report`.
-    """
-
-    kind: str
-    time: float
+    kind: str  # FAILED, STALLED or CURRENT
+    time: float  # seconds since 1970
     process: RankProcess
-    step: int = 0
-    open_spans: list[tuple[str, float]] = []
+    step: int = 0  # the current optimizer step, counted from 1; 0 before the first
+    open_spans: list[tuple[str, float]] = []  # of the training thread, outermost first, with seconds since each began
     last_span: str = ""
-    idle_s: float = 0.0
-    in_flight: dict[str, float] = {}
-    is_waiting: bool = False
-    memory: dict[str, float] = {}
-    fault: Fault | None = None
-    stacks: dict[str, list[str]] = {}
-    memory_holders: dict[str, Any] = {}
+    idle_s: float = 0.0  # seconds since a span began or ended
+    in_flight: dict[str, float] = {}  # collectives that were started and not waited for, with seconds since then
+    is_waiting: bool = False  # whether the training thread waits in a collective
+    memory: dict[str, float] = {}  # in MiB, see `process_states.memory`
+    fault: Fault | None = None  # the error, if the kind is FAILED
+    stacks: dict[str, list[str]] = {}  # by name of thread, innermost frame last. The training thread is called TRAINING
+    memory_holders: dict[str, Any] = {}  # if memory ran out; see `training.diagnostics.failure_report`
 
 
 @dataclass(frozen=True)

@@ -15,30 +15,19 @@ EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
 
 
 class SilentRank(Struct, frozen=True, rename={"process": "who"}):
-    """A rank without a statement.
-
-    Attributes:
-        state: of its process, see `process_states`.
-        crash: the trace that Python's faulthandler wrote.
-        last: its last heartbeat: time, step, rss.
-    """
+    """A rank without a statement."""
 
     process: RankProcess
-    state: str = UNKNOWN
-    crash: str = ""
-    last: dict[str, Any] = {}
+    state: str = UNKNOWN  # of its process, see `process_states`
+    crash: str = ""  # the trace that Python's faulthandler wrote
+    last: dict[str, Any] = {}  # its last heartbeat: time, step, rss
 
 
 class Verdict(Struct, frozen=True):
-    """The cause of a failure.
+    """The cause of a failure."""
 
-    Attributes:
-        kind: EXCEPTION, KILLED or STALL.
-        ranks: the ranks that caused it; all ranks if none differs from the others.
-    """
-
-    kind: str
-    ranks: list[int]
+    kind: str  # EXCEPTION, KILLED or STALL
+    ranks: list[int]  # the ranks that caused it; all ranks if none differs from the others
     sentence: str
     hint: str = ""
 

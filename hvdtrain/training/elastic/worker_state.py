@@ -19,7 +19,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.residuals import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
-from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.binding import Binding

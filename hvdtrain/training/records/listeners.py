@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.config.windows import OFF, Window
-from hvdtrain.observe.trace_file import free_path
+from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.spans import DEVICE, JOURNAL_KEYS, NESTED, Listener, Spans
 

@@ -24,10 +24,9 @@ from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.host_load import HostLoad
 from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
-from hvdtrain.observe.recorder import Recorder
-from hvdtrain.observe.sinks import Background, sink_maker
+from hvdtrain.observe.sinks import Background, Recorder, sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
-from hvdtrain.observe.step_file import StepFile, starts_so_far
+from hvdtrain.observe.stamps import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.observe.tensorboard import TensorBoard, is_installed

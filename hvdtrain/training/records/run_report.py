@@ -27,7 +27,7 @@ from hvdtrain.comm.objects import allgather_bytes, allgather_json, broadcast_jso
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.files import write_text
-from hvdtrain.observe.trace_file import free_path
+from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.verdicts import changed

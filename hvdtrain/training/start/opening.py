@@ -21,7 +21,7 @@ from hvdtrain.data.order import even_options
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
-from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure

@@ -16,8 +16,8 @@ from hvdtrain.engine.periodic import PeriodicEngine, without_workers
 from hvdtrain.engine.saved_exchange import of_rank
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.past_journal import damaged_lines, last_step
-from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
+from hvdtrain.observe.sinks import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.buddies import pool_state
