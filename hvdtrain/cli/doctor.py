@@ -18,10 +18,9 @@ from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.facts.network import network
-from hvdtrain.doctor.facts.scheduler import scheduler
 from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
-from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
+from hvdtrain.doctor.site_proposal import SiteFacts, propose_site, scheduler
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.files import create_text, open_regular
 from hvdtrain.launch.detect import detect_machine

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hvdtrain.errors import UnreachableError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
-from hvdtrain.runtime.gloo import refuse_without_address
-from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
+from hvdtrain.runtime.interfaces import refuse_without_address
+from hvdtrain.runtime.threads import open_sockets, shut_down_receiving
 
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm

@@ -9,7 +9,7 @@ from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, TORCHRUN, RankInfo, refuse_unused_launcher
-from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.interfaces import refuse_without_address
 
 Groups = Callable[[int], Sequence[Sequence[int]]]
 """Returns the ranks of each group that will exchange apart, of a number of ranks."""

@@ -23,12 +23,20 @@ from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
 from hvdtrain.files import is_private
-from hvdtrain.install import proof
-from hvdtrain.install.build_facts import Probe
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
 from hvdtrain.install.build_probe import find_mpi
-from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE
-from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord, installed
+from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE, Probe
+from hvdtrain.install.record import (
+    BUILD_COMMAND,
+    PROVE_NOW,
+    BuildRecord,
+    can_prove,
+    check_proof,
+    installed,
+    mark_tested,
+    mark_untested,
+    proof_environment,
+)
 from hvdtrain.install.steps import Say, Step, run, timed
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -72,16 +80,16 @@ def prove(probe: Probe, environ: Mapping[str, str], say: Say) -> None:
     if record is None or mpi is None:
         what = "Horovod is not installed." if record is None else "No MPI was found to start the ranks of the test."
         raise BuildError(what, next_step=BUILD_COMMAND if record is None else "load the module of Horovod's MPI")
-    if not proof.is_possible(mpi, environ):
+    if not can_prove(mpi, environ):
         raise BuildError(
             f"{mpi.build} has no mpirun, and srun needs an allocation.", next_step=f"salloc -n2 {PROVE_NOW}"
         )
     folder = Path(mkdtemp(prefix="hvdtrain-test-"))
     step = proof_step(probe, mpi)
     with timed(step, say), (folder / "log").open("w") as log:
-        output = run(step, {**_base(environ), **proof.environment(probe, mpi)}, folder, log, lambda text: None)
-        proof.check_output(output)
-    proof.unmark(probe.python.site)
+        output = run(step, {**_base(environ), **proof_environment(probe, mpi)}, folder, log, lambda text: None)
+        check_proof(output)
+    mark_tested(probe.python.site)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -186,7 +194,7 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
     """Run one step and store its result."""
     _prepare(plan)
     if step.name == "install":
-        proof.mark(plan.site, plan.version)
+        mark_untested(plan.site, plan.version)
     # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
@@ -199,8 +207,8 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
     elif step.name == "compile":
         _store_wheel(plan)
     elif step.name == "proof":
-        proof.check_output(output)
-        proof.unmark(plan.site)
+        check_proof(output)
+        mark_tested(plan.site)
 
 
 def _prepare(plan: BuildPlan) -> None:

@@ -35,15 +35,13 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
-from hvdtrain.launch.cpu_use import BusyWorkers
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import packed, unpacked
 from hvdtrain.launch.variables import agent_environment
-from hvdtrain.launch.worker_process import WorkerProcess
-from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.launch.worker_process import BusyWorkers, WorkerProcess
+from hvdtrain.runtime.channel import BEAT_S, MessageWriter, read_messages
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.interfaces import interface_of, nccl_interfaces, networks, source_to
-from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
 """Between SIGTERM and SIGKILL when the driver is lost."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from hvdtrain.runtime.json_lines import MessageWriter, encode_message, read_messages
+from hvdtrain.runtime.channel import MessageWriter, encode_message, read_messages
 
 END_S = 12.0
 """How long an agent may take to end its workers and itself after its pipe is closed."""

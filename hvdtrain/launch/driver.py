@@ -16,7 +16,8 @@ from typing import Any
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_link import END_S, AgentLink
-from hvdtrain.launch.commands import (
+from hvdtrain.launch.hosts import run_script
+from hvdtrain.launch.job import (
     Command,
     End,
     Event,
@@ -27,14 +28,12 @@ from hvdtrain.launch.commands import (
     StartWorker,
     StopAgent,
 )
-from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
-from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.channel import BEAT_S, encode_message
 from hvdtrain.runtime.interfaces import interface_to, shared_fabric
-from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
 _ASK_S = 1.0

@@ -17,7 +17,7 @@ from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.driver_client import NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
-from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.interfaces import refuse_without_address
 
 _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 

@@ -21,9 +21,8 @@ from types import FrameType
 
 from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.hosts import node_names
-from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
+from hvdtrain.launch.slurm_task import INTERFACE, LOG, ROUND, STEP, STORE, Batches
 from hvdtrain.programs import run_program, wait_with_signals
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.interfaces import address_of, source_to

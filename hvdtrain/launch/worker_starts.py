@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hvdtrain.launch.commands import StartAgent, StartWorker, StopAgent
-from hvdtrain.launch.job import Host, Job, Phase, Slot, Worker
+from hvdtrain.launch.job import Host, Job, Phase, Slot, StartAgent, StartWorker, StopAgent, Worker
 from hvdtrain.launch.job_end import fail, last_failures
 from hvdtrain.launch.round_changes import order, places
 

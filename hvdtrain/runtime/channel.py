@@ -1,5 +1,7 @@
 """The messages between the ranks of an elastic job and their driver: JSON lines over an inherited socket.
 
+A message is an object with a "type". Other programs of hvdtrain use the same format over pipes.
+
 ::
 
     driver  <- stdin/stdout, by ssh to another host ->  agent of a host  <- socketpair ->  ranks of that host
@@ -34,12 +36,15 @@ A receiver skips messages of unknown type.
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
-from hvdtrain.runtime.json_lines import MessageWriter, read_messages
+MOST_BYTES = 1 << 22
+"""Longest line that is read."""
 
 VARIABLE = "HVDTRAIN_CHANNEL"
 """The variable with the file descriptor of a rank's end of the socketpair."""
@@ -47,7 +52,66 @@ HELD = "held"
 """The one message that is for the agent."""
 BEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
-_MOST_BYTES = 1 << 20
+_MOST_OF_RANK_BYTES = 1 << 20
+
+
+def encode_message(kind: str, facts: Mapping[str, Any]) -> bytes:
+    """Return a message as a line."""
+    return json.dumps({"type": kind, **facts}).encode() + b"\n"
+
+
+class MessageWriter:
+    """Writes whole messages, from any thread. When nobody reads them any more, they are lost."""
+
+    def __init__(self, end: IO[bytes] | socket.socket) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, **facts: Any) -> bool:
+        """Write a message; False where nobody reads any more."""
+        return self.write(encode_message(kind, facts))
+
+    def write(self, data: bytes) -> bool:
+        """Write whole lines; False where nobody reads any more."""
+        try:
+            with self._lock:
+                if isinstance(self._end, socket.socket):
+                    self._end.sendall(data)
+                else:
+                    self._end.write(data)
+                    self._end.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def read_messages(end: IO[bytes] | socket.socket, most_bytes: int = MOST_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield messages until the other end is closed, or a line is longer than `most_bytes`. Skip other lines."""
+    for line in _socket_lines(end, most_bytes) if isinstance(end, socket.socket) else _stream_lines(end, most_bytes):
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(message, dict) and isinstance(message.get("type"), str):
+            yield message
+
+
+def _stream_lines(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
+    while (line := stream.readline(most_bytes)).endswith(b"\n"):
+        yield line
+
+
+def _socket_lines(end: socket.socket, most_bytes: int) -> Iterator[bytes]:
+    rest = b""  # not by makefile: a socket that is closed while its file is read stays open
+    while len(rest) <= most_bytes:
+        try:
+            data = end.recv(1 << 16)
+        except OSError:
+            return
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
 
 
 class Channel:
@@ -59,7 +123,7 @@ class Channel:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Return the messages until the other end is closed."""
-        return read_messages(self._end, _MOST_BYTES)
+        return read_messages(self._end, _MOST_OF_RANK_BYTES)
 
     def stop_reading(self) -> None:
         """Let `messages` end after what has arrived so far."""

@@ -9,9 +9,8 @@ from typing import Any
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.gpu import GpuFacts
 from hvdtrain.doctor.facts.installation import Installation
-from hvdtrain.doctor.facts.machine import Limits, Machine
+from hvdtrain.doctor.facts.machine import GpuFacts, Limits, Machine
 from hvdtrain.doctor.facts.mpi import Mpi4py, MpiFacts
 from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
 from hvdtrain.doctor.facts.storage import Storage

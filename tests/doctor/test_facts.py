@@ -15,8 +15,7 @@ import pytest
 
 from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.gpu import gpu_facts
-from hvdtrain.doctor.facts.machine import machine
+from hvdtrain.doctor.facts.machine import gpu_facts, machine
 from hvdtrain.doctor.facts.network import RdmaPort, network
 from hvdtrain.doctor.facts.storage import file_system_type, probe, storage
 from hvdtrain.runtime.environment import RankInfo

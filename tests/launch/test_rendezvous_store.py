@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.launch.rendezvous_store import ABSENT, FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
-from hvdtrain.runtime import json_lines as lines
+from hvdtrain.runtime import channel as lines
 from tests.support.launch import TIMEOUT_S
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from hvdtrain.doctor.facts.child import LOADED, Answer, ask
 from hvdtrain.errors import HorovodError
 from hvdtrain.install import record
-from hvdtrain.runtime.elf import Linkage, find_needed, read_linkage
-from hvdtrain.runtime.mpi import horovod_library
+from hvdtrain.runtime.mpi import Linkage, find_needed, horovod_library, read_linkage
 
 PACKAGES = ("hvdtrain", "numpy", "transformers")
 

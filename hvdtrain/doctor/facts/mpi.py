@@ -14,9 +14,8 @@ from hvdtrain.doctor.facts.child import LOADED, Answer, ask
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import own_mpirun
 from hvdtrain.runtime import mpi
-from hvdtrain.runtime.elf import read_linkage
 from hvdtrain.runtime.environment import RankInfo, refuse_unused_launcher
-from hvdtrain.runtime.mpi import MpiLibrary
+from hvdtrain.runtime.mpi import MpiLibrary, read_linkage
 from hvdtrain.runtime.tuning import site_settings
 
 _MPI4PY = f"""

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.doctor.links.link_pairs import budget_s, rounds
-from hvdtrain.doctor.links.measured import Direction, Links
+from hvdtrain.doctor.links.measured import Direction, Links, budget_s, rounds
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label

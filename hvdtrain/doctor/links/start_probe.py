@@ -9,10 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.probe_client import NoAnswerError
-from hvdtrain.doctor.hosts.survey import Hosts, Survey
-from hvdtrain.doctor.links.link_pairs import MOST_S, budget_s, rounds
-from hvdtrain.doctor.links.measured import Direction, Links
+from hvdtrain.doctor.hosts.survey import Hosts, NoAnswerError, Survey
+from hvdtrain.doctor.links.measured import MOST_S, Direction, Links, budget_s, rounds
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine

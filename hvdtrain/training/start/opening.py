@@ -23,7 +23,7 @@ from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
-from hvdtrain.runtime.gloo import describe_exposure
+from hvdtrain.runtime.interfaces import describe_exposure
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
