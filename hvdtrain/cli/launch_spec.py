@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import has_remote_shell
+from hvdtrain.install.versions import has_remote_shell
 from hvdtrain.launch.choose import AUTO, OWN, Choice, options_of
 from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots

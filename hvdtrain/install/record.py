@@ -20,9 +20,8 @@ from pathlib import Path
 from hvdtrain.errors import BuildError, HorovodError
 from hvdtrain.install.build_probe import find_torch
 from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
-from hvdtrain.install.mpirun import start_variables
 from hvdtrain.install.prerequisites import FoundMpi, Probe
-from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
+from hvdtrain.install.versions import Label, MpiBuild, TorchBuild, start_variables
 
 RANKS = 2
 MARK = "hvdtrain-untested"

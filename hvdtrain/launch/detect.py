@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.install import record
-from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
-from hvdtrain.install.versions import MPI_NAMES
+from hvdtrain.install.versions import MPI_NAMES, identify_mpi, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
@@ -61,11 +60,7 @@ class Machine:
         return next(iter(self.mpis), None) if not self.horovod else None
 
     def mpi_named(self, flavour: str, in_image: bool) -> Mpi:
-        """Return the MPI of this flavour.
-
-        Errors:
-            LaunchError: there is none, or Horovod uses another.
-        """
+        """Return the MPI of this flavour. Errors: LaunchError if there is none, or Horovod uses another."""
         name = MPI_NAMES[flavour]
         found = next((mpi for mpi in self.mpis if mpi.flavour == flavour), None)
         if found is None:
@@ -152,8 +147,7 @@ def find_container_runtime(asked: str, image: str, target: str, environ: Mapping
         environ: variables of this process.
         by_srun: whether srun starts the ranks.
 
-    Errors:
-        LaunchError: auto found none; or pyxis cannot be used.
+    Errors: LaunchError if auto found none; or pyxis cannot be used.
     """
     names = [name for name in (APPTAINER, SINGULARITY) if shutil.which(name, path=environ.get("PATH", os.defpath))]
     is_sif = image.endswith(".sif")

@@ -33,8 +33,7 @@ _BY_OTHERS = ("proxyjump ", "proxycommand ")
 def parse_hosts(text: str) -> dict[str, int]:
     """Parse ``a:4,b:4``: the slots of each host, in order.
 
-    Errors:
-        LaunchError: an invalid name, an invalid number or 0, or a host that is named twice.
+    Errors: LaunchError for an invalid name, an invalid number or 0, or a host that is named twice.
     """
     hosts: dict[str, int] = {}
     for part in text.split(","):
@@ -45,10 +44,8 @@ def parse_hosts(text: str) -> dict[str, int]:
 def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
     """Parse the output of a discovery script: a line ``host`` or ``host:slots`` per host; empty lines are skipped.
 
-    `slots`: of a host without a number.
-
-    Errors:
-        LaunchError: as of `parse_hosts`; 0 slots are allowed, for a host that must be vacated.
+    `slots`: of a host without a number. Errors: LaunchError as of `parse_hosts`; 0 slots are allowed, for a host that
+    must be vacated.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -61,9 +58,7 @@ def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
 def run_script(script: Path, timeout_s: float = _SCRIPT_S, *, slots: int = 1) -> dict[str, int]:
     """Run the script directly, without a shell; return the slots of each host: `slots` where it prints no number.
 
-    Errors:
-        LaunchError: it cannot be run, or prints an invalid host.
-        UnreachableError: it takes too long, or fails.
+    Errors: LaunchError if it cannot be run, or prints an invalid host; UnreachableError if it takes too long, or fails.
     """
     expected = "a program that prints a line host or host:slots per host and exits with 0"
     try:
@@ -116,10 +111,8 @@ def node_names(text: str) -> list[str]:
     """Return the names of a list of Slurm, such as ``n[01-04,7],m3-[1-2]``, in order.
 
     By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps its leading zeros, and of several
-    brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then).
-
-    Errors:
-        LaunchError: invalid list.
+    brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then). Errors:
+    LaunchError for invalid list.
     """
     names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", text):
@@ -136,10 +129,8 @@ def node_names(text: str) -> list[str]:
 def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
     """Return the number of ranks per host of an allocation of Slurm.
 
-    `nodes`: as in SLURM_JOB_NODELIST; `tasks`: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
-
-    Errors:
-        LaunchError: either is invalid, or their lengths differ.
+    `nodes`: as in SLURM_JOB_NODELIST; `tasks`: as in SLURM_TASKS_PER_NODE, ``2(x3),1``. Errors: LaunchError if either
+    is invalid, or their lengths differ.
     """
     names = node_names(nodes)
     try:
@@ -167,8 +158,7 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
         gpus_per_node: as asked for; 0 if not.
         ranks: as asked for; 0 if not.
 
-    Errors:
-        LaunchError: the allocation has several components, or does not say how many ranks it is for.
+    Errors: LaunchError if the allocation has several components, or does not say how many ranks it is for.
     """
     if "SLURM_HET_SIZE" in environ:
         raise LaunchError(

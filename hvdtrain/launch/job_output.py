@@ -72,10 +72,8 @@ class Screen:
 class EventLog:
     """Appends events to a file; does nothing without one.
 
-    Each line has ``mono_s`` (this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``.
-
-    Errors:
-        OSError: the file cannot be opened.
+    Each line has ``mono_s`` (this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``. Errors:
+    OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path | None) -> None:

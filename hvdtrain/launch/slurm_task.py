@@ -85,8 +85,7 @@ class Batches:
 def request(store: str, method: str, key: str, body: bytes | None = None) -> bytes | None:
     """Send a request to a store at an address as Horovod gets it; None where it does not have the key yet.
 
-    Errors:
-        OSError, HTTPException: no connection.
+    Errors: OSError, HTTPException for no connection.
     """
     address, _, path = store.partition("/")
     for left in reversed(range(_TRIES)):
@@ -127,11 +126,7 @@ class NodeStore:
         self._rendezvous = Rendezvous(self._log, put=lambda number, key, value: self._outbox.put((key, value)))
 
     def run(self, wanted: Callable[[], bool]) -> None:
-        """Copy new values while `wanted`.
-
-        Errors:
-            OSError, HTTPException: the store has ended.
-        """
+        """Copy new values while `wanted`. Errors: OSError, HTTPException if the store has ended."""
         self._rendezvous.start()
         self._rendezvous.open(ROUND, {})
         threading.Thread(target=self._hand_on, daemon=True).start()
@@ -155,8 +150,7 @@ class NodeStore:
 def find_node_store(store: str, node: str) -> str:
     """Return the address of this node's store after a short wait; `store` itself where there is none.
 
-    Errors:
-        OSError, HTTPException: no connection to `store`.
+    Errors: OSError, HTTPException for no connection to `store`.
     """
     for _ in range(5):  # each waits for the key
         found = request(store, "GET", f"{NODE}{node}")
@@ -168,8 +162,7 @@ def find_node_store(store: str, node: str) -> str:
 def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
     """Return Horovod's numbers of this task. A rank's cross_rank is the number of earlier nodes with its local_rank.
 
-    Errors:
-        LaunchError: srun did not start this process, or its variables are invalid.
+    Errors: LaunchError if srun did not start this process, or its variables are invalid.
     """
     of_slurm = {name: text for name, text in environ.items() if name.startswith("SLURM_")}
     info = rank_info(of_slurm)
@@ -193,8 +186,7 @@ def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
 def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
     """Return the variables that the program's environment gets in addition. `host`: the name of this host.
 
-    Errors:
-        LaunchError: as of `task_numbers`; or there is no store.
+    Errors: LaunchError as of `task_numbers`; or there is no store.
     """
     numbers = task_numbers(environ)
     if STORE not in environ:

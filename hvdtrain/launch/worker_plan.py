@@ -105,8 +105,7 @@ def allocation_slots(environ: Mapping[str, str]) -> list[str]:
 def find_starter(asked: str, environ: Mapping[str, str], path: str) -> Starter:
     """Find how agents start. `asked`: the value of ``--agents``; `path`: where programs are looked for.
 
-    Errors:
-        LaunchError: not inside an allocation of that scheduler, or its program is missing.
+    Errors: LaunchError if not inside an allocation of that scheduler, or its program is missing.
     """
     if asked == SSH:
         return Starter(forced=True)

@@ -13,9 +13,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from hvdtrain.programs import read_stat
-from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
-from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
-from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline
+from hvdtrain.runtime.channel import HELD, LIFELINE, VARIABLE, Channel, Lifeline, make_lifeline
 
 _MOST_CHARACTERS = 1 << 16
 """Of a forwarded line; longer lines are split."""
@@ -39,8 +37,7 @@ class WorkerProcess:
         report: called from threads with events: ``line`` (text, err), ``said`` (message), ``dying`` as soon as the
             kernel ends it, if it holds its lifeline, ``exited`` (code).
 
-    Errors:
-        OSError: it cannot be started.
+    Errors: OSError if it cannot be started.
     """
 
     def __init__(

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel
+from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel, hold_lifeline
 from hvdtrain.runtime.environment import horovod_numbers
-from hvdtrain.runtime.exit_lock import hold_lifeline
 
 EXIT_ALONE = 1
 """Exit code of a rank that has lost its driver."""

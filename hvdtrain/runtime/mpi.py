@@ -11,7 +11,6 @@ only (x86-64 and AArch64), with a few seeks.
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import sys
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import own_mpirun, version_text, wheel_prefix
-from hvdtrain.install.versions import MpiBuild
-from hvdtrain.programs import run_program
+from hvdtrain.install.versions import MpiBuild, own_mpirun, version_text, wheel_prefix
+from hvdtrain.programs import answer
 from hvdtrain.runtime.environment import ANY_MPI, RankInfo, environ, rank_label
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
@@ -44,7 +42,7 @@ import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
 library.MPI_Get_library_version(text, ctypes.byref(length))
-print(json.dumps(text.value.decode(errors="replace")))
+print(json.dumps({"version": text.value.decode(errors="replace")}))
 """
 
 
@@ -233,15 +231,12 @@ def check_size(info: RankInfo, hvd_size: int) -> None:
     )
 
 
-def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
+def library_version(path: Path | None) -> str | None:
     """Return the version of a libmpi, from a child process, as MPI aborts in C. None when it does not answer."""
     if path is None:
         return None
-    try:
-        text = run_program([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s).out
-        return str(json.loads(text)).splitlines()[0].split(", ")[0].strip()
-    except (OSError, ValueError, IndexError):
-        return None
+    found = answer([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], 20).values.get("version", "")
+    return next((line.split(", ")[0].strip() for line in found.splitlines()[:1]), None)
 
 
 def mpirun_version(program: str | None) -> str | None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.install.mpirun import ROOT_MAY_RUN, start_variables
 from hvdtrain.install.record import BUILD_COMMAND
-from hvdtrain.install.versions import MpiBuild
+from hvdtrain.install.versions import ROOT_MAY_RUN, MpiBuild, start_variables
 from hvdtrain.launch.variables import secret_variables
 from hvdtrain.plan.plan import ENGINES, Plan
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label

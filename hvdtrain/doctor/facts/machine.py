@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.doctor.facts.child import ask
 from hvdtrain.files import read_text_or_empty
-from hvdtrain.install.mpirun import has_remote_shell
-from hvdtrain.runtime.binding import cores_near, numa_domains
-from hvdtrain.runtime.host import HostFacts, cgroup_folders, read_host
+from hvdtrain.install.versions import has_remote_shell
+from hvdtrain.programs import ask
+from hvdtrain.runtime.host import HostFacts, cgroup_folders, cores_near, numa_domains, read_host
 
 UNLIMITED = resource.RLIM_INFINITY
 _V1_NO_LIMIT = 1 << 60

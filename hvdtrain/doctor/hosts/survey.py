@@ -17,8 +17,7 @@ import msgspec
 
 import hvdtrain
 from hvdtrain.doctor.facts.network import Interface
-from hvdtrain.doctor.hosts.host_probe import HostReport
-from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener
+from hvdtrain.doctor.hosts.host_probe import CONNECT_S, Attempt, HostReport, Listener
 from hvdtrain.launch.agent_link import AgentLink
 from hvdtrain.launch.hosts import LOCAL_NAMES
 from hvdtrain.launch.spec import JobSpec

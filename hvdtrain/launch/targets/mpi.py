@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import start_variables
+from hvdtrain.install.versions import start_variables
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Pick, Target, for_ssh, network_variables, rank_argv

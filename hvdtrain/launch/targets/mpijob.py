@@ -45,8 +45,8 @@ HOSTS, DISCOVER = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
 def read_pod_patch(path: Path) -> dict[str, Any]:
     """Return the changes in a YAML or JSON file, by pod.
 
-    Errors:
-        LaunchError: it cannot be read, or has keys other than those of a pod template. ConfigError: as of `parse_yaml`.
+    Errors: LaunchError if it cannot be read, or has keys other than those of a pod template; ConfigError as of
+    `parse_yaml`.
     """
     try:
         text = read_regular(path)
@@ -72,8 +72,7 @@ def read_pod_patch(path: Path) -> dict[str, Any]:
 def patch_pod(name: str, template: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pod template with changes. `name`: of the pod, and of its container.
 
-    Errors:
-        LaunchError: the job could not run with the changes.
+    Errors: LaunchError if the job could not run with the changes.
     """
     changed = _merged(template, patch, name)
     spec = changed.get("spec", {})
@@ -192,11 +191,7 @@ _LOST_PODS = 3
 
 
 def render(spec: JobSpec) -> Script:
-    """Return the manifest of a job.
-
-    Errors:
-        LaunchError: the patch of the pods does not fit.
-    """
+    """Return the manifest of a job. Errors: LaunchError if the patch of the pods does not fit."""
     flavour = "cuda" if spec.gpus_per_node else "cpu"
     batch = replace(spec.batch, image=spec.batch.image or f"{IMAGE.name}{flavour}")
     words = _elastic(spec) if spec.elastic else _by_mpi(spec)

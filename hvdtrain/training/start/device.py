@@ -16,16 +16,18 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.observe.monitor import gpu_identity, pci_address
-from hvdtrain.runtime.binding import (
+from hvdtrain.runtime.host import (
     Binding,
     Seat,
     bind_to_domains,
     bind_to_gpus,
     cores_near,
+    cpu_list,
+    cpu_ranges,
     numa_domains,
+    physical_cores,
     pin_process,
 )
-from hvdtrain.runtime.host import cpu_list, cpu_ranges, physical_cores
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice, without_our_variables
 
