@@ -158,8 +158,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     from hvdtrain.comm.rounds import OneRound
     from hvdtrain.comm.start import start_comm
     from hvdtrain.plan.plan import plan_of
-    from hvdtrain.runtime.timeline import TimelinePlan
-    from hvdtrain.runtime.tuning import prepare
+    from hvdtrain.runtime.tuning import TimelinePlan, prepare
     from hvdtrain.training.session import run_training
 
     info, _ = prepare()

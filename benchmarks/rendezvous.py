@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 from common import Figure, figure, options, report
 
-from hvdtrain.launch.agent_link import AgentLink
-from hvdtrain.launch.rendezvous_store import Relay
+from hvdtrain.launch.agent_link import AgentLink, Relay
 from hvdtrain.launch.worker_plan import AGENT
 from hvdtrain.runtime.channel import encode_message
 

@@ -17,7 +17,7 @@ from hvdtrain.cli.parser import Parser, local
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.facts.network import network
+from hvdtrain.doctor.facts.machine import network
 from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.doctor.site_proposal import SiteFacts, propose_site, scheduler

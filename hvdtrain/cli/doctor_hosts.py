@@ -102,7 +102,7 @@ def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
     Errors:
         HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
     """
-    from hvdtrain.doctor.links import by_mpi
+    from hvdtrain.doctor.links.start_probe import measure_ranks
     from hvdtrain.runtime.host import read_host
 
     if info.launcher == NO_LAUNCHER:
@@ -116,7 +116,7 @@ def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
             next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
         )
     check_launch(info)
-    links = by_mpi.measure(info)
+    links = measure_ranks(info)
     if links is None:
         return None
     facts = read_host(environ())

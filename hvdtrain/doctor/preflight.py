@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,8 @@ _LONGEST_NAME = 22
 _SKEW_S = 1.0  # difference of a host's clock from the median that is reported
 
 _EVERY_S = 0.5
-_LISTEN_S = 3.0
-"""At the deadline, rank 0 waits this long for further reports."""
-_OTHERS_S = 10.0
-"""The other ranks end this much later, so that a launcher does not end rank 0 before it has reported."""
+_LISTEN_S = 3.0  # at the deadline, rank 0 waits this long for further reports
+_OTHERS_S = 10.0  # the other ranks end this much later, so that a launcher does not end rank 0 before it has reported
 
 
 @dataclass(frozen=True)
@@ -51,21 +49,13 @@ class HostCheck:
 
 @dataclass(frozen=True)
 class Preflight:
-    """All hosts, and which are bad.
+    """All hosts, and which are bad."""
 
-    Attributes:
-        hosts: in the order of their ranks.
-        bad: the reasons by host.
-        by: what carried the allreduces: ``NCCL``, ``MPI, on CPUs`` ...
-        everyone: bus bandwidth of all ranks in bytes per second.
-        notes: about the job.
-    """
-
-    hosts: tuple[HostCheck, ...]
-    bad: Mapping[str, tuple[str, ...]]
-    by: str
-    everyone: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    hosts: tuple[HostCheck, ...]  # in the order of their ranks
+    bad: Mapping[str, tuple[str, ...]]  # the reasons by host
+    by: str  # what carried the allreduces: ``NCCL``, ``MPI, on CPUs`` ...
+    everyone: float | None = None  # bus bandwidth of all ranks in bytes per second
+    notes: tuple[str, ...] = ()  # about the job
 
 
 def host_checks(facts: Sequence[Mapping[str, Any]], speeds: HostSpeeds) -> tuple[HostCheck, ...]:
@@ -120,10 +110,7 @@ def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
     """Return the hosts that did not answer by the deadline; none where that is unknown.
 
     These are the hosts of silent ranks; without any, those of ranks that wait in a measurement which others finished.
-
-    Args:
-        ranks: those that still report, and whether each waits in a measurement.
-        hosts: of each rank.
+    `ranks`: those that still report, and whether each waits in a measurement; `hosts`: of each rank.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in ranks]
     stuck = silent or [rank for rank, waits in ranks.items() if waits]
@@ -132,13 +119,16 @@ def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
 
 def lines(found: Preflight) -> list[str]:
     """Return the report, 80 columns wide."""
-    shown = _shown(found)
+    shown: Sequence[HostCheck] = found.hosts
+    if len(shown) > _MOST_HOSTS:
+        shown = sorted(shown, key=lambda host: (host.host not in found.bad, host.between or 0.0))[:_MOST_HOSTS]
     rows = [["host", "ranks", "GPUs", "free GiB", "in host GB/s", "between GB/s", ""]]
     for host in shown:
         free = f"{host.free_bytes / 2**30:.0f}"
         speeds = [gigabytes(host.inside), gigabytes(host.between)]
         mark = "BAD" if host.host in found.bad else "ok"
-        rows.append([_short(host.host), f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
+        short = host.host if len(host.host) <= _LONGEST_NAME else f"{host.host[: _LONGEST_NAME - 3]}..."
+        rows.append([short, f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
     text = [line.rstrip() for line in aligned(rows)]
     if len(shown) < len(found.hosts):
         text.append(f"  and {len(found.hosts) - len(shown)} faster hosts")
@@ -164,28 +154,15 @@ def gigabytes(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{bytes_per_s * 1e-9:.3g}"
 
 
-def _shown(found: Preflight) -> list[HostCheck]:
-    if len(found.hosts) <= _MOST_HOSTS:
-        return list(found.hosts)
-    return sorted(found.hosts, key=lambda host: (host.host not in found.bad, host.between or 0.0))[:_MOST_HOSTS]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
-
-
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 class Deadline:
-    """Calls `on_end` in a thread, unless closed in time.
+    """Calls `on_end` in a thread `seconds` from now, unless closed in time.
 
-    Args:
-        seconds: from now.
-        rank: of this process.
-        on_end: gets the ranks that still report, and whether each waits in a measurement; on ranks other than 0, and
-            before `connect`, None. Then the collectives that each rank has last reported as running.
+    `on_end` gets the ranks that still report, and whether each waits in a measurement; on ranks other than 0, and
+    before `connect`, None. Then the collectives that each rank has last reported as running.
     """
 
     def __init__(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import os
 import shlex
 import shutil
 import stat
@@ -22,7 +21,7 @@ from typing import TextIO
 from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
-from hvdtrain.files import is_private
+from hvdtrain.files import fsync, is_private
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
 from hvdtrain.install.build_probe import find_mpi
 from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE, Probe
@@ -199,13 +198,20 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
     if step.name == "sdist":
-        _store_sdist(plan)
+        fetched = plan.scratch / "sdist" / plan.sdist.name
+        check_sdist(fetched)
+        plan.sdist.parent.mkdir(exist_ok=True)
+        fetched.rename(plan.sdist)
     elif step.name == "toolkit":
         for library in plan.scratch.glob("cuda/nvidia/*/lib/libcudart.so.*"):
             library.with_name("libcudart.so").symlink_to(library.name)  # the name that CMake looks for
             (library.parents[1] / "lib64").symlink_to("lib")  # the folder in which nvcc looks
     elif step.name == "compile":
-        _store_wheel(plan)
+        made = plan.scratch / "wheel" / plan.wheel.name
+        assert made.exists(), f"expected {made.name}, found {[path.name for path in made.parent.iterdir()]}"
+        fsync(made)
+        shutil.rmtree(plan.wheel.parent, ignore_errors=True)
+        made.parent.rename(plan.wheel.parent)
     elif step.name == "proof":
         check_proof(output)
         mark_tested(plan.site)
@@ -222,19 +228,3 @@ def _prepare(plan: BuildPlan) -> None:
         link = plan.scratch / name
         link.unlink(missing_ok=True)
         link.symlink_to(target)
-
-
-def _store_sdist(plan: BuildPlan) -> None:
-    fetched = plan.scratch / "sdist" / plan.sdist.name
-    check_sdist(fetched)
-    plan.sdist.parent.mkdir(exist_ok=True)
-    fetched.rename(plan.sdist)
-
-
-def _store_wheel(plan: BuildPlan) -> None:
-    made = plan.scratch / "wheel" / plan.wheel.name
-    assert made.exists(), f"expected {made.name}, found {[path.name for path in made.parent.iterdir()]}"
-    with made.open("rb") as file:
-        os.fsync(file.fileno())
-    shutil.rmtree(plan.wheel.parent, ignore_errors=True)
-    made.parent.rename(plan.wheel.parent)

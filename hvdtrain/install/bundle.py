@@ -82,8 +82,9 @@ class BundleFolder:
     def remove_damaged(self) -> list[str]:
         """Remove packages of a complete bundle that no longer match their checksums, and return their names."""
         dropped = []
-        for name, expected in self._sums().items():
-            path = self.path / name
+        sums = self.path / _SUMS
+        for line in sums.read_text().splitlines() if sums.exists() else []:
+            expected, path = line[:64], self.path / line[66:]
             if path.parent == self.packages and path.exists() and digest(path) != expected:
                 path.unlink()
                 dropped.append(path.name)
@@ -134,11 +135,6 @@ class BundleFolder:
         self.partial.mkdir(exist_ok=True)
         write_text(request, json.dumps(asdict(target)))
         self.packages.mkdir(exist_ok=True)
-
-    def _sums(self) -> dict[str, str]:
-        path = self.path / _SUMS
-        lines = path.read_text().splitlines() if path.exists() else []
-        return {line[66:]: line[:64] for line in lines}
 
 
 def _read_target(path: Path, key: str = "") -> Target | None:

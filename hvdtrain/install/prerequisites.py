@@ -166,7 +166,8 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
     operations = _operations(probe, probe.torch, gpu)
     cuda, toolkit = probe.cuda, ""
     if operations == "nccl" and cuda is None:
-        version = _cuda_version(probe.torch)
+        digits = probe.torch.build.flavour[2:]
+        version = f"{digits[:-1]}.{digits[-1]}"  # torch's of CUDA, such as 13.0
         home = Path("cuda/nvidia") / f"cu{_TOOLKIT_MAJOR}"
         cuda, toolkit = FoundCuda(home, version, _TOOLKIT_ARCHS), f"{TOOLKIT}=={version}.*"
     check_cache(probe, NEEDED_BYTES + (_TOOLKIT_BYTES if toolkit else 0))
@@ -256,12 +257,6 @@ def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
             next_step=f"pip install nvidia-nccl-cu{major}, or module load nccl, or set NCCL_HOME, or use --gpu none",
         )
     return "nccl"
-
-
-def _cuda_version(torch: FoundTorch) -> str:
-    """Return torch's version of CUDA, such as 13.0."""
-    digits = torch.build.flavour[2:]
-    return f"{digits[:-1]}.{digits[-1]}"
 
 
 def _cuda_archs(probe: Probe, cuda: FoundCuda | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.agent_link import END_S, AgentLink
+from hvdtrain.launch.agent_link import END_S, AgentLink, Relay
 from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job import (
     Command,
@@ -30,7 +30,6 @@ from hvdtrain.launch.job import (
 )
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
-from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
 from hvdtrain.runtime.channel import BEAT_S, encode_message
 from hvdtrain.runtime.interfaces import interface_to, shared_fabric
@@ -157,7 +156,7 @@ class Driver:
         self._screen.show(tag + message["text"], message["err"])
 
     def _execute(self, commands: Iterable[Command]) -> None:
-        commands = list(commands)
+        commands, plan = list(commands), self._plan
         chosen = list(dict.fromkeys(c.host for c in commands if isinstance(c, SendMessage) and c.kind == "round"))
         fabric = shared_fabric([self._links[host].networks for host in chosen])
         for command in commands:
@@ -168,7 +167,9 @@ class Driver:
                 if command.text:
                     self._say(command.text)
             elif isinstance(command, StartWorker):
-                self._start_worker(command)
+                self._ranks[command.worker] = command.place["rank"]
+                facts = {"argv": [*plan.program], "environment": rank_environment(plan, command.host, command.place)}
+                self._send(command.host, "start", worker=command.worker, **facts)
             elif isinstance(command, KillWorker):
                 self._send(command.host, "kill", worker=command.worker, after_s=command.after_s)
             elif isinstance(command, OpenRound):
@@ -176,7 +177,9 @@ class Driver:
             elif isinstance(command, StartAgent):
                 self._start_agent(command.host)
             elif isinstance(command, StopAgent):
-                self._stop_agent(command.host)
+                if (link := self._links.pop(command.host, None)) is not None:
+                    link.close()
+                    self._old = [*(old for old in self._old if not old.ended()), link]
             else:
                 assert isinstance(command, End)
                 self._code = command.code
@@ -204,11 +207,6 @@ class Driver:
             return link.interface
         return interface_to(self._links[away[0]].address)
 
-    def _start_worker(self, command: StartWorker) -> None:
-        self._ranks[command.worker] = command.place["rank"]
-        variables = rank_environment(self._plan, command.host, command.place)
-        self._send(command.host, "start", worker=command.worker, argv=[*self._plan.program], environment=variables)
-
     def _start_agent(self, host: str) -> None:
         argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
         try:
@@ -219,12 +217,6 @@ class Driver:
         self._links[host] = link
         link.start()
         link.send("hello", **hello_message(self._plan, host))
-
-    def _stop_agent(self, host: str) -> None:
-        link = self._links.pop(host, None)
-        if link is not None:
-            link.close()
-            self._old = [*(old for old in self._old if not old.ended()), link]
 
     def _send(self, host: str, kind: str, **facts: Any) -> None:
         link = self._links.get(host)

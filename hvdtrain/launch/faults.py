@@ -18,8 +18,7 @@ WORKING_TIMES = 10
 _WORKED_S = 15.0
 """For how long a rank counts as computing after it was last found to compute. Agents measure every `EVERY_S`."""
 
-_STACKS_S = 0.5
-"""Time for a hanging rank to write its stack before it is killed."""
+_STACKS_S = 0.5  # time for a hanging rank to write its stack before it is killed
 
 
 def mark_dying(job: Job, worker: Worker) -> None:

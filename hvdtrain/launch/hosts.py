@@ -19,15 +19,13 @@ _MOST_SLOTS = 4096
 _SCRIPT_S = 30.0
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 
-_MOST_NODES = 1 << 16
-"""Most nodes of a list of Slurm."""
+_MOST_NODES = 1 << 16  # most nodes of a list of Slurm
 
 _ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 _SSH_S = 5.0
-_BY_OTHERS = ("proxyjump ", "proxycommand ")
-"""Options of ssh with which another machine resolves the name."""
+_BY_OTHERS = ("proxyjump ", "proxycommand ")  # options of ssh with which another machine resolves the name
 
 
 def parse_hosts(text: str) -> dict[str, int]:
@@ -112,7 +110,7 @@ def node_names(text: str) -> list[str]:
 
     By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps its leading zeros, and of several
     brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then). Errors:
-    LaunchError for invalid list.
+    LaunchError if the list is invalid.
     """
     names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", text):
@@ -153,12 +151,8 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
     Cores are only a limit: an allocation without ``--ntasks`` does not say how many ranks it is for. Variables:
     https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 
-    Args:
-        environ: variables of this process.
-        gpus_per_node: as asked for; 0 if not.
-        ranks: as asked for; 0 if not.
-
-    Errors: LaunchError if the allocation has several components, or does not say how many ranks it is for.
+    `gpus_per_node`, `ranks`: as asked for; 0 if not. Errors: LaunchError if the allocation has several components, or
+    does not say how many ranks it is for.
     """
     if "SLURM_HET_SIZE" in environ:
         raise LaunchError(

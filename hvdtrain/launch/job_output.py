@@ -20,8 +20,7 @@ SAID = "hvdtrain launch: "
 class Screen:
     """Shows lines in order of arrival from a separate thread: a stopped terminal or a full pipe does not block the job.
 
-    Args:
-        show: called with a line, and whether it is for stderr.
+    `show` is called with a line, and whether it is for stderr.
     """
 
     def __init__(self, show: Callable[[str, bool], None]) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 from hvdtrain.launch import faults, job_end, round_changes, worker_starts
 from hvdtrain.launch.job import Command, Job, Limits, Phase, Worker
 
-_GAP_S = 5.0
-"""A longer time between two inputs means that the driver itself was suspended."""
+_GAP_S = 5.0  # a longer time between two inputs means that the driver itself was suspended
 
 
 class Membership:

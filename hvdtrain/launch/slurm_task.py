@@ -24,8 +24,8 @@ from itertools import count
 from typing import Any
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
-from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.rendezvous_store import FOUND, Relay, packed, unpacked
+from hvdtrain.launch.agent_link import Relay, packed, unpacked
+from hvdtrain.launch.rendezvous import FOUND, Rendezvous
 from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
 from hvdtrain.runtime.interfaces import interface_of, interface_to
 
@@ -85,7 +85,7 @@ class Batches:
 def request(store: str, method: str, key: str, body: bytes | None = None) -> bytes | None:
     """Send a request to a store at an address as Horovod gets it; None where it does not have the key yet.
 
-    Errors: OSError, HTTPException for no connection.
+    Errors: OSError, HTTPException without a connection.
     """
     address, _, path = store.partition("/")
     for left in reversed(range(_TRIES)):
@@ -123,7 +123,10 @@ class NodeStore:
     def __init__(self, store: str, node: str) -> None:
         self._store, self._node = store, node
         self._outbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
-        self._rendezvous = Rendezvous(self._log, put=lambda number, key, value: self._outbox.put((key, value)))
+        self._rendezvous = Rendezvous(
+            lambda text: self._outbox.put((LOG, f"node {node}: {text}".encode())),
+            put=lambda number, key, value: self._outbox.put((key, value)),
+        )
 
     def run(self, wanted: Callable[[], bool]) -> None:
         """Copy new values while `wanted`. Errors: OSError, HTTPException if the store has ended."""
@@ -139,9 +142,6 @@ class NodeStore:
                 self._rendezvous.add(ROUND, {key: unpacked(value) for key, value in json.loads(batch).items()})
         self._rendezvous.close()
 
-    def _log(self, text: str) -> None:
-        self._outbox.put((LOG, f"node {self._node}: {text}".encode()))
-
     def _hand_on(self) -> None:
         while True:
             request(self._store, "PUT", *self._outbox.get())
@@ -150,7 +150,7 @@ class NodeStore:
 def find_node_store(store: str, node: str) -> str:
     """Return the address of this node's store after a short wait; `store` itself where there is none.
 
-    Errors: OSError, HTTPException for no connection to `store`.
+    Errors: OSError, HTTPException without a connection to `store`.
     """
     for _ in range(5):  # each waits for the key
         found = request(store, "GET", f"{NODE}{node}")

@@ -12,8 +12,7 @@ _PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "KMP_", "MKL_", "TORCH_", "PYTORCH_"
 FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
 """Variables that tell ranks on other hosts where to find programs and libraries."""
 _PASSED_NAMES = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"})
-_PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})
-"""In capitals and in small letters."""
+_PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"})  # in capitals and in small letters
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
             "HOROVOD_SIZE")  # fmt: skip
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSPHRASE|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")

@@ -40,8 +40,7 @@ JOBS: Mapping[str, tuple[str, str]] = {
 }
 """Programs that start agents: their scheduler, and the variable that is set inside its allocations."""
 
-_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-"""Variables that name a file with one line per slot of an allocation."""
+_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")  # variables that name a file with one line per slot of an allocation
 
 _SCONTROL_S = 30.0
 _NODES = re.compile(r" Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
@@ -58,16 +57,12 @@ BOOT = (
 
 @dataclass(frozen=True)
 class Starter:
-    """How agents start on the hosts of an allocation; on others they start by ssh.
-
-    `nodes`: the scheduler's name of each node by its short name; `gpus`: GPUs of the job on a node, for srun; `forced`:
-    whether the user asked for this way, so that ssh is never used.
-    """
+    """How agents start on the hosts of an allocation; on others they start by ssh."""
 
     by: str = SSH
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    forced: bool = False
+    nodes: Mapping[str, str] = field(default_factory=dict)  # the scheduler's name of each node by its short name
+    gpus: Mapping[str, int] = field(default_factory=dict)  # of the job on a node, for srun
+    forced: bool = False  # whether the user asked for this way, so that ssh is never used
 
     def names_of(self, hosts: Iterable[str]) -> list[str]:
         """Return the scheduler's names of those hosts that are nodes of the allocation."""

@@ -15,11 +15,9 @@ from typing import IO, Any
 from hvdtrain.programs import read_stat
 from hvdtrain.runtime.channel import HELD, LIFELINE, VARIABLE, Channel, Lifeline, make_lifeline
 
-_MOST_CHARACTERS = 1 << 16
-"""Of a forwarded line; longer lines are split."""
+_MOST_CHARACTERS = 1 << 16  # of a forwarded line; longer lines are split
 
-_LAST_WORDS_S = 1.0
-"""How long to wait for the end of a channel after its process."""
+_LAST_WORDS_S = 1.0  # how long to wait for the end of a channel after its process
 
 EVERY_S = 5.0
 """Between two measurements: each reads a file per process of this host."""

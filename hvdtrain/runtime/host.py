@@ -137,17 +137,11 @@ class Seat:
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores of a rank.
+    """The cores of a rank."""
 
-    Attributes:
-        cpus: that its threads and loader processes may use.
-        gpu: PCI address of its GPU; empty on CPUs.
-        kept: why it keeps its mask: `BY_LAUNCHER`, or a problem; empty if it is bound.
-    """
-
-    cpus: frozenset[int]
-    gpu: str = ""
-    kept: str = ""
+    cpus: frozenset[int]  # that its threads and loader processes may use
+    gpu: str = ""  # PCI address of its GPU; empty on CPUs
+    kept: str = ""  # why it keeps its mask: `BY_LAUNCHER`, or a problem; empty if it is bound
 
 
 def cores_near(pci_address: str, sys: Path = SYS) -> frozenset[int]:

@@ -13,8 +13,7 @@ from hvdtrain.runtime.environment import change_variables, elastic, environ
 
 _ANY_PORT = 9
 _VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")
-_FABRIC = re.compile("(?:ib|hsn)[a-z]*[0-9]")
-"""Names of interfaces of InfiniBand and Slingshot."""
+_FABRIC = re.compile("(?:ib|hsn)[a-z]*[0-9]")  # names of interfaces of InfiniBand and Slingshot
 
 _TORCH_INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -9,8 +9,7 @@ from typing import Any
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.installation import Installation, Mpi4py, MpiFacts
-from hvdtrain.doctor.facts.machine import GpuFacts, Limits, Machine
-from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
+from hvdtrain.doctor.facts.machine import GpuFacts, Interface, Limits, Machine, Network, RdmaPort
 from hvdtrain.doctor.facts.storage import Storage
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BuildRecord

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.facts.machine import gpu_facts, machine
-from hvdtrain.doctor.facts.network import RdmaPort, network
+from hvdtrain.doctor.facts.machine import RdmaPort, gpu_facts, machine, network
 from hvdtrain.doctor.facts.storage import file_system_type, probe, storage
 from hvdtrain.programs import Answer
 from hvdtrain.runtime.environment import RankInfo

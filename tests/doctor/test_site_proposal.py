@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.cli import doctor
 from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_site import merge
-from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
+from hvdtrain.doctor.facts.machine import Interface, Network, RdmaPort
 from hvdtrain.doctor.site_proposal import Nodes, Scheduler, SiteFacts, pbs, propose_site, slurm
 from hvdtrain.files import create_text
 from hvdtrain.launch.detect import Machine

@@ -16,8 +16,7 @@ from http.client import HTTPConnection
 import pytest
 
 from hvdtrain.launch import rendezvous, slurm_task
-from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
-from hvdtrain.launch.rendezvous_store import MOST_BYTES
+from hvdtrain.launch.rendezvous import MOST_BYTES, MOST_STRANGERS, Rendezvous
 from hvdtrain.launch.slurm_task import ROUND, Batches, NodeStore, find_node_store
 from hvdtrain.launch.slurm_task import request as ask
 from tests.support.launch import TIMEOUT_S

@@ -18,7 +18,7 @@ import pytest
 
 from hvdtrain.launch.hosts import node_names
 from hvdtrain.launch.spec import Container, JobSpec, Mpi
-from hvdtrain.launch.targets import slurm as target
+from hvdtrain.launch.targets import schedulers as target
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.containers import make_image, make_runtime
 from tests.support.host import Host, command_of

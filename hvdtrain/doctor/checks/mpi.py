@@ -15,7 +15,7 @@ from hvdtrain.plan.plan import ENGINES, Plan
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label
 from hvdtrain.runtime.interfaces import describe_exposure
 from hvdtrain.runtime.rules import Facts
-from hvdtrain.runtime.timeline import ASK, decide
+from hvdtrain.runtime.tuning import ASK, decide
 
 _PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
 """By MPI family: the variable in which srun passes the rank, and the value of srun --mpi that sets it."""

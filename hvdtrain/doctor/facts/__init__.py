@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.doctor.facts.installation import Installation, MpiFacts, installation, mpi_facts
-from hvdtrain.doctor.facts.machine import GpuFacts, Machine, gpu_facts, machine
-from hvdtrain.doctor.facts.network import Network, network
+from hvdtrain.doctor.facts.machine import GpuFacts, Machine, Network, gpu_facts, machine, network
 from hvdtrain.doctor.facts.storage import Storage, storage
 from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError

@@ -95,14 +95,9 @@ def explain_ssh_failure(host: str, message: str) -> Finding:
         machine=host.rpartition("@")[2],
         key_file=f" -f {shlex.quote(key_file[1])}" if key_file else "",
     )
-    return Finding(f"ssh {host}", "broken", _last_line(message), why, fix)
-
-
-def _last_line(message: str) -> str:
-    """Return the last meaningful line of a message."""
     parts = [part.strip() for part in message.split("; ") if part.strip(" @")]
     meaningful = [part for part in parts if not part.startswith(("Host key verification", "Please contact"))]
-    return (meaningful or parts or ["no message"])[-1]
+    return Finding(f"ssh {host}", "broken", (meaningful or parts or ["no message"])[-1], why, fix)
 
 
 @dataclass(frozen=True)
@@ -117,18 +112,14 @@ class _Comparison:
     value: Callable[[HostReport], object] | None = None
 
 
-def _python(host: HostReport) -> str:
-    return ".".join(host.python.split(".")[:2])
-
-
-def _mpirun(host: HostReport) -> str:
-    """Return name and release of the MPI of mpirun: ``Open MPI 4.1.8`` from ``mpirun (Open MPI) 4.1.8``."""
-    return host.mpirun.replace("mpirun (", "").replace(")", "").replace(" v", " ")
-
-
 COMPARISONS: Sequence[_Comparison] = (
     _Comparison("hvdtrain", "broken", "ranks with different versions wait for each other forever"),
-    _Comparison("python", "warning", "packages are built for one version of Python", value=_python),
+    _Comparison(
+        "python",
+        "warning",
+        "packages are built for one version of Python",
+        value=lambda host: host.python.rpartition(".")[0],
+    ),
     _Comparison("torch", "broken", "Horovod is built for one version of torch"),
     _Comparison("horovod", "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
     _Comparison("libmpi", "broken", "ranks on different MPIs do not find each other"),
@@ -139,7 +130,8 @@ COMPARISONS: Sequence[_Comparison] = (
         "and be on the PATH of commands run by ssh",
         "set PATH in ~/.bashrc, above the line that returns for non-interactive shells; or, for Open MPI: "
         "mpirun --prefix FOLDER",
-        value=_mpirun,
+        # name and release of the MPI: ``Open MPI 4.1.8`` from ``mpirun (Open MPI) 4.1.8``
+        value=lambda host: host.mpirun.replace("mpirun (", "").replace(")", "").replace(" v", " "),
     ),
     _Comparison("machine", "broken", "their processors store numbers differently", minor=True),
     _Comparison("kernel", "ok", "the difference is harmless by itself", minor=True),

@@ -37,8 +37,7 @@ import psutil
 
 from hvdtrain import __version__
 from hvdtrain.doctor.facts.installation import horovod_mismatch, mpi_versions, package_version
-from hvdtrain.doctor.facts.machine import Limits, driver_version, gpu_models, limits
-from hvdtrain.doctor.facts.network import Interface, interfaces
+from hvdtrain.doctor.facts.machine import Interface, Limits, driver_version, gpu_models, interfaces, limits
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.channel import MessageWriter, read_messages
 from hvdtrain.runtime.environment import environ

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import hvdtrain
-from hvdtrain.doctor.facts.network import Interface
+from hvdtrain.doctor.facts.machine import Interface
 from hvdtrain.doctor.hosts.host_probe import CONNECT_S, Attempt, HostReport, Listener
 from hvdtrain.launch.agent_link import AgentLink
 from hvdtrain.launch.hosts import LOCAL_NAMES
@@ -132,9 +132,7 @@ class Survey:
 class Hosts:
     """Hosts with a probe until the end of the `with` block. One that fails to answer is asked no more (`lost`).
 
-    Args:
-        job: has the hosts, and how to reach them.
-        environment: of this process.
+    `job` has the hosts, and how to reach them; `environment` is that of this process.
     """
 
     def __init__(self, job: JobSpec, environment: Mapping[str, str]) -> None:

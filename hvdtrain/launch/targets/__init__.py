@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hvdtrain.launch.targets import mpi, mpijob, pbs_lsf, slurm
+from hvdtrain.launch.targets import mpi, mpijob, schedulers
 from hvdtrain.launch.targets.base import Target
 
-_ALL = (mpi.HOROVODRUN, mpi.OPENMPI, mpi.MPICH, mpi.INTEL, slurm.SRUN, slurm.SLURM, pbs_lsf.PBS, pbs_lsf.LSF)
-TARGETS: dict[str, Target] = {target.name: target for target in (*_ALL, mpijob.TARGET)}
+_BY_MPI = (mpi.HOROVODRUN, mpi.OPENMPI, mpi.MPICH, mpi.INTEL)
+_BY_SCHEDULER = (schedulers.SRUN, schedulers.SLURM, schedulers.PBS, schedulers.LSF)
+TARGETS: dict[str, Target] = {target.name: target for target in (*_BY_MPI, *_BY_SCHEDULER, mpijob.TARGET)}

@@ -200,6 +200,8 @@ def render(spec: JobSpec) -> Script:
     variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(_KILL_S)}
     variables |= {name: _unexpanded(value) for name, value in spec.site_variables.items()}
     requests, limits = _resources(spec)
+    # GPUs, whole or shared. The device plugin's variable yields to one in the manifest.
+    has_gpus = any(name.startswith(("nvidia.com/gpu", "nvidia.com/mig-")) for name in limits)
     text = fill(
         "mpijob.yaml.j2",
         spec=spec,
@@ -208,7 +210,7 @@ def render(spec: JobSpec) -> Script:
         claim=CLAIM,
         words=[_unexpanded(word) for word in words],
         launcher_variables={**_NO_GPUS, **variables},
-        worker_variables={} if _has_gpus(spec) else _NO_GPUS,
+        worker_variables={} if has_gpus else _NO_GPUS,
         requests=requests,
         limits=limits,
         lost_pods=min(batch.requeues, _LOST_PODS),
@@ -225,13 +227,6 @@ def _unexpanded(text: str) -> str:
 
 _NO_GPUS = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Variables of a container without GPUs: the image's are for ``docker run``, and would let it use all of the node."""
-
-
-def _has_gpus(spec: JobSpec) -> bool:
-    """Check whether workers get GPUs, whole or shared. The device plugin's variable yields to one in the manifest."""
-    return bool(spec.gpus_per_node) or any(
-        name.startswith(("nvidia.com/gpu", "nvidia.com/mig-")) for name, _ in spec.batch.resources
-    )
 
 
 def _resources(spec: JobSpec) -> tuple[dict[str, int | str], dict[str, int | str]]:

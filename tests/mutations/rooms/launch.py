@@ -108,7 +108,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/launch/test_worker_plan.py",
     ),
     mutation(
-        "launch/rendezvous_store.py",
+        "launch/rendezvous.py",
         '        if not number or number != self._round:\n            return GONE, b""\n',
         "",
         "a rank that is late asks the store of a closed round without end",

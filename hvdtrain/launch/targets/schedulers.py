@@ -1,8 +1,12 @@
-"""PBS and LSF: scripts for ``qsub`` and ``bsub``. Ranks start by MPI with a file of hosts, or by our own driver.
+"""Schedulers: srun inside an allocation of Slurm, and scripts for ``sbatch``, ``qsub`` of PBS and ``bsub`` of LSF.
 
-Directives from qsub(1B) of OpenPBS 23 and bsub(1) of LSF 10.1. ``$PBS_NODEFILE`` has a line per ``mpiprocs`` of a host,
-``$LSB_DJOB_HOSTFILE`` one per slot. LSF's arrays start at index 1. Where LSF allocates whole hosts (IBM's CSM), jsrun
-starts the ranks.
+srun connects ranks by PMI where Slurm and the MPI share one, else they use Gloo. Options from srun(1) and sbatch(1) of
+Slurm 22.05. Since that version srun does not inherit the cores per task of the allocation, so they are repeated. A step
+inside a step, as in ``srun --pty bash``, waits for ever without ``--overlap``.
+
+Inside jobs of PBS and LSF ranks start by MPI with a file of hosts, or by our own driver. Directives from qsub(1B) of
+OpenPBS 23 and bsub(1) of LSF 10.1. ``$PBS_NODEFILE`` has a line per ``mpiprocs`` of a host, ``$LSB_DJOB_HOSTFILE`` one
+per slot. LSF's arrays start at index 1. Where LSF allocates whole hosts (IBM's CSM), jsrun starts the ranks.
 """
 
 from __future__ import annotations
@@ -12,22 +16,103 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.spec import JobSpec, Script, Shell, join
+from hvdtrain.launch.detect import NO_PMI, Machine
+from hvdtrain.launch.spec import Command, JobSpec, Script, Shell, join
 from hvdtrain.launch.targets import mpi
 from hvdtrain.launch.targets.base import (
+    CONTAINER,
     SCHEDULED,
+    Pick,
     Target,
     clock,
     fill,
     insert_array_index,
     network_variables,
     rank_argv,
+    srun_argv,
 )
 from hvdtrain.launch.variables import FOUND_BY, passed_variables
 from hvdtrain.runtime.environment import STOP_ON_USR1
 
+_PREFLIGHT_S = 180  # time for the preflight and the start of its ranks: its own limit is 120 s
+_IMAGE_S = 1800  # the same where each node first fetches the image
+
 COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma, host, slots[host]; comma = "," } }'"""
 """A program of awk: from lines that name a host per slot to ``a:4,b:4``."""
+
+
+def render_slurm(spec: JobSpec) -> Script:
+    """Return the script of a job."""
+    line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in _srun_command(spec))
+    check = replace(spec, arguments=("preflight", "--write", Shell('"$bad"')), is_program=False)
+    text = fill(
+        "slurm.sh.j2",
+        spec=spec,
+        batch=spec.batch,
+        line=line,
+        variables=_srun_variables(spec),
+        clock=clock,
+        preflight=join(_srun_command(check)) if spec.batch.preflight else "",
+        preflight_s=_IMAGE_S if spec.container else _PREFLIGHT_S,
+    )
+    return Script(text, ("sbatch",))
+
+
+def render_srun(spec: JobSpec) -> Command:
+    """Return the start by srun."""
+    return Command(_srun_command(spec), _srun_variables(spec))
+
+
+def _srun_variables(spec: JobSpec) -> dict[str, str]:
+    """Return the variables for srun's environment. Open MPI has no option for its interface under srun."""
+    over_mpi = spec.slurm_mpi != "" and spec.mpi is not None and spec.mpi.flavour == "openmpi"
+    own = {"OMPI_MCA_btl_tcp_if_include": spec.interface} if over_mpi and spec.interface else {}
+    return {**network_variables(spec), **own}
+
+
+def _srun_command(spec: JobSpec) -> tuple[str, ...]:
+    over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
+    words = [*srun_argv(spec), f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
+    words += [f"--nodes={spec.nodes}"]
+    if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
+        words += [f"--ntasks-per-node={spec.ranks_per_node}"]
+    words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
+    # By default srun binds each rank to one core, which all threads of the rank then share.
+    # Its own distribution alternates between sockets, against the order of the GPUs.
+    of_cores = [f"--cpus-per-task={spec.cpus_per_rank}", "--distribution=block:block"]
+    words += of_cores if spec.cpus_per_rank else ["--cpu-bind=none"]
+    words += ["--overlap"] if spec.in_step else []
+    words += ["--kill-on-bad-exit=1", "--export=ALL", *spec.launcher_arguments]
+    if over_mpi:
+        return (*words, *rank_argv(spec))
+    by = ["--interface", spec.interface] if spec.interface else []
+    own = (spec.python, "-m", "hvdtrain.launch.srun_job", *by)
+    return (*own, *words, *rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
+
+
+def _choose_for_srun(machine: Machine, in_image: bool) -> Pick:
+    """Pick the MPI of ranks that srun starts: it needs no mpirun. The note says where they use Gloo instead.
+
+    Errors: LaunchError if a PMI was requested for containers, and this machine has no MPI.
+    """
+    mpi = machine.own_mpi or machine.srun_mpi
+    if mpi is None and in_image and machine.pmi not in ("", NO_PMI):
+        mpi = machine.mpi_for_image
+        if mpi is None:
+            raise LaunchError(
+                f"--pmi {machine.pmi} connects the ranks of an MPI, and this machine has none",
+                expected="an MPI on PATH of the same kind as that of the image",
+                next_step="load its module; or --pmi none, for Gloo",
+            )
+    if mpi is None or machine.slurm_mpi_for(mpi):
+        return mpi, ""
+    if machine.pmi:
+        return mpi, f"; over Gloo, by --pmi {machine.pmi}"
+    if mpi.flavour == "intelmpi" and not machine.intel_pmi:
+        why = f"{mpi} needs Slurm's PMI library (export I_MPI_PMI_LIBRARY=/path/to/libpmi2.so)"
+    else:
+        why = f"srun has no PMI of {mpi} (srun --mpi=list: {', '.join(machine.slurm_mpi) or 'none'})"
+    return mpi, f"; over Gloo, as {why}"
 
 
 def render_pbs(spec: JobSpec) -> Script:
@@ -133,6 +218,14 @@ def _stop_variables(spec: JobSpec) -> dict[str, str]:
     return {STOP_ON_USR1: "1"} if spec.mpi is not None or spec.batch.jsrun else {}
 
 
-_TAKES = SCHEDULED | {"array", "notice", "interface", "requeues", "agents"}
-PBS = Target("pbs", render_pbs, _TAKES | {"mem", "chunk"}, refuse=_refuse_start, even=True, shows_variables=True)
-LSF = Target("lsf", render_lsf, _TAKES, refuse=_refuse_start, even=True, shows_variables=True)
+def _inside_slurm(machine: Machine) -> str:
+    return "inside an allocation of Slurm" if machine.in_slurm and "srun" in machine.programs else ""
+
+
+_SRUN = CONTAINER | {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"}
+_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface"}
+_SLURM, _PBS, _LSF = _TAKES | {"mem", "preflight", "pmi"}, _TAKES | {"mem", "chunk", "agents"}, _TAKES | {"agents"}
+SRUN = Target("srun", render_srun, _SRUN, choose=_choose_for_srun, auto=_inside_slurm, by_srun=True)
+SLURM = Target("slurm", render_slurm, _SLURM, choose=_choose_for_srun, even=True, by_srun=True, shows_variables=True)
+PBS = Target("pbs", render_pbs, _PBS, refuse=_refuse_start, even=True, shows_variables=True)
+LSF = Target("lsf", render_lsf, _LSF, refuse=_refuse_start, even=True, shows_variables=True)
