@@ -22,20 +22,11 @@ from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
 from hvdtrain.files import fsync, is_private
+from hvdtrain.install import record
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
 from hvdtrain.install.build_probe import find_mpi
 from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE, Probe
-from hvdtrain.install.record import (
-    BUILD_COMMAND,
-    PROVE_NOW,
-    BuildRecord,
-    can_prove,
-    check_proof,
-    installed,
-    mark_tested,
-    mark_untested,
-    proof_environment,
-)
+from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord, installed
 from hvdtrain.install.steps import Say, Step, run, timed
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -75,20 +66,20 @@ def build(
 
 def prove(probe: Probe, environ: Mapping[str, str], say: Say) -> None:
     """Test the installed Horovod, without what a build needs. Errors: BuildError if the sum is wrong or missing."""
-    record, mpi = installed(), probe.mpi or find_mpi(environ, to_build=False)
-    if record is None or mpi is None:
-        what = "Horovod is not installed." if record is None else "No MPI was found to start the ranks of the test."
-        raise BuildError(what, next_step=BUILD_COMMAND if record is None else "load the module of Horovod's MPI")
-    if not can_prove(mpi, environ):
+    found, mpi = installed(), probe.mpi or find_mpi(environ, to_build=False)
+    if found is None or mpi is None:
+        what = "Horovod is not installed." if found is None else "No MPI was found to start the ranks of the test."
+        raise BuildError(what, next_step=BUILD_COMMAND if found is None else "load the module of Horovod's MPI")
+    if not record.can_prove(mpi, environ):
         raise BuildError(
             f"{mpi.build} has no mpirun, and srun needs an allocation.", next_step=f"salloc -n2 {PROVE_NOW}"
         )
     folder = Path(mkdtemp(prefix="hvdtrain-test-"))
     step = proof_step(probe, mpi)
     with timed(step, say), (folder / "log").open("w") as log:
-        output = run(step, {**_base(environ), **proof_environment(probe, mpi)}, folder, log, lambda text: None)
-        check_proof(output)
-    mark_tested(probe.python.site)
+        output = run(step, {**_base(environ), **record.proof_environment(probe, mpi)}, folder, log, lambda text: None)
+        record.check_proof(output)
+    record.mark_tested(probe.python.site)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -125,12 +116,12 @@ def _is_ours(wheel: Path) -> bool:
     return True
 
 
-def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
+def _is_installed(plan: BuildPlan, found: BuildRecord | None) -> bool:
     """Tell whether exactly this wheel is installed. The path of the MPI is in the key, not in the version."""
     return (
-        record is not None
-        and record.version == plan.version
-        and unquote(record.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
+        found is not None
+        and found.version == plan.version
+        and unquote(found.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
     )
 
 
@@ -193,7 +184,7 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
     """Run one step and store its result."""
     _prepare(plan)
     if step.name == "install":
-        mark_untested(plan.site, plan.version)
+        record.mark_untested(plan.site, plan.version)
     # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
@@ -213,8 +204,8 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
         shutil.rmtree(plan.wheel.parent, ignore_errors=True)
         made.parent.rename(plan.wheel.parent)
     elif step.name == "proof":
-        check_proof(output)
-        mark_tested(plan.site)
+        record.check_proof(output)
+        record.mark_tested(plan.site)
 
 
 def _prepare(plan: BuildPlan) -> None:

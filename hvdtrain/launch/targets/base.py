@@ -72,7 +72,7 @@ def network_variables(spec: JobSpec) -> dict[str, str]:
 def fill(template: str, **values: Any) -> str:
     """Render a file of ``templates``, which quotes user input with the filters q for shells and y for YAML.
 
-    A missing value is an error.
+    The filter clock renders seconds as ``HH:MM:SS``. A missing value is an error.
     """
     return _environment().get_template(template).render(**values)
 
@@ -88,6 +88,7 @@ def _environment() -> Environment:
     )
     made.filters["q"] = lambda word: join([word])
     made.filters["y"] = partial(json.dumps, ensure_ascii=False)
+    made.filters["clock"] = lambda s: f"{s // 3600:02}:{s // 60 % 60:02}:{s % 60:02}"
     return made
 
 
@@ -96,11 +97,6 @@ def insert_array_index(word: str, index: str) -> str:
     if isinstance(word, Shell) or "{array}" not in word:
         return word
     return Shell(f'"${{{index}}}"'.join(join([part]) if part else "" for part in word.split("{array}")))
-
-
-def clock(seconds: int) -> str:
-    """Return a time as ``HH:MM:SS``."""
-    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 Pick = tuple[Mpi | None, str]

@@ -18,19 +18,8 @@ from typing import Any
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.detect import NO_PMI, Machine
 from hvdtrain.launch.spec import Command, JobSpec, Script, Shell, join
-from hvdtrain.launch.targets import mpi
-from hvdtrain.launch.targets.base import (
-    CONTAINER,
-    SCHEDULED,
-    Pick,
-    Target,
-    clock,
-    fill,
-    insert_array_index,
-    network_variables,
-    rank_argv,
-    srun_argv,
-)
+from hvdtrain.launch.targets import base, mpi
+from hvdtrain.launch.targets.base import Target
 from hvdtrain.launch.variables import FOUND_BY, passed_variables
 from hvdtrain.runtime.environment import STOP_ON_USR1
 
@@ -43,15 +32,14 @@ COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma
 
 def render_slurm(spec: JobSpec) -> Script:
     """Return the script of a job."""
-    line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in _srun_command(spec))
+    line = join(base.insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in _srun_command(spec))
     check = replace(spec, arguments=("preflight", "--write", Shell('"$bad"')), is_program=False)
-    text = fill(
+    text = base.fill(
         "slurm.sh.j2",
         spec=spec,
         batch=spec.batch,
         line=line,
         variables=_srun_variables(spec),
-        clock=clock,
         preflight=join(_srun_command(check)) if spec.batch.preflight else "",
         preflight_s=_IMAGE_S if spec.container else _PREFLIGHT_S,
     )
@@ -67,12 +55,12 @@ def _srun_variables(spec: JobSpec) -> dict[str, str]:
     """Return the variables for srun's environment. Open MPI has no option for its interface under srun."""
     over_mpi = spec.slurm_mpi != "" and spec.mpi is not None and spec.mpi.flavour == "openmpi"
     own = {"OMPI_MCA_btl_tcp_if_include": spec.interface} if over_mpi and spec.interface else {}
-    return {**network_variables(spec), **own}
+    return {**base.network_variables(spec), **own}
 
 
 def _srun_command(spec: JobSpec) -> tuple[str, ...]:
     over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
-    words = [*srun_argv(spec), f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
+    words = [*base.srun_argv(spec), f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
     words += [f"--nodes={spec.nodes}"]
     if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
         words += [f"--ntasks-per-node={spec.ranks_per_node}"]
@@ -84,13 +72,13 @@ def _srun_command(spec: JobSpec) -> tuple[str, ...]:
     words += ["--overlap"] if spec.in_step else []
     words += ["--kill-on-bad-exit=1", "--export=ALL", *spec.launcher_arguments]
     if over_mpi:
-        return (*words, *rank_argv(spec))
+        return (*words, *base.rank_argv(spec))
     by = ["--interface", spec.interface] if spec.interface else []
     own = (spec.python, "-m", "hvdtrain.launch.srun_job", *by)
-    return (*own, *words, *rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
+    return (*own, *words, *base.rank_argv(spec, spec.rank_python, "-m", "hvdtrain.launch.slurm_task"))
 
 
-def _choose_for_srun(machine: Machine, in_image: bool) -> Pick:
+def _choose_for_srun(machine: Machine, in_image: bool) -> base.Pick:
     """Pick the MPI of ranks that srun starts: it needs no mpirun. The note says where they use Gloo instead.
 
     Errors: LaunchError if a PMI was requested for containers, and this machine has no MPI.
@@ -122,7 +110,7 @@ def render_pbs(spec: JobSpec) -> Script:
     cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
     values = _start_values(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
     again = {"id": "PBS_JOBID", "submit": 'qsub -W "depend=afterany:$PBS_JOBID"'}
-    return Script(fill("pbs.sh.j2", **values, **again, cores=cores, clock=clock), ("qsub",))
+    return Script(base.fill("pbs.sh.j2", **values, **again, cores=cores), ("qsub",))
 
 
 def render_lsf(spec: JobSpec) -> Script:
@@ -132,10 +120,10 @@ def render_lsf(spec: JobSpec) -> Script:
         raise LaunchError("LSF's arrays start at index 1", expected="--array 1-4", found=f"--array {array}")
     values = _start_values(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX")
     if spec.batch.jsrun:
-        values["line"] = join(insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
-        values["variables"] = {**network_variables(spec), **_stop_variables(spec)}
+        values["line"] = join(base.insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
+        values["variables"] = {**base.network_variables(spec), **_stop_variables(spec)}
     again = {"id": "LSB_JOBID", "submit": 'bsub -w "ended($LSB_JOBID)"'}
-    return Script(fill("lsf.sh.j2", **values, **again, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
+    return Script(base.fill("lsf.sh.j2", **values, **again, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
 
 
 def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
@@ -143,7 +131,7 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     words = ["jsrun", "--nrs", str(spec.ranks), "--rs_per_host", str(spec.ranks_per_node), "--tasks_per_rs", "1"]
     words += ["--cpu_per_rs", str(spec.cpus_per_rank)] if spec.cpus_per_rank else []
     words += ["--gpu_per_rs", "1"] if spec.gpus_per_node else []
-    return (*words, "--bind", "none", *spec.launcher_arguments, *rank_argv(spec))
+    return (*words, "--bind", "none", *spec.launcher_arguments, *base.rank_argv(spec))
 
 
 def _start_values(spec: JobSpec, file: str, index: str) -> dict[str, Any]:
@@ -178,7 +166,7 @@ def _start_values(spec: JobSpec, file: str, index: str) -> dict[str, Any]:
         "names": names,
         "variables": {**variables, **stops},
         "signal": "USR1" if stops else "TERM",
-        "line": join(insert_array_index(word, index) for word in words),
+        "line": join(base.insert_array_index(word, index) for word in words),
         "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and spec.trains else None,
     }
 
@@ -222,8 +210,8 @@ def _inside_slurm(machine: Machine) -> str:
     return "inside an allocation of Slurm" if machine.in_slurm and "srun" in machine.programs else ""
 
 
-_SRUN = CONTAINER | {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"}
-_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface"}
+_SRUN = base.CONTAINER | {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"}
+_TAKES = base.SCHEDULED | {"array", "notice", "requeues", "interface"}
 _SLURM, _PBS, _LSF = _TAKES | {"mem", "preflight", "pmi"}, _TAKES | {"mem", "chunk", "agents"}, _TAKES | {"agents"}
 SRUN = Target("srun", render_srun, _SRUN, choose=_choose_for_srun, auto=_inside_slurm, by_srun=True)
 SLURM = Target("slurm", render_slurm, _SLURM, choose=_choose_for_srun, even=True, by_srun=True, shows_variables=True)
