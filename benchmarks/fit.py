@@ -157,8 +157,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     """Train as one rank of a job, and write its count into the folder."""
     from hvdtrain.comm.rounds import OneRound, start_comm
     from hvdtrain.plan.plan import plan_of
-    from hvdtrain.runtime.timeline import TimelinePlan
-    from hvdtrain.runtime.tuning import prepare
+    from hvdtrain.runtime.tuning import TimelinePlan, prepare
     from hvdtrain.training.session import run_training
 
     info, _ = prepare()

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import psutil
 from common import Figure, figure, options, report
 
-from hvdtrain.launch.agent_link import AgentLink
-from hvdtrain.launch.rendezvous_store import Relay
+from hvdtrain.launch.agent_link import AgentLink, Relay
 from hvdtrain.launch.worker_plan import AGENT
-from hvdtrain.runtime.json_lines import encode_message
+from hvdtrain.runtime.channel import encode_message
 
 ADDRESS_BYTES = 136
 ROUND = 1

@@ -1,14 +1,17 @@
-"""Run another program, wait for it, and read the facts about a process from /proc/PID/stat. A leaf."""
+"""Run another program, wait for it or read its answer; read the facts about a process from /proc/PID/stat. A leaf."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +87,36 @@ def output(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     except OSError:
         return ""
     return done.out + done.err
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a child process printed as JSON, or why it didn't."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def ask(code: str, timeout_s: float = 60) -> Answer:
+    """Run Python code in a child process and read the JSON of its last line."""
+    return answer([sys.executable, "-c", code], timeout_s)
+
+
+def answer(argv: Sequence[str], timeout_s: float) -> Answer:
+    """Run a program and read the JSON of its last line."""
+    try:
+        done = run_program(argv, timeout_s)
+    except TimeoutError:
+        return Answer(error=f"no answer in {timeout_s:g} s")
+    except OSError as error:
+        return Answer(error=str(error))
+    if done.code < 0:
+        return Answer(error=f"the process was ended by signal {-done.code}")
+    try:
+        return Answer(values=dict(json.loads(done.out.splitlines()[-1])))
+    except (ValueError, IndexError, TypeError):
+        lines = [line for line in done.err.splitlines() if line.strip()]
+        return Answer(error=lines[-1].strip() if lines else f"exit status {done.code}")
 
 
 def _kill_group(process: subprocess.Popen[Any], wait_s: float = _AFTER_KILL_S) -> None:

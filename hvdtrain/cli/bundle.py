@@ -61,7 +61,7 @@ def _make(options: argparse.Namespace) -> int:
     from hvdtrain.install import bundle, fetch
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
-    from hvdtrain.install.target import Target, this_platform
+    from hvdtrain.install.fetch import Target, this_platform
 
     variables = environ()
     cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]

@@ -21,15 +21,14 @@ from hvdtrain.cli.launch_options import add_network
 from hvdtrain.cli.parser import Parser, above_0, local
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.facts.network import network
-from hvdtrain.doctor.facts.scheduler import scheduler
+from hvdtrain.doctor.facts.machine import network
 from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.hosts.checks import examine as examine_hosts
 from hvdtrain.doctor.hosts.survey import Hosts
 from hvdtrain.doctor.links.measured import Links, check_links
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.doctor.report import Entry, Report, entries, settings, summary
-from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
+from hvdtrain.doctor.site_proposal import SiteFacts, propose_site, scheduler
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.files import create_text, open_regular
 from hvdtrain.launch.detect import detect_machine
@@ -241,7 +240,7 @@ def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
 
     Errors: HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
     """
-    from hvdtrain.doctor.links import by_mpi
+    from hvdtrain.doctor.links.start_probe import measure_ranks
     from hvdtrain.runtime.host import read_host
 
     if info.launcher == NO_LAUNCHER:
@@ -255,7 +254,7 @@ def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
             next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
         )
     check_launch(info)
-    links = by_mpi.measure(info)
+    links = measure_ranks(info)
     if links is None:
         return None
     facts = read_host(environ())

@@ -12,10 +12,10 @@ from hvdtrain.cli.parser import Parser, local
 from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.agent_starter import JOBS, SSH
 from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.spec import APPTAINER, PYXIS
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.worker_plan import JOBS, SSH
 
 _DESCRIPTION = """\
 Start training, or any program, on several ranks with this machine's MPI or

@@ -18,19 +18,17 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import has_remote_shell
-from hvdtrain.launch.agent_starter import allocation_slots, find_starter
+from hvdtrain.install.versions import has_remote_shell
 from hvdtrain.launch.choose import AUTO, OWN, Choice, options_of
-from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine, find_container_runtime, search_path
 from hvdtrain.launch.hosts import LOCAL_NAMES, allocated_gpus, parse_hosts, slurm_slots
-from hvdtrain.launch.pod_patch import read_pod_patch
+from hvdtrain.launch.job import Limits
 from hvdtrain.launch.site import NO_SITE, Site
-from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables
-from hvdtrain.launch.worker_plan import WorkerPlan
+from hvdtrain.launch.targets.mpijob import read_pod_patch
+from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables, setup_lines
+from hvdtrain.launch.worker_plan import WorkerPlan, allocation_slots, find_starter
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 from hvdtrain.runtime.interfaces import address_of, networks
 

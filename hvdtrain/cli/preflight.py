@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hvdtrain.comm.base import Comm
-    from hvdtrain.doctor.deadline import Deadline
+    from hvdtrain.doctor.preflight import Deadline
 
 _DESCRIPTION = """\
 Check the hosts of a job with its own ranks, in some 20 s: GPUs, free memory,
@@ -89,7 +89,7 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     """Measure and report. Collective: yes."""
     from hvdtrain.comm.objects import allgather_json, on_rank_0
     from hvdtrain.comm.rounds import STARTED, start_rounds
-    from hvdtrain.doctor.deadline import Deadline
+    from hvdtrain.doctor.preflight import Deadline
 
     if info.rank == 0:
         _write(options.write, ())  # an error after the measurement would be too late

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.install import record
-from hvdtrain.install.mpirun import has_remote_shell
+from hvdtrain.install.versions import has_remote_shell
 from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine
 from hvdtrain.launch.spec import Command, JobSpec

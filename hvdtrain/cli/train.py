@@ -21,8 +21,7 @@ from hvdtrain.observe.shell_commands import command_line, relative_to_start, res
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.timeline import prepare_timeline
-from hvdtrain.runtime.tuning import prepare
+from hvdtrain.runtime.tuning import prepare, prepare_timeline
 
 if TYPE_CHECKING:
     from hvdtrain.training.result import Result

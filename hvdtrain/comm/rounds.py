@@ -23,8 +23,8 @@ from hvdtrain.runtime.environment import (
     horovod_numbers,
     refuse_unused_launcher,
 )
-from hvdtrain.runtime.gloo import refuse_without_address
-from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
+from hvdtrain.runtime.interfaces import refuse_without_address
+from hvdtrain.runtime.threads import open_sockets, shut_down_receiving
 
 if TYPE_CHECKING:
     from hvdtrain.comm.horovod import HorovodComm

@@ -17,8 +17,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.errors import LaunchError, UnreachableError
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.gloo import bind_torch
-from hvdtrain.runtime.interfaces import source_to
+from hvdtrain.runtime.interfaces import bind_torch, source_to
 
 FOREVER = timedelta(days=30)  # limit of one wait for other ranks. The watchdog ends a run without progress sooner.
 

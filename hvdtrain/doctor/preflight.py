@@ -1,22 +1,33 @@
-"""The hosts of a job as ``hvdtrain preflight`` finds them: which are bad, and a table. Pure."""
+"""The hosts of a job as ``hvdtrain preflight`` finds them: which are bad, and a table; the deadline of the ranks."""
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.comm.link_probe import MEASURED
 from hvdtrain.doctor.links.measured import aligned
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from hvdtrain.comm.link_probe import HostSpeeds
 
 _WIDTH = 80
 _MOST_HOSTS = 32  # rows of the table; with more hosts, the slowest are shown
 _LONGEST_NAME = 22
 _SKEW_S = 1.0  # difference of a host's clock from the median that is reported
+
+_EVERY_S = 0.5
+_LISTEN_S = 3.0  # at the deadline, rank 0 waits this long for further reports
+_OTHERS_S = 10.0  # the other ranks end this much later, so that a launcher does not end rank 0 before it has reported
 
 
 @dataclass(frozen=True)
@@ -38,21 +49,13 @@ class HostCheck:
 
 @dataclass(frozen=True)
 class Preflight:
-    """All hosts, and which are bad.
+    """All hosts, and which are bad."""
 
-    Attributes:
-        hosts: in the order of their ranks.
-        bad: the reasons by host.
-        by: what carried the allreduces: ``NCCL``, ``MPI, on CPUs`` ...
-        everyone: bus bandwidth of all ranks in bytes per second.
-        notes: about the job.
-    """
-
-    hosts: tuple[HostCheck, ...]
-    bad: Mapping[str, tuple[str, ...]]
-    by: str
-    everyone: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    hosts: tuple[HostCheck, ...]  # in the order of their ranks
+    bad: Mapping[str, tuple[str, ...]]  # the reasons by host
+    by: str  # what carried the allreduces: ``NCCL``, ``MPI, on CPUs`` ...
+    everyone: float | None = None  # bus bandwidth of all ranks in bytes per second
+    notes: tuple[str, ...] = ()  # about the job
 
 
 def host_checks(facts: Sequence[Mapping[str, Any]], speeds: HostSpeeds) -> tuple[HostCheck, ...]:
@@ -107,10 +110,7 @@ def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
     """Return the hosts that did not answer by the deadline; none where that is unknown.
 
     These are the hosts of silent ranks; without any, those of ranks that wait in a measurement which others finished.
-
-    Args:
-        ranks: those that still report, and whether each waits in a measurement.
-        hosts: of each rank.
+    `ranks`: those that still report, and whether each waits in a measurement; `hosts`: of each rank.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in ranks]
     stuck = silent or [rank for rank, waits in ranks.items() if waits]
@@ -119,13 +119,16 @@ def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:
 
 def lines(found: Preflight) -> list[str]:
     """Return the report, 80 columns wide."""
-    shown = _shown(found)
+    shown: Sequence[HostCheck] = found.hosts
+    if len(shown) > _MOST_HOSTS:
+        shown = sorted(shown, key=lambda host: (host.host not in found.bad, host.between or 0.0))[:_MOST_HOSTS]
     rows = [["host", "ranks", "GPUs", "free GiB", "in host GB/s", "between GB/s", ""]]
     for host in shown:
         free = f"{host.free_bytes / 2**30:.0f}"
         speeds = [gigabytes(host.inside), gigabytes(host.between)]
         mark = "BAD" if host.host in found.bad else "ok"
-        rows.append([_short(host.host), f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
+        short = host.host if len(host.host) <= _LONGEST_NAME else f"{host.host[: _LONGEST_NAME - 3]}..."
+        rows.append([short, f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
     text = [line.rstrip() for line in aligned(rows)]
     if len(shown) < len(found.hosts):
         text.append(f"  and {len(found.hosts) - len(shown)} faster hosts")
@@ -151,15 +154,69 @@ def gigabytes(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{bytes_per_s * 1e-9:.3g}"
 
 
-def _shown(found: Preflight) -> list[HostCheck]:
-    if len(found.hosts) <= _MOST_HOSTS:
-        return list(found.hosts)
-    return sorted(found.hosts, key=lambda host: (host.host not in found.bad, host.between or 0.0))[:_MOST_HOSTS]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
-
-
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+class Deadline:
+    """Calls `on_end` in a thread `seconds` from now, unless closed in time.
+
+    `on_end` gets the ranks that still report, and whether each waits in a measurement; on ranks other than 0, and
+    before `connect`, None. Then the collectives that each rank has last reported as running.
+    """
+
+    def __init__(
+        self, seconds: float, rank: int, on_end: Callable[[dict[int, bool] | None, dict[int, list[str]]], None]
+    ) -> None:
+        self._until_s = time.monotonic() + seconds + (_OTHERS_S if rank else 0.0)
+        self._rank, self._on_end = rank, on_end
+        self._link: tuple[Store, int, Mapping[str, float]] | None = None
+        self._ended = threading.Event()
+        self._count = 0
+        threading.Thread(target=self._run, name="preflight deadline", daemon=True).start()
+
+    def connect(self, store: Store, size: int, in_flight: Mapping[str, float]) -> None:
+        """Begin to report to `store`, which works when collectives hang. `in_flight`: the names of those that run."""
+        self._link = store, size, in_flight
+
+    def close(self) -> None:
+        """Cancel the deadline."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            if self._link is not None:
+                with suppress(RuntimeError):  # a rank has ended, and the store with it
+                    self._report(self._link[0], self._link[2])
+            if time.monotonic() > self._until_s:
+                alive: dict[int, bool] | None = None
+                running: dict[int, list[str]] = {}
+                if self._link is not None and self._rank == 0:
+                    alive, running = self._listen(*self._link)
+                if not self._ended.is_set():
+                    self._on_end(alive, running)
+                return
+
+    def _report(self, store: Store, in_flight: Mapping[str, float]) -> None:
+        self._count += 1
+        store.set(f"preflight/{self._rank}", json.dumps([self._count, list(in_flight)]))
+
+    def _listen(
+        self, store: Store, size: int, in_flight: Mapping[str, float]
+    ) -> tuple[dict[int, bool], dict[int, list[str]]]:
+        before = _reports(store, size)
+        self._ended.wait(_LISTEN_S)
+        self._report(store, in_flight)
+        now = _reports(store, size)
+        running = {rank: report[1] for rank, report in now.items()}
+        alive = {
+            rank: any(name.startswith(MEASURED) for name in running[rank])
+            for rank, report in now.items()
+            if report != before.get(rank)
+        }
+        return alive, running
+
+
+def _reports(store: Store, size: int) -> dict[int, list[Any]]:
+    keys = {rank: f"preflight/{rank}" for rank in range(size)}
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}

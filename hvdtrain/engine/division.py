@@ -16,7 +16,7 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.engine.token_exchange import implementation, rows_among
 from hvdtrain.errors import ConfigError
-from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, take_rows
 from hvdtrain.state.sync import broadcast_parameters
 

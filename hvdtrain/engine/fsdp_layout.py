@@ -23,7 +23,7 @@ from hvdtrain.engine.fsdp_collectives import FsdpCollectives, prefetch_in_order
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.stage import Stage
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, on_stages
 from hvdtrain.state.sync import broadcast_parameters
 

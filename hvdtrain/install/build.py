@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import os
 import shlex
 import shutil
 import stat
@@ -22,12 +21,11 @@ from typing import TextIO
 from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
-from hvdtrain.files import is_private
-from hvdtrain.install import proof
-from hvdtrain.install.build_facts import Probe
+from hvdtrain.files import fsync, is_private
+from hvdtrain.install import record
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
 from hvdtrain.install.build_probe import find_mpi
-from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE
+from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE, Probe
 from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord, installed
 from hvdtrain.install.steps import Say, Step, run, timed
 
@@ -68,20 +66,20 @@ def build(
 
 def prove(probe: Probe, environ: Mapping[str, str], say: Say) -> None:
     """Test the installed Horovod, without what a build needs. Errors: BuildError if the sum is wrong or missing."""
-    record, mpi = installed(), probe.mpi or find_mpi(environ, to_build=False)
-    if record is None or mpi is None:
-        what = "Horovod is not installed." if record is None else "No MPI was found to start the ranks of the test."
-        raise BuildError(what, next_step=BUILD_COMMAND if record is None else "load the module of Horovod's MPI")
-    if not proof.is_possible(mpi, environ):
+    found, mpi = installed(), probe.mpi or find_mpi(environ, to_build=False)
+    if found is None or mpi is None:
+        what = "Horovod is not installed." if found is None else "No MPI was found to start the ranks of the test."
+        raise BuildError(what, next_step=BUILD_COMMAND if found is None else "load the module of Horovod's MPI")
+    if not record.can_prove(mpi, environ):
         raise BuildError(
             f"{mpi.build} has no mpirun, and srun needs an allocation.", next_step=f"salloc -n2 {PROVE_NOW}"
         )
     folder = Path(mkdtemp(prefix="hvdtrain-test-"))
     step = proof_step(probe, mpi)
     with timed(step, say), (folder / "log").open("w") as log:
-        output = run(step, {**_base(environ), **proof.environment(probe, mpi)}, folder, log, lambda text: None)
-        proof.check_output(output)
-    proof.unmark(probe.python.site)
+        output = run(step, {**_base(environ), **record.proof_environment(probe, mpi)}, folder, log, lambda text: None)
+        record.check_proof(output)
+    record.mark_tested(probe.python.site)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -118,12 +116,12 @@ def _is_ours(wheel: Path) -> bool:
     return True
 
 
-def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
+def _is_installed(plan: BuildPlan, found: BuildRecord | None) -> bool:
     """Tell whether exactly this wheel is installed. The path of the MPI is in the key, not in the version."""
     return (
-        record is not None
-        and record.version == plan.version
-        and unquote(record.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
+        found is not None
+        and found.version == plan.version
+        and unquote(found.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
     )
 
 
@@ -186,21 +184,28 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
     """Run one step and store its result."""
     _prepare(plan)
     if step.name == "install":
-        proof.mark(plan.site, plan.version)
+        record.mark_untested(plan.site, plan.version)
     # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
     if step.name == "sdist":
-        _store_sdist(plan)
+        fetched = plan.scratch / "sdist" / plan.sdist.name
+        check_sdist(fetched)
+        plan.sdist.parent.mkdir(exist_ok=True)
+        fetched.rename(plan.sdist)
     elif step.name == "toolkit":
         for library in plan.scratch.glob("cuda/nvidia/*/lib/libcudart.so.*"):
             library.with_name("libcudart.so").symlink_to(library.name)  # the name that CMake looks for
             (library.parents[1] / "lib64").symlink_to("lib")  # the folder in which nvcc looks
     elif step.name == "compile":
-        _store_wheel(plan)
+        made = plan.scratch / "wheel" / plan.wheel.name
+        assert made.exists(), f"expected {made.name}, found {[path.name for path in made.parent.iterdir()]}"
+        fsync(made)
+        shutil.rmtree(plan.wheel.parent, ignore_errors=True)
+        made.parent.rename(plan.wheel.parent)
     elif step.name == "proof":
-        proof.check_output(output)
-        proof.unmark(plan.site)
+        record.check_proof(output)
+        record.mark_tested(plan.site)
 
 
 def _prepare(plan: BuildPlan) -> None:
@@ -214,19 +219,3 @@ def _prepare(plan: BuildPlan) -> None:
         link = plan.scratch / name
         link.unlink(missing_ok=True)
         link.symlink_to(target)
-
-
-def _store_sdist(plan: BuildPlan) -> None:
-    fetched = plan.scratch / "sdist" / plan.sdist.name
-    check_sdist(fetched)
-    plan.sdist.parent.mkdir(exist_ok=True)
-    fetched.rename(plan.sdist)
-
-
-def _store_wheel(plan: BuildPlan) -> None:
-    made = plan.scratch / "wheel" / plan.wheel.name
-    assert made.exists(), f"expected {made.name}, found {[path.name for path in made.parent.iterdir()]}"
-    with made.open("rb") as file:
-        os.fsync(file.fileno())
-    shutil.rmtree(plan.wheel.parent, ignore_errors=True)
-    made.parent.rename(plan.wheel.parent)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install import compiler, proof
-from hvdtrain.install.build_facts import FoundMpi, Probe
-from hvdtrain.install.prerequisites import Ready, check_prerequisites
+from hvdtrain.install import compiler
+from hvdtrain.install.prerequisites import FoundMpi, Probe, Ready, check_prerequisites
+from hvdtrain.install.record import can_prove, proof_command, proof_environment
 from hvdtrain.install.steps import Step
 from hvdtrain.install.versions import Label
 
@@ -99,13 +99,13 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
         cache=probe.cache,
         scratch=scratch,
         environment=tuple(sorted(_environment(probe, ready, scratch, label).items())),
-        proof_environment=tuple(sorted(proof.environment(probe, ready.mpi).items())),
+        proof_environment=tuple(sorted(proof_environment(probe, ready.mpi).items())),
         wrapper=wrapper,
         steps=_steps(probe, ready, scratch, sdist, wheel),
         sdist=sdist,
         wheel=wheel,
         site=probe.python.site,
-        provable=proof.is_possible(ready.mpi, probe.environ),
+        provable=can_prove(ready.mpi, probe.environ),
         nccl_links=_nccl_links(ready),
         notes=_notes(ready),
     )
@@ -129,7 +129,7 @@ def fetch_step(python: str, folder: Path) -> Step:
 
 def proof_step(probe: Probe, mpi: FoundMpi) -> Step:
     """Return the step that tests the installed Horovod."""
-    return Step("proof", "testing an allreduce of two ranks", "10 s", proof.command(probe, mpi), 120)
+    return Step("proof", "testing an allreduce of two ranks", "10 s", proof_command(probe, mpi), 120)
 
 
 def _environment(probe: Probe, ready: Ready, scratch: Path, label: Label) -> dict[str, str]:

@@ -16,9 +16,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import gettempdir
 
-from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
-from hvdtrain.install.mpirun import has_remote_shell, identify_by_compiler, identify_mpi
-from hvdtrain.install.versions import TorchBuild
+from hvdtrain.install.prerequisites import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
+from hvdtrain.install.versions import TorchBuild, has_remote_shell, identify_by_compiler, identify_mpi
 from hvdtrain.programs import output
 
 # Modules that Horovod imports at build time and run time, and their packages.

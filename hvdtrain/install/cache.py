@@ -17,18 +17,12 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A folder in the cache.
-
-    Attributes:
-        size_bytes: of its files.
-        used_s: time of the last use, in seconds since the epoch.
-        about: what it holds, in a few words.
-    """
+    """A folder in the cache."""
 
     path: Path
-    size_bytes: int
-    used_s: float
-    about: str
+    size_bytes: int  # of its files
+    used_s: float  # time of the last use, in seconds since the epoch
+    about: str  # what it holds, in a few words
 
 
 def cache_entries(environ: Mapping[str, str]) -> list[CacheEntry]:

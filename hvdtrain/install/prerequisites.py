@@ -1,12 +1,16 @@
-"""Check the prerequisites of a build of Horovod. Each error names the command that installs the missing part."""
+"""The facts that the plan of a build of Horovod depends on, and the check of its prerequisites.
+
+Each error names the command that installs the missing part. `build_probe.probe` gathers the facts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundTorch, Probe
+from hvdtrain.install.versions import MpiBuild, TorchBuild
 
 GPU_CHOICES = ("auto", "nccl", "none")
 NEEDED_BYTES = 1 << 29  # measured: 60 MiB during the build, 4 MiB after
@@ -21,6 +25,101 @@ OTHER_CACHE = "free some space, or name a folder on another file system: export 
 _TOOLKIT_BYTES = 400 << 20  # measured: 271 MiB
 _TOOLKIT_MAJOR = "13"
 _TOOLKIT_ARCHS = (75, 80, 90, 100, 110, 120)  # those of nvcc 13.0, the lowest of each generation
+
+
+@dataclass(frozen=True)
+class FoundPython:
+    """The running interpreter. ``site``: folder for wheels; ``missing``: packages that the build lacks."""
+
+    executable: str
+    tag: str
+    platform: str
+    prefix: Path
+    site: Path
+    has_headers: bool
+    has_pip: bool
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FoundTorch:
+    """The torch that Python would import, and its folder. ``source``: its commit and the ABI of its C++ strings."""
+
+    build: TorchBuild
+    root: Path
+    rocm: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class FoundMpi:
+    """An MPI with mpicxx and mpirun in the same folder. ``mpirun`` is None where only srun starts its ranks."""
+
+    build: MpiBuild
+    mpicxx: Path
+    mpirun: Path | None
+
+
+@dataclass(frozen=True)
+class FoundCompiler:
+    """A C++ compiler. ``name`` is gcc or clang. ``path``: its file; ``instead_of``: an unsuitable one in $CXX."""
+
+    command: str
+    name: str
+    version: str
+    path: str = ""
+    instead_of: str = ""
+
+    @property
+    def major(self) -> int:
+        """The major version."""
+        return int(self.version.split(".")[0])
+
+
+@dataclass(frozen=True)
+class FoundCuda:
+    """A CUDA toolkit. ``architectures``: targets of its nvcc, such as 75 for sm_75.
+
+    ``home`` is relative to the scratch folder of the build for a toolkit that the build fetches.
+    """
+
+    home: Path
+    version: str
+    architectures: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class FoundNccl:
+    """An NCCL library and the folder of its header. ``in_site``: whether it is in this environment."""
+
+    include: Path
+    library: Path
+    version: str
+    in_site: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    """All facts that the plan depends on."""
+
+    python: FoundPython
+    torch: FoundTorch | None
+    mpi: FoundMpi | None
+    compiler: FoundCompiler | None
+    cmake: str | None
+    make: str | None
+    cuda: FoundCuda | None
+    nccl: FoundNccl | None
+    machine: str
+    glibc: str
+    arch_flags: tuple[str, ...]
+    cores: int
+    cache: Path
+    free_bytes: int
+    is_root: bool = False
+    remote_shell: bool = True
+    cache_problem: str = ""  # why files cannot be created in `cache`
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +166,8 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
     operations = _operations(probe, probe.torch, gpu)
     cuda, toolkit = probe.cuda, ""
     if operations == "nccl" and cuda is None:
-        version = _cuda_version(probe.torch)
+        digits = probe.torch.build.flavour[2:]
+        version = f"{digits[:-1]}.{digits[-1]}"  # torch's of CUDA, such as 13.0
         home = Path("cuda/nvidia") / f"cu{_TOOLKIT_MAJOR}"
         cuda, toolkit = FoundCuda(home, version, _TOOLKIT_ARCHS), f"{TOOLKIT}=={version}.*"
     check_cache(probe, NEEDED_BYTES + (_TOOLKIT_BYTES if toolkit else 0))
@@ -157,12 +257,6 @@ def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
             next_step=f"pip install nvidia-nccl-cu{major}, or module load nccl, or set NCCL_HOME, or use --gpu none",
         )
     return "nccl"
-
-
-def _cuda_version(torch: FoundTorch) -> str:
-    """Return torch's version of CUDA, such as 13.0."""
-    digits = torch.build.flavour[2:]
-    return f"{digits[:-1]}.{digits[-1]}"
 
 
 def _cuda_archs(probe: Probe, cuda: FoundCuda | None) -> str:

@@ -87,10 +87,8 @@ def is_current(project: Path, venv: Path) -> bool:
 def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> None:
     """Create or update the environment, except for Horovod.
 
-    It is created again if another interpreter created it, or it is incomplete. `project` has the pins.
-
-    Raises:
-        BuildError: something is missing, or a command failed.
+    It is created again if another interpreter created it, or it is incomplete. `project` has the pins. Errors:
+    BuildError if something is missing, or a command failed.
     """
     check_requirements(project, environ)
     stamp = _stamp(venv)

@@ -9,7 +9,7 @@ From the driver:
     tell     {"worker", "what", "facts"}
     kill     {"worker", "after_s"}   signal  {"worker", "name"}
     open     {"round", "keys"}   open the store of this round; 0: of none
-    keys     {"round", "keys"}   values from ranks of all hosts, as `rendezvous_store.packed` makes them
+    keys     {"round", "keys"}   values from ranks of all hosts, as `agent_link.packed` makes them
     beat     {}             heartbeat, each second
 To the driver:
     ready    {"pid", "store", "address", "interface", "networks"}   address, interface: those towards the driver, ""
@@ -35,24 +35,20 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
-from hvdtrain.launch.cpu_use import BusyWorkers
+from hvdtrain.launch.agent_link import packed, unpacked
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.rendezvous_store import packed, unpacked
 from hvdtrain.launch.variables import agent_environment
-from hvdtrain.launch.worker_process import WorkerProcess
-from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.launch.worker_process import BusyWorkers, WorkerProcess
+from hvdtrain.runtime.channel import BEAT_S, MessageWriter, read_messages
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.interfaces import interface_of, nccl_interfaces, networks, source_to
-from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
 """Between SIGTERM and SIGKILL when the driver is lost."""
 
-_CUT_S = 60.0
-"""Silence of a driver on another host after which the link counts as cut."""
+_CUT_S = 60.0  # silence of a driver on another host after which the link counts as cut
 
-_OF_THIS_HOST = "local_"
-"""Prefix of the keys of Horovod's communicator within a host; no other host needs them."""
+_OF_THIS_HOST = "local_"  # prefix of the keys of Horovod's communicator within a host; no other host needs them
 
 
 class Agent:

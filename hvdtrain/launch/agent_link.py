@@ -1,23 +1,26 @@
-"""The driver's connection to an agent: its process and the messages in both directions."""
+"""The driver's connections to agents: their processes, the messages in both directions, and values of all hosts."""
 
 from __future__ import annotations
 
 import subprocess
 import threading
+import zlib
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from hvdtrain.runtime.json_lines import MessageWriter, encode_message, read_messages
+from hvdtrain.launch.rendezvous import MOST_BYTES
+from hvdtrain.runtime.channel import MessageWriter, encode_message, read_messages
 
 END_S = 12.0
 """How long an agent may take to end its workers and itself after its pipe is closed."""
 
-_READ_S = 1.0
-"""How long to wait for the last messages of an agent that has ended."""
+_READ_S = 1.0  # how long to wait for the last messages of an agent that has ended
 
+_MESSAGE_BYTES = 1 << 20  # values per message; with one more value the line is still within `channel.MOST_BYTES`
 
 Inbox = Callable[[tuple["AgentLink", dict[str, Any]]], None]
 
@@ -111,3 +114,48 @@ class AgentLink:
                 text = read.decode("utf-8", "replace").strip()
                 if text:
                     self._errors.append(text)
+
+
+class Relay:
+    """Relays values between the stores of all hosts, in the driver: each value goes to all hosts, packed as received.
+
+    Each rank of Gloo puts 136 bytes for each other rank, and reads the values of all others twice. So each host
+    receives each value once, packed, and serves its own ranks from its copy. `send` is called with type and facts of a
+    message for every host.
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._round = 0
+        self._put: dict[str, str] = {}
+        self._put_bytes = 0
+
+    def open(self, number: int, keys: Mapping[str, str]) -> None:
+        """Begin a round with `keys`, as text. Number 0: no round; requests are refused."""
+        self._round, self._put, self._put_bytes = number, {}, 0
+        self._send("open", round=number, keys=dict(keys))
+
+    def put(self, number: int, key: str, value: str) -> None:
+        """Queue a value until `flush`: many values share a message, as a thousand ranks put at once."""
+        if number != self._round:
+            return
+        self._put[key] = value
+        self._put_bytes += len(value)
+        if self._put_bytes >= _MESSAGE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the queued values."""
+        if self._put:
+            self._send("keys", round=self._round, keys=self._put)
+        self._put, self._put_bytes = {}, 0
+
+
+def packed(value: bytes) -> str:
+    """Return a value as it travels between hosts, compressed to a tenth: a rank's addresses differ by a number."""
+    return b64encode(zlib.compress(value, 1)).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """Return the original value, truncated to the largest allowed."""
+    return zlib.decompressobj().decompress(b64decode(text), MOST_BYTES)

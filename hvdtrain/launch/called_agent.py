@@ -63,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
     if link is not None:
         link.sendall(second.encode())
         threading.Thread(target=_forward_stdin, args=(link,), daemon=True).start()
-        _forward(link)
+        with suppress(OSError):
+            while data := link.recv(1 << 16):
+                while data:
+                    data = data[os.write(1, data) :]
     return process.wait()
 
 
@@ -87,13 +90,6 @@ def _forward_stdin(link: socket.socket) -> None:
         while data := os.read(0, 1 << 16):
             link.sendall(data)
         link.shutdown(socket.SHUT_WR)
-
-
-def _forward(link: socket.socket) -> None:
-    with suppress(OSError):
-        while data := link.recv(1 << 16):
-            while data:
-                data = data[os.write(1, data) :]
 
 
 if __name__ == "__main__":

@@ -46,8 +46,7 @@ def needs_machine(to: str, given: Collection[str]) -> bool:
 def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
     """Choose a target and its MPI. `given`: names of the options on the command line.
 
-    Errors:
-        LaunchError: the requested target does not work on this machine.
+    Errors: LaunchError if the requested target does not work on this machine.
     """
     if to == AUTO:
         return _auto(given, machine)

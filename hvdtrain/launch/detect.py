@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.install import record
-from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
-from hvdtrain.install.versions import MPI_NAMES
+from hvdtrain.install.versions import MPI_NAMES, identify_mpi, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
@@ -61,11 +60,7 @@ class Machine:
         return next(iter(self.mpis), None) if not self.horovod else None
 
     def mpi_named(self, flavour: str, in_image: bool) -> Mpi:
-        """Return the MPI of this flavour.
-
-        Errors:
-            LaunchError: there is none, or Horovod uses another.
-        """
+        """Return the MPI of this flavour. Errors: LaunchError if there is none, or Horovod uses another."""
         name = MPI_NAMES[flavour]
         found = next((mpi for mpi in self.mpis if mpi.flavour == flavour), None)
         if found is None:
@@ -103,6 +98,7 @@ def detect_machine(environ: Mapping[str, str]) -> Machine:
     programs = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
     mpiruns = [mpirun] if library and (mpirun := own_mpirun(library.path)) else []
     mpiruns += [Path(part) / "mpirun" for part in path.split(os.pathsep) if part]
+    listed = output([programs["srun"], "--mpi=list"], environ) if "srun" in programs else ""
     built = record.installed()
     mpi = built.mpi if built is not None and library is not None else None
     return Machine(
@@ -111,7 +107,7 @@ def detect_machine(environ: Mapping[str, str]) -> Machine:
         horovod=built is not None,
         programs=programs,
         in_slurm="SLURM_JOB_ID" in environ,
-        slurm_mpi=_slurm_mpi(programs.get("srun"), environ),
+        slurm_mpi=tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE)),
         srun_mpi=Mpi(mpi.flavour, mpi.version, "srun") if mpi is not None and "srun" in programs else None,
         cray=library is not None and library.cray,
         intel_pmi=bool(environ.get("I_MPI_PMI_LIBRARY")),
@@ -135,25 +131,11 @@ def _mpis(mpiruns: list[Path], environ: Mapping[str, str]) -> Iterator[Mpi]:
             yield Mpi(build.flavour, build.version, name, str(prefix) if prefix else None)
 
 
-def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
-    if srun is None:
-        return ()
-    listed = output([srun, "--mpi=list"], environ)
-    return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE))
-
-
 def find_container_runtime(asked: str, image: str, target: str, environ: Mapping[str, str], *, by_srun: bool) -> str:
     """Return what starts containers. Its name decides alone where it is asked for, as the job may run elsewhere.
 
-    Args:
-        asked: pyxis, apptainer or auto.
-        image: the image; pyxis cannot open a file of Apptainer.
-        target: what starts the ranks.
-        environ: variables of this process.
-        by_srun: whether srun starts the ranks.
-
-    Errors:
-        LaunchError: auto found none; or pyxis cannot be used.
+    `asked`: pyxis, apptainer or auto; `target`: what starts the ranks, by srun or not. Pyxis cannot open a file of
+    Apptainer. Errors: LaunchError if auto found none, or pyxis cannot be used.
     """
     names = [name for name in (APPTAINER, SINGULARITY) if shutil.which(name, path=environ.get("PATH", os.defpath))]
     is_sif = image.endswith(".sif")

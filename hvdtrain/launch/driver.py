@@ -15,26 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.agent_link import END_S, AgentLink
-from hvdtrain.launch.commands import (
-    Command,
-    End,
-    Event,
-    KillWorker,
-    OpenRound,
-    SendMessage,
-    StartAgent,
-    StartWorker,
-    StopAgent,
-)
+from hvdtrain.launch import job
+from hvdtrain.launch.agent_link import END_S, AgentLink, Relay
 from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
-from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
-from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.channel import BEAT_S, encode_message
 from hvdtrain.runtime.interfaces import interface_to, shared_fabric
-from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
 _ASK_S = 1.0
@@ -157,32 +145,36 @@ class Driver:
         tag = f"[{rank}] " if rank or self._plan.tag else ""
         self._screen.show(tag + message["text"], message["err"])
 
-    def _execute(self, commands: Iterable[Command]) -> None:
-        commands = list(commands)
-        chosen = list(dict.fromkeys(c.host for c in commands if isinstance(c, SendMessage) and c.kind == "round"))
+    def _execute(self, commands: Iterable[job.Command]) -> None:
+        commands, plan = list(commands), self._plan
+        chosen = list(dict.fromkeys(c.host for c in commands if isinstance(c, job.SendMessage) and c.kind == "round"))
         fabric = shared_fabric([self._links[host].networks for host in chosen])
         for command in commands:
-            if isinstance(command, SendMessage):
+            if isinstance(command, job.SendMessage):
                 self._send_to_worker(command, chosen, fabric)
-            elif isinstance(command, Event):
+            elif isinstance(command, job.Event):
                 self._log.write(command.name, {**command.facts, **({"text": command.text} if command.text else {})})
                 if command.text:
                     self._say(command.text)
-            elif isinstance(command, StartWorker):
-                self._start_worker(command)
-            elif isinstance(command, KillWorker):
+            elif isinstance(command, job.StartWorker):
+                self._ranks[command.worker] = command.place["rank"]
+                facts = {"argv": [*plan.program], "environment": rank_environment(plan, command.host, command.place)}
+                self._send(command.host, "start", worker=command.worker, **facts)
+            elif isinstance(command, job.KillWorker):
                 self._send(command.host, "kill", worker=command.worker, after_s=command.after_s)
-            elif isinstance(command, OpenRound):
+            elif isinstance(command, job.OpenRound):
                 self._relay.open(command.round, command.keys)
-            elif isinstance(command, StartAgent):
+            elif isinstance(command, job.StartAgent):
                 self._start_agent(command.host)
-            elif isinstance(command, StopAgent):
-                self._stop_agent(command.host)
+            elif isinstance(command, job.StopAgent):
+                if (link := self._links.pop(command.host, None)) is not None:
+                    link.close()
+                    self._old = [*(old for old in self._old if not old.ended()), link]
             else:
-                assert isinstance(command, End)
+                assert isinstance(command, job.End)
                 self._code = command.code
 
-    def _send_to_worker(self, command: SendMessage, chosen: list[str], fabric: str) -> None:
+    def _send_to_worker(self, command: job.SendMessage, chosen: list[str], fabric: str) -> None:
         facts = command.facts
         if command.kind == "round":
             self._ranks[command.worker] = facts["rank"]
@@ -205,11 +197,6 @@ class Driver:
             return link.interface
         return interface_to(self._links[away[0]].address)
 
-    def _start_worker(self, command: StartWorker) -> None:
-        self._ranks[command.worker] = command.place["rank"]
-        variables = rank_environment(self._plan, command.host, command.place)
-        self._send(command.host, "start", worker=command.worker, argv=[*self._plan.program], environment=variables)
-
     def _start_agent(self, host: str) -> None:
         argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
         try:
@@ -220,12 +207,6 @@ class Driver:
         self._links[host] = link
         link.start()
         link.send("hello", **hello_message(self._plan, host))
-
-    def _stop_agent(self, host: str) -> None:
-        link = self._links.pop(host, None)
-        if link is not None:
-            link.close()
-            self._old = [*(old for old in self._old if not old.ended()), link]
 
     def _send(self, host: str, kind: str, **facts: Any) -> None:
         link = self._links.get(host)

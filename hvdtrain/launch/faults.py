@@ -6,11 +6,10 @@ A rank that computes without progress, such as one that compiles, gets more time
 from __future__ import annotations
 
 from hvdtrain.errors import USAGE
-from hvdtrain.launch.commands import KillWorker, StopAgent
-from hvdtrain.launch.cpu_use import EVERY_S
-from hvdtrain.launch.job import Host, Job, Phase, Worker
+from hvdtrain.launch.job import Host, Job, KillWorker, Phase, StopAgent, Worker
 from hvdtrain.launch.job_end import describe_exit, fail, finish_leaving, restart_or_fail
 from hvdtrain.launch.round_changes import break_round
+from hvdtrain.launch.worker_process import EVERY_S
 from hvdtrain.launch.worker_starts import start_cooldown
 
 WORKING_TIMES = 10
@@ -19,8 +18,7 @@ WORKING_TIMES = 10
 _WORKED_S = 15.0
 """For how long a rank counts as computing after it was last found to compute. Agents measure every `EVERY_S`."""
 
-_STACKS_S = 0.5
-"""Time for a hanging rank to write its stack before it is killed."""
+_STACKS_S = 0.5  # time for a hanging rank to write its stack before it is killed
 
 
 def mark_dying(job: Job, worker: Worker) -> None:

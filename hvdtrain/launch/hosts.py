@@ -19,22 +19,19 @@ _MOST_SLOTS = 4096
 _SCRIPT_S = 30.0
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 
-_MOST_NODES = 1 << 16
-"""Most nodes of a list of Slurm."""
+_MOST_NODES = 1 << 16  # most nodes of a list of Slurm
 
 _ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 _SSH_S = 5.0
-_BY_OTHERS = ("proxyjump ", "proxycommand ")
-"""Options of ssh with which another machine resolves the name."""
+_BY_OTHERS = ("proxyjump ", "proxycommand ")  # options of ssh with which another machine resolves the name
 
 
 def parse_hosts(text: str) -> dict[str, int]:
     """Parse ``a:4,b:4``: the slots of each host, in order.
 
-    Errors:
-        LaunchError: an invalid name, an invalid number or 0, or a host that is named twice.
+    Errors: LaunchError for an invalid name, an invalid number or 0, or a host that is named twice.
     """
     hosts: dict[str, int] = {}
     for part in text.split(","):
@@ -45,10 +42,8 @@ def parse_hosts(text: str) -> dict[str, int]:
 def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
     """Parse the output of a discovery script: a line ``host`` or ``host:slots`` per host; empty lines are skipped.
 
-    `slots`: of a host without a number.
-
-    Errors:
-        LaunchError: as of `parse_hosts`; 0 slots are allowed, for a host that must be vacated.
+    `slots`: of a host without a number. Errors: LaunchError as of `parse_hosts`; 0 slots are allowed, for a host that
+    must be vacated.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -61,9 +56,7 @@ def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
 def run_script(script: Path, timeout_s: float = _SCRIPT_S, *, slots: int = 1) -> dict[str, int]:
     """Run the script directly, without a shell; return the slots of each host: `slots` where it prints no number.
 
-    Errors:
-        LaunchError: it cannot be run, or prints an invalid host.
-        UnreachableError: it takes too long, or fails.
+    Errors: LaunchError if it cannot be run, or prints an invalid host; UnreachableError if it takes too long, or fails.
     """
     expected = "a program that prints a line host or host:slots per host and exits with 0"
     try:
@@ -116,10 +109,8 @@ def node_names(text: str) -> list[str]:
     """Return the names of a list of Slurm, such as ``n[01-04,7],m3-[1-2]``, in order.
 
     By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps its leading zeros, and of several
-    brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then).
-
-    Errors:
-        LaunchError: invalid list.
+    brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then). Errors:
+    LaunchError if the list is invalid.
     """
     names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", text):
@@ -136,10 +127,8 @@ def node_names(text: str) -> list[str]:
 def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
     """Return the number of ranks per host of an allocation of Slurm.
 
-    `nodes`: as in SLURM_JOB_NODELIST; `tasks`: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
-
-    Errors:
-        LaunchError: either is invalid, or their lengths differ.
+    `nodes`: as in SLURM_JOB_NODELIST; `tasks`: as in SLURM_TASKS_PER_NODE, ``2(x3),1``. Errors: LaunchError if either
+    is invalid, or their lengths differ.
     """
     names = node_names(nodes)
     try:
@@ -162,13 +151,8 @@ def slurm_slots(environ: Mapping[str, str], gpus_per_node: int, ranks: int) -> d
     Cores are only a limit: an allocation without ``--ntasks`` does not say how many ranks it is for. Variables:
     https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 
-    Args:
-        environ: variables of this process.
-        gpus_per_node: as asked for; 0 if not.
-        ranks: as asked for; 0 if not.
-
-    Errors:
-        LaunchError: the allocation has several components, or does not say how many ranks it is for.
+    `gpus_per_node`, `ranks`: as asked for; 0 if not. Errors: LaunchError if the allocation has several components, or
+    does not say how many ranks it is for.
     """
     if "SLURM_HET_SIZE" in environ:
         raise LaunchError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 
 from hvdtrain.errors import USAGE
-from hvdtrain.launch.commands import End, KillWorker
-from hvdtrain.launch.job import Job, Phase, Worker
+from hvdtrain.launch.job import End, Job, KillWorker, Phase, Worker
 
 
 def dismiss(job: Job, worker: Worker, why: str) -> None:

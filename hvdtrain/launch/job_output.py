@@ -20,8 +20,7 @@ SAID = "hvdtrain launch: "
 class Screen:
     """Shows lines in order of arrival from a separate thread: a stopped terminal or a full pipe does not block the job.
 
-    Args:
-        show: called with a line, and whether it is for stderr.
+    `show` is called with a line, and whether it is for stderr.
     """
 
     def __init__(self, show: Callable[[str, bool], None]) -> None:
@@ -72,10 +71,8 @@ class Screen:
 class EventLog:
     """Appends events to a file; does nothing without one.
 
-    Each line has ``mono_s`` (this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``.
-
-    Errors:
-        OSError: the file cannot be opened.
+    Each line has ``mono_s`` (this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``. Errors:
+    OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path | None) -> None:

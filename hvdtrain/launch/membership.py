@@ -15,11 +15,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvdtrain.launch import faults, job_end, round_changes, worker_starts
-from hvdtrain.launch.commands import Command, Limits
-from hvdtrain.launch.job import Job, Phase, Worker
+from hvdtrain.launch.job import Command, Job, Limits, Phase, Worker
 
-_GAP_S = 5.0
-"""A longer time between two inputs means that the driver itself was suspended."""
+_GAP_S = 5.0  # a longer time between two inputs means that the driver itself was suspended
 
 
 class Membership:

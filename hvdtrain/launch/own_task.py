@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
 from hvdtrain.programs import wait_with_signals
-from hvdtrain.runtime.channel import VARIABLE
+from hvdtrain.runtime.channel import LIFELINE, VARIABLE
 from hvdtrain.runtime.driver_client import NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import environ
-from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
-from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.interfaces import refuse_without_address
 
 _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 

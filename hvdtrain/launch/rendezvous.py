@@ -22,7 +22,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.launch.rendezvous_store import FOUND, MOST_BYTES, RoundStore
+FOUND, ABSENT, GONE = 200, 404, 410
+
+MOST_BYTES = 1 << 21
+"""Largest value: 136 bytes per rank, for 15,000 ranks."""
+
+MOST_KEYS = 1 << 18
+"""Most keys of a round: six per rank, and as many per process set."""
 
 Put = Callable[[int, str, bytes], None]
 
@@ -30,15 +36,12 @@ MOST_STRANGERS = 128
 STRANGER_S = 5.0
 """Time from the connection to the end of the request's head, without the token."""
 
-_POLL_S = 4.0
-"""A request for a missing key is answered after this time; Horovod asks again."""
-_REQUEST_S = 30.0
-"""Time for a rank to send or read a value."""
+_POLL_S = 4.0  # a request for a missing key is answered after this time; Horovod asks again
+_REQUEST_S = 30.0  # time for a rank to send or read a value
 _TICK_S = 0.25
 _ACCEPTED_AT_ONCE = 32
 """Less than the places of strangers, so that a rank's request is read before the connection could be replaced."""
-_LOGGED = 20
-"""Refused requests that are all logged; afterwards each power of two."""
+_LOGGED = 20  # refused requests that are all logged; afterwards each power of two
 
 _MOST_HEAD_BYTES = 1 << 14
 _HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
@@ -46,13 +49,45 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGN
 _PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
 
 
+class RoundStore:
+    """The keys of the newest round. Requests for other rounds fail, so that a late rank learns of it at once."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._keys: dict[str, bytes] = {}
+        self._wanted: dict[str, asyncio.Event] = {}
+
+    def open(self, number: int, keys: Mapping[str, bytes]) -> None:
+        """Begin a round with `keys`; refuse waiting requests of the round before. Number 0: no round."""
+        wanted, self._wanted = self._wanted, {}
+        self._round, self._keys = number, dict(keys)
+        for event in wanted.values():
+            event.set()
+
+    def put(self, number: int, key: str, value: bytes) -> bool:
+        """Store a value and answer the requests that wait for it; return whether it was stored."""
+        if not number or number != self._round or len(self._keys) >= MOST_KEYS:
+            return False
+        self._keys[key] = value
+        if event := self._wanted.pop(key, None):
+            event.set()
+        return True
+
+    async def get(self, number: int, key: str, wait_s: float) -> tuple[int, bytes]:
+        """Return HTTP status and value of a key; wait up to `wait_s` until it is put."""
+        if number == self._round > 0 and key not in self._keys:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wanted.setdefault(key, asyncio.Event()).wait(), wait_s)
+        if not number or number != self._round:
+            return GONE, b""
+        return (FOUND, self._keys[key]) if key in self._keys else (ABSENT, b"")
+
+
 class Rendezvous:
     """The server of one host: one thread that never waits for a client.
 
-    Args:
-        log: called with a line per refused request.
-        host: the IPv4 address of this host to listen on.
-        put: called with round, key and value of each PUT, in addition to storing it.
+    `log` is called with a line per refused request; `host`: the IPv4 address of this host to listen on; `put` is called
+    with round, key and value of each PUT, in addition to storing it.
     """
 
     def __init__(self, log: Callable[[str], object], host: str = "127.0.0.1", put: Put | None = None) -> None:

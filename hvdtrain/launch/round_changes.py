@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from signal import Signals
 
-from hvdtrain.launch.commands import OpenRound
-from hvdtrain.launch.job import Host, Job, Phase, Worker
+from hvdtrain.launch.job import Host, Job, OpenRound, Phase, Worker
 from hvdtrain.launch.job_end import dismiss, fail, last_failures
 
 

@@ -58,11 +58,8 @@ def _without_version(module: str) -> str:
 def find_site(asked: str | None, host: str, environ: Mapping[str, str]) -> Site:
     """Return the requested profile, else the first that matches this host, else that of no site.
 
-    `asked`: a name, or the path of a file; None to search by host name.
-
-    Errors:
-        LaunchError: there is no such profile, or it is invalid, or other users can change it.
-        ConfigError: it is not YAML.
+    `asked`: a name, or the path of a file; None to search by host name. Errors: LaunchError if there is no such
+    profile, or it is invalid, or other users can change it; ConfigError if it is not YAML.
     """
     if asked == NONE:
         return NO_SITE
@@ -86,9 +83,8 @@ def find_site(asked: str | None, host: str, environ: Mapping[str, str]) -> Site:
 def parse_site(text: bytes, path: Path) -> Site:
     """Return the profile in the text of a file. Pure.
 
-    Errors:
-        LaunchError: an unknown key, a wrong type, or a variable that looks like a secret.
-        ConfigError: it is not YAML.
+    Errors: LaunchError for an unknown key, a wrong type, or a variable that looks like a secret; ConfigError if it is
+    not YAML.
     """
     from hvdtrain.yaml_file import TextLoader, parse_yaml  # PyYAML takes 30 ms
 

@@ -21,9 +21,8 @@ from types import FrameType
 
 from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.hosts import node_names
-from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
+from hvdtrain.launch.slurm_task import INTERFACE, LOG, ROUND, STEP, STORE, Batches
 from hvdtrain.programs import run_program, wait_with_signals
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.interfaces import address_of, source_to
@@ -37,8 +36,7 @@ _SCANCEL_S = 30
 def scancel_id(environ: Mapping[str, str]) -> str:
     """Return scancel's id of this job alone. The plain id of a job of an array would mean the whole array.
 
-    Errors:
-        LaunchError: this process is not in an allocation.
+    Errors: LaunchError if this process is not in an allocation.
     """
     job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
     if not job:
@@ -59,8 +57,7 @@ def other_node(environ: Mapping[str, str], host: str) -> str:
 def store_address(node: str, interface: str) -> str:
     """Return the address of this host that a node reaches. `node`: "" for a job on this host alone.
 
-    Errors:
-        LaunchError: there is none.
+    Errors: LaunchError if there is none.
     """
     if interface or not node:
         found = address_of(interface) if interface else _LOOPBACK

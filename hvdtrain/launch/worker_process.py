@@ -1,4 +1,4 @@
-"""The process of a worker, in its own session, so that the agent can end it with everything that it started."""
+"""The process of a worker, in its own session, so that the agent can end all that it started; which workers compute."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
 from hvdtrain.programs import read_stat
-from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
-from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
-from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline
+from hvdtrain.runtime.channel import HELD, LIFELINE, VARIABLE, Channel, Lifeline, make_lifeline
 
-_MOST_CHARACTERS = 1 << 16
-"""Of a forwarded line; longer lines are split."""
+_MOST_CHARACTERS = 1 << 16  # of a forwarded line; longer lines are split
 
-_LAST_WORDS_S = 1.0
-"""How long to wait for the end of a channel after its process."""
+_LAST_WORDS_S = 1.0  # how long to wait for the end of a channel after its process
+
+EVERY_S = 5.0
+"""Between two measurements: each reads a file per process of this host."""
+
+_BUSY = 0.25
+"""Cores in use on average between two measurements; Horovod's threads use some hundredths while all ranks wait."""
 
 
 class WorkerProcess:
@@ -33,8 +35,7 @@ class WorkerProcess:
         report: called from threads with events: ``line`` (text, err), ``said`` (message), ``dying`` as soon as the
             kernel ends it, if it holds its lifeline, ``exited`` (code).
 
-    Errors:
-        OSError: it cannot be started.
+    Errors: OSError if it cannot be started.
     """
 
     def __init__(
@@ -157,3 +158,37 @@ class WorkerProcess:
         with stream:
             while line := stream.readline(_MOST_CHARACTERS):
                 self._report("line", text=line.decode("utf-8", "replace").rstrip("\n"), err=err)
+
+
+def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
+    """Return the CPU seconds of sessions, by the number of the process that leads each."""
+    import psutil  # takes 30 ms, which only agents need
+
+    used = dict.fromkeys(leaders, 0.0)
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended
+            stat = read_stat(pid)
+            if stat.session in used:
+                used[stat.session] += stat.cpu_s
+    return used
+
+
+class BusyWorkers:
+    """Finds workers that compute, themselves or in processes that they started. Each worker leads a session."""
+
+    def __init__(self, read: Callable[[Collection[int]], Mapping[int, float]] = cpu_seconds) -> None:
+        self._read = read
+        self._used: Mapping[int, float] = {}
+        self._looked_s = 0.0
+
+    def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
+        """Return the workers that have computed since the last measurement; none less than `EVERY_S` after it.
+
+        `workers`: process numbers by the workers' numbers.
+        """
+        passed_s = now_s - self._looked_s
+        if passed_s < EVERY_S:
+            return []
+        before, self._used, self._looked_s = self._used, self._read(set(workers.values())), now_s
+        known = {number: pid for number, pid in workers.items() if pid in before}
+        return [n for n, pid in known.items() if self._used[pid] - before[pid] >= _BUSY * passed_s]

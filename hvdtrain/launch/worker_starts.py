@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hvdtrain.launch.commands import StartAgent, StartWorker, StopAgent
-from hvdtrain.launch.job import Host, Job, Phase, Slot, Worker
+from hvdtrain.launch.job import Host, Job, Phase, Slot, StartAgent, StartWorker, StopAgent, Worker
 from hvdtrain.launch.job_end import fail, last_failures
 from hvdtrain.launch.round_changes import order, places
 
-_STALLED_S = 10.0
-"""Time without another ready rank after which the missing hosts are reported at the start."""
+_STALLED_S = 10.0  # time without another ready rank after which the missing hosts are reported at the start
 
 
 def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
@@ -53,17 +51,12 @@ def start_missing(job: Job) -> None:
     for host in job.hosts.values():
         for index in range(host.slots if host.agent == "ready" else 0):
             if count < job.limits.most and (host.name, index) not in taken and job.now_s >= host.slot_at(index).free_s:
-                started.append(_worker(job, host, index))
+                job.workers_started += 1
+                worker = job.workers[job.workers_started] = Worker(job.workers_started, host.name, index, job.now_s)
+                started.append(worker)
                 count += 1
     if started:
         _start(job, started)
-
-
-def _worker(job: Job, host: Host, index: int) -> Worker:
-    job.workers_started += 1
-    worker = Worker(job.workers_started, host.name, index, job.now_s)
-    job.workers[worker.number] = worker
-    return worker
 
 
 def _start(job: Job, started: list[Worker]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL
+from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel
+from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel, hold_lifeline
 from hvdtrain.runtime.environment import horovod_numbers
-from hvdtrain.runtime.exit_lock import hold_lifeline
 
 EXIT_ALONE = 1
 """Exit code of a rank that has lost its driver."""
@@ -179,7 +178,9 @@ class DriverClient:
                 if self._broken == self.round:
                     self.wake()
         elif kind == "stacks":
-            sys.stderr.write(f"hvdtrain: where this rank hangs:\n{_main_stack()}")
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            sys.stderr.write(f"hvdtrain: where this rank hangs:\n{stack}")
             sys.stderr.flush()
         elif kind == "stop":
             self._stopping = True
@@ -195,11 +196,6 @@ class DriverClient:
                 idle_s=round(heartbeat.idle_s(), 3),
                 waiting=heartbeat.waiting(),
             )
-
-
-def _main_stack() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 def connect_to_driver(environ: Mapping[str, str]) -> DriverClient | None:

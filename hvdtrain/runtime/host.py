@@ -1,14 +1,34 @@
-"""Facts about this host: cores, GPUs, huge pages. Read from the system, without torch."""
+"""Facts about this host (cores, GPUs, huge pages), and pin a rank to the cores near its GPU, or to a NUMA domain.
+
+Read from the system, without torch. Linux only. A rank only narrows the mask that its launcher or its control group has
+set. Threads and processes that start later inherit it, and the kernel places memory on the domain of the core that
+first writes to it, so loaders and pinned memory follow.
+
+Ranks near the same cores share all of them. A share for each would leave cores idle whenever one rank's loaders have
+more to do than another's, and its memory would be no nearer.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from hvdtrain.files import read_text_or_empty
+from hvdtrain.runtime.threads import thread_ids
+
+SYS = Path("/sys")
+BY_LAUNCHER = "as the launcher bound them"
+_COLUMNS = 80
+_MOST_HOSTS = 3
 
 
 @dataclass(frozen=True)
@@ -105,3 +125,141 @@ def _gpus(environ: Mapping[str, str], root: Path) -> int:
     if visible is None:
         return devices
     return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The cores that a rank may use, and those near its GPU; empty if unknown."""
+
+    allowed: frozenset[int]
+    near: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The cores of a rank."""
+
+    cpus: frozenset[int]  # that its threads and loader processes may use
+    gpu: str = ""  # PCI address of its GPU; empty on CPUs
+    kept: str = ""  # why it keeps its mask: `BY_LAUNCHER`, or a problem; empty if it is bound
+
+
+def cores_near(pci_address: str, sys: Path = SYS) -> frozenset[int]:
+    """Return the cores near a PCI device such as ``0000:1B:00.0``; empty if the kernel does not list them."""
+    return cpu_list(read_text_or_empty(sys / "bus/pci/devices" / pci_address.lower() / "local_cpulist"))
+
+
+def numa_domains(sys: Path = SYS) -> list[frozenset[int]]:
+    """Return the cores of each NUMA domain, less domains without cores, such as the memory of a GH200's GPU."""
+    nodes = [node for node in (sys / "devices/system/node").glob("node*") if node.name[4:].isdigit()]
+    found = (cpu_list(read_text_or_empty(node / "cpulist")) for node in sorted(nodes, key=lambda n: int(n.name[4:])))
+    return [cpus for cpus in found if cpus]
+
+
+def bind_to_gpus(seats: Sequence[Seat], *, insist: bool) -> list[Binding]:
+    """Choose the cores of the ranks of a host: those near their GPUs. Pure.
+
+    A rank keeps its mask if it has no such core. Unless `insist`, also if it has less than half as many of them as its
+    share of the mask, and as there are: loaders would wait for each other on the few cores of a job that got most of
+    its cores elsewhere.
+    """
+    return [_bind_to_gpu(seat, sum(other.allowed == seat.allowed for other in seats), insist) for seat in seats]
+
+
+def _bind_to_gpu(seat: Seat, sharers: int, insist: bool) -> Binding:
+    cpus = seat.allowed & seat.near
+    enough = 0 if insist else min(len(seat.near), len(seat.allowed) // sharers) / 2
+    if not seat.near:
+        return Binding(seat.allowed, kept="the kernel does not list the cores near their GPUs")
+    if cpus and len(cpus) >= enough:
+        return Binding(cpus)
+    few = f"only {len(cpus)}" if cpus else "none"
+    return Binding(seat.allowed, kept=f"they may use {few} of the cores near their GPUs ({cpu_ranges(seat.near)})")
+
+
+def bind_to_domains(seats: Sequence[Seat], domains: Sequence[frozenset[int]]) -> list[Binding]:
+    """Choose the cores of the ranks of a host: one NUMA domain each, or several if there are more of them. Pure.
+
+    Neighbours in local rank get the same domain, or the next one. All ranks keep their masks if these differ, or are
+    within one of several domains: the launcher has bound them.
+    """
+    if not domains:
+        return [Binding(seat.allowed, kept="the kernel lists no NUMA domains") for seat in seats]
+    usable = [domain & seats[0].allowed for domain in domains if domain & seats[0].allowed]
+    if len({seat.allowed for seat in seats}) > 1 or len(usable) < min(2, len(domains)):
+        return [Binding(seat.allowed, kept=BY_LAUNCHER) for seat in seats]
+    bounds = [rank * len(usable) // len(seats) for rank in range(len(seats) + 1)]
+    return [Binding(frozenset[int]().union(*usable[a : max(a + 1, b)])) for a, b in pairwise(bounds)]
+
+
+def pin_process(cpus: frozenset[int]) -> None:
+    """Pin this process to `cpus`: its threads, and its child processes such as a fork server of loaders.
+
+    A thread that may use none of them keeps its mask, such as one that was bound elsewhere by a variable of a library.
+    Threads of torch and Horovod that start later inherit the mask of the thread that starts them.
+    """
+    _narrow(0, cpus)  # first: threads that it starts from now on need no further look
+    me, seen = psutil.Process(), set[int]()
+    while new := {task for one in (me, *me.children(recursive=True)) for task in thread_ids(one.pid)} - seen:
+        for task in new:
+            _narrow(task, cpus)
+        seen |= new
+
+
+def _narrow(thread: int, cpus: frozenset[int]) -> None:
+    with suppress(OSError):  # it has ended
+        if both := os.sched_getaffinity(thread) & cpus:
+            os.sched_setaffinity(thread, both)
+
+
+def binding_map(hosts: Sequence[str], bindings: Sequence[Binding]) -> list[dict[str, Any]]:
+    """Return the ranks of each host by their cores, for the journal; `hosts` and `bindings` in rank order."""
+    groups: dict[tuple[str, frozenset[int], str], list[int]] = {}
+    for rank, (host, binding) in enumerate(zip(hosts, bindings, strict=True)):
+        groups.setdefault((host, binding.cpus, binding.kept), []).append(rank)
+    return [
+        {
+            "host": host,
+            "ranks": cpu_ranges(ranks),
+            "cores": cpu_ranges(cpus),
+            "gpus": [bindings[rank].gpu for rank in ranks if bindings[rank].gpu],
+            "kept": kept,
+        }
+        for (host, cpus, kept), ranks in groups.items()
+    ]
+
+
+def describe_map(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a `binding_map`: one for all hosts with the same cores for each local rank."""
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        by_host.setdefault(group["host"], []).append(group)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for host, own in by_host.items():
+        ranks = sorted(rank for group in own for rank in cpu_list(group["ranks"]))
+        name = "rank" if len(by_host) == 1 else "local rank"
+        parts = tuple(_describe(name, {ranks.index(rank) for rank in cpu_list(g["ranks"])}, g) for g in own)
+        alike.setdefault(parts, []).append(host)
+    for parts, hosts in alike.items():
+        names = ", ".join(hosts[:_MOST_HOSTS])
+        names += f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+        head = "binding: " if len(by_host) == 1 else f"binding on {names}: "
+        # commas within sets of cores are no places to break a line
+        yield textwrap.fill(
+            head + ", ".join(parts), _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+
+
+def _describe(name: str, numbers: set[int], group: Mapping[str, Any]) -> str:
+    kept = f" ({BY_LAUNCHER})" if group["kept"] == BY_LAUNCHER else ""
+    return f"{name}{'s' * (len(numbers) > 1)} {cpu_ranges(numbers)} on cores {group['cores']}{kept}"
+
+
+def problems(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the problems of a `binding_map`, and the ranks that have them."""
+    ranks: dict[str, set[int]] = {}
+    for group in groups:
+        if group["kept"] not in ("", BY_LAUNCHER):
+            ranks.setdefault(group["kept"], set()).update(cpu_list(group["ranks"]))
+    for why, numbers in ranks.items():
+        yield f"ranks {cpu_ranges(numbers)} are not bound to cores: {why}; what to change: hvdtrain doctor"

@@ -4,25 +4,30 @@ A rank with another MPI library than its mpirun does not fail cleanly. With Horo
 mpirun each rank aborts in C, or, worse, becomes a job of its own that trains alone. Under Open MPI 5's mpirun, with
 version 4's library first in LD_LIBRARY_PATH, it aborts; otherwise it runs, as Open MPI's mpirun puts its own library
 folder first, and version 5's library supports a Horovod built on version 4. Version 5's library also starts under
-version 4's mpirun. So the library that the loader will choose decides, and this module finds it without loading it.
+version 4's mpirun. So the library that the loader will choose decides, and this module finds it without loading it,
+which could abort the process: it reads the dynamic section of ELF files (System V ABI, chapter 5), little-endian 64 bit
+only (x86-64 and AArch64), with a few seeks.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
+from typing import BinaryIO
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.mpirun import own_mpirun, version_text, wheel_prefix
-from hvdtrain.install.versions import MpiBuild
-from hvdtrain.programs import run_program
-from hvdtrain.runtime.elf import find_needed, read_linkage
+from hvdtrain.install.versions import MpiBuild, own_mpirun, version_text, wheel_prefix
+from hvdtrain.programs import answer
 from hvdtrain.runtime.environment import ANY_MPI, RankInfo, environ, rank_label
+
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_RPATH, _DT_RUNPATH = 0, 1, 5, 10, 15, 29
 
 # the soname identifies the family: MPICH, Intel, MVAPICH and Cray share one ABI; Cray's names the compiler, as gnu_123
 _SONAMES = (
@@ -37,8 +42,74 @@ import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
 library.MPI_Get_library_version(text, ctypes.byref(length))
-print(json.dumps(text.value.decode(errors="replace")))
+print(json.dumps({"version": text.value.decode(errors="replace")}))
 """
+
+
+@dataclass(frozen=True)
+class Linkage:
+    """Dynamic linkage. needed: sonames; rpath, runpath: folders with ``$ORIGIN`` expanded."""
+
+    needed: tuple[str, ...] = ()
+    rpath: tuple[Path, ...] = ()
+    runpath: tuple[Path, ...] = ()
+
+
+def read_linkage(library: Path) -> Linkage:
+    """Read the linkage of a shared library; empty for other files. Errors: OSError."""
+    with library.open("rb") as file:
+        try:
+            return _read(file, library.resolve().parent)
+        except (struct.error, ValueError):
+            return Linkage()
+
+
+def _read(file: BinaryIO, origin: Path) -> Linkage:
+    header = file.read(64)
+    if header[:6] != b"\x7fELF\x02\x01":
+        return Linkage()
+    offset, size, count = struct.unpack_from("<32xQ14xHH", header)
+    file.seek(offset)
+    table = file.read(size * count)
+    # per program header: type, offset in the file, address, size in the file
+    segments = [struct.unpack_from("<I4xQQ8xQ", table, index * size) for index in range(count)]
+    dynamic = next((segment for segment in segments if segment[0] == _PT_DYNAMIC), None)
+    if dynamic is None:
+        return Linkage()
+    file.seek(dynamic[1])
+    section = struct.iter_unpack("<qQ", file.read(dynamic[3]))
+    entries: list[tuple[int, int]] = list(takewhile(lambda entry: entry[0] != _DT_NULL, section))
+    values = dict(entries)
+    address, length = values[_DT_STRTAB], values[_DT_STRSZ]
+    home = next(part for part in segments if part[0] == _PT_LOAD and part[2] <= address < part[2] + part[3])
+    file.seek(home[1] + address - home[2])
+    strings = file.read(length)
+
+    def texts(tag: int) -> Iterator[str]:
+        for found, start in entries:
+            if found == tag:
+                yield strings[start : strings.index(b"\0", start)].decode()
+
+    def folders(tag: int) -> tuple[Path, ...]:
+        paths = [part for text in texts(tag) for part in text.split(":") if part]
+        return tuple(Path(part.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", str(origin))) for part in paths)
+
+    return Linkage(tuple(texts(_DT_NEEDED)), folders(_DT_RPATH), folders(_DT_RUNPATH))
+
+
+def find_needed(name: str, linkage: Linkage, library_path: str) -> Path | None:
+    """Return the file that the loader would load for a soname; None where only the loader's cache knows.
+
+    The order is ld.so's: RPATH unless there is a RUNPATH, ``LD_LIBRARY_PATH``, RUNPATH, the system's folders.
+    """
+    rpath = () if linkage.runpath else linkage.rpath
+    listed = [Path(part) for part in library_path.replace(";", ":").split(":") if part]
+    system = [Path("/lib/x86_64-linux-gnu"), Path("/lib/aarch64-linux-gnu"), Path("/lib64"), Path("/lib")]
+    system += [Path("/usr") / folder.relative_to("/") for folder in system]
+    for folder in (*rpath, *listed, *linkage.runpath, *system):
+        if (folder / name).is_file():
+            return folder.resolve() / name
+    return None
 
 
 @dataclass(frozen=True)
@@ -160,15 +231,12 @@ def check_size(info: RankInfo, hvd_size: int) -> None:
     )
 
 
-def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
+def library_version(path: Path | None) -> str | None:
     """Return the version of a libmpi, from a child process, as MPI aborts in C. None when it does not answer."""
     if path is None:
         return None
-    try:
-        text = run_program([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s).out
-        return str(json.loads(text)).splitlines()[0].split(", ")[0].strip()
-    except (OSError, ValueError, IndexError):
-        return None
+    found = answer([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], 20).values.get("version", "")
+    return next((line.split(", ")[0].strip() for line in found.splitlines()[:1]), None)
 
 
 def mpirun_version(program: str | None) -> str | None:

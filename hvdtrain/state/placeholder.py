@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.runtime.tuning import return_freed_memory
 
 _NEW = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
 _NEW += " new_empty new_empty_strided new_full new_ones new_zeros"

@@ -16,8 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
 from hvdtrain.runtime.driver_client import NoPlace
-from hvdtrain.runtime.timeline import prepare_timeline
-from hvdtrain.runtime.tuning import prepare
+from hvdtrain.runtime.tuning import prepare, prepare_timeline
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
 from hvdtrain.training.callbacks.base import Callback
 from hvdtrain.training.result import Result

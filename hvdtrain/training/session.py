@@ -15,7 +15,7 @@ from hvdtrain.plan.refusals import resolve
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore, Measure
 from hvdtrain.training.callbacks.base import Callback

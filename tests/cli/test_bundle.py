@@ -9,8 +9,8 @@ import pytest
 from hvdtrain.cli.bundle import main
 from hvdtrain.install import bundle
 from hvdtrain.install.bundle import Source
+from hvdtrain.install.fetch import Target, this_platform
 from hvdtrain.install.steps import Say
-from hvdtrain.install.target import Target, this_platform
 
 ROOT = Path(__file__).parents[2]
 

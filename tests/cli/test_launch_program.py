@@ -22,8 +22,7 @@ from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.runtime.channel import VARIABLE
-from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
+from hvdtrain.runtime.channel import LIFELINE, VARIABLE
 from tests.support import jobs
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
 

@@ -19,7 +19,7 @@ from hvdtrain.cli import launch as command
 from hvdtrain.cli.launch_options import parse
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.errors import USAGE, HvdtrainError
-from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
+from hvdtrain.install.versions import REMOTE_SHELL, has_remote_shell
 from hvdtrain.launch.detect import Machine
 from hvdtrain.programs import Finished
 from hvdtrain.task.base import load_task_function

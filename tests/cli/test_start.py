@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli import start
-from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, start_variables
+from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, start_variables
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import Mpi
 from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5

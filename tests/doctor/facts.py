@@ -8,16 +8,13 @@ from typing import Any
 
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.gpu import GpuFacts
-from hvdtrain.doctor.facts.installation import Installation
-from hvdtrain.doctor.facts.machine import Limits, Machine
-from hvdtrain.doctor.facts.mpi import Mpi4py, MpiFacts
-from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
+from hvdtrain.doctor.facts.installation import Installation, Mpi4py, MpiFacts
+from hvdtrain.doctor.facts.machine import GpuFacts, Interface, Limits, Machine, Network, RdmaPort
 from hvdtrain.doctor.facts.storage import Storage
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.versions import MpiBuild, TorchBuild
+from hvdtrain.programs import Answer
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts, cpu_list
 from hvdtrain.runtime.mpi import MpiLibrary

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor.checks import CHECKS, examine
-from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.installation import LinkedLibrary
-from hvdtrain.doctor.facts.mpi import Mpi4py
+from hvdtrain.doctor.facts.installation import LinkedLibrary, Mpi4py
 from hvdtrain.doctor.finding import worst
 from hvdtrain.errors import LaunchError
+from hvdtrain.programs import Answer
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts

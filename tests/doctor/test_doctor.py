@@ -9,8 +9,8 @@ import pytest
 
 from hvdtrain.cli import doctor
 from hvdtrain.doctor import report
-from hvdtrain.doctor.facts.child import ask
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.programs import ask
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.rules import Setting
 from hvdtrain.runtime.tuning import Choice

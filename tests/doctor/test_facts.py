@@ -14,11 +14,9 @@ import psutil
 import pytest
 
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.gpu import gpu_facts
-from hvdtrain.doctor.facts.machine import machine
-from hvdtrain.doctor.facts.network import RdmaPort, network
+from hvdtrain.doctor.facts.machine import RdmaPort, gpu_facts, machine, network
 from hvdtrain.doctor.facts.storage import file_system_type, probe, storage
+from hvdtrain.programs import Answer
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.launch import TIMEOUT_S
 from tests.support.sysfs import dgx_h100, gh200, two_sockets
@@ -165,8 +163,7 @@ def test_a_folder_is_checked_in_a_separate_process(tmp_path: Path, monkeypatch: 
 
 
 def test_our_own_settings_are_not_attributed_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for topic in ("installation", "mpi"):
-        monkeypatch.setattr(sys.modules[f"hvdtrain.doctor.facts.{topic}"], "ask", lambda *_: Answer(error="not asked"))
+    monkeypatch.setattr(sys.modules["hvdtrain.doctor.facts.installation"], "ask", lambda *_: Answer(error="not asked"))
     found = gather(RankInfo(), {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}
     assert found.installation.python == sys.version_info[:2] and found.installation.torch.error == "not asked"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.doctor.facts.installation import find_nccl
-from hvdtrain.doctor.facts.mpi import MpiFacts, mpi_facts
+from hvdtrain.doctor.facts.installation import MpiFacts, find_nccl, mpi_facts
 from hvdtrain.runtime.environment import RankInfo
 from tests.runtime.libraries import horovod, open_mpi, write_library
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cli import preflight as preflight_command
-from hvdtrain.doctor import deadline
+from hvdtrain.doctor import preflight
 from hvdtrain.doctor.nccl_log import fabric
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, unanswered
 from hvdtrain.errors import ConfigError
@@ -88,9 +88,9 @@ class MemoryStore(dict[str, str]):
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of deadlines, in its only item."""
     for name in ("_EVERY_S", "_LISTEN_S"):
-        monkeypatch.setattr(deadline, name, 0.01)
+        monkeypatch.setattr(preflight, name, 0.01)
     now_s = [0.0]
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
 
@@ -102,7 +102,7 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(now_s: list[float]) -> N
         ended.set()
 
     store.set("preflight/2", json.dumps([7, ["link/bytes/1"]]))  # it reported once
-    deadline.Deadline(5.0, 0, end).connect(store, 4, {"link/together": 0.0})  # type: ignore[arg-type]
+    preflight.Deadline(5.0, 0, end).connect(store, 4, {"link/together": 0.0})  # type: ignore[arg-type]
     now_s[0] = 5.1
     assert ended.wait(TIMEOUT_S)
     running = {0: ["link/together"], 1: ["link/bytes/65536"], 2: ["link/bytes/1"]}
@@ -111,7 +111,7 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(now_s: list[float]) -> N
 
 def test_a_deadline_that_is_closed_does_nothing(now_s: list[float]) -> None:
     heard: list[object] = []
-    deadline.Deadline(5.0, 0, lambda *found: heard.append(found)).close()
+    preflight.Deadline(5.0, 0, lambda *found: heard.append(found)).close()
     now_s[0] = 5.1
     for thread in threading.enumerate():
         if thread.name == "preflight deadline":
@@ -182,17 +182,17 @@ HANGS = """
 import os, signal, sys, time
 from types import SimpleNamespace
 from hvdtrain.comm import link_probe
-from hvdtrain.doctor import deadline
+from hvdtrain.doctor import preflight
 from hvdtrain.__main__ import main
 
 # The deadline of rank 0 comes when rank 1 has stopped; rank 0 then listens until rank 2 has reported again.
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
-deadline.time = SimpleNamespace(monotonic=lambda: 1e9 if rank == "0" and os.path.exists("stopped") else 0.0)
-measure, reports, before = link_probe.measure_hosts, deadline._reports, []
+preflight.time = SimpleNamespace(monotonic=lambda: 1e9 if rank == "0" and os.path.exists("stopped") else 0.0)
+measure, reports, before = link_probe.measure_hosts, preflight._reports, []
 
 def stop(*words):
     if rank == "1":
-        deadline.Deadline._report = lambda *_: None
+        preflight.Deadline._report = lambda *_: None
         open("stopped", "w").close()
         os.kill(os.getpid(), signal.SIGSTOP)
     return measure(*words)
@@ -203,7 +203,7 @@ def listen(store, size):
     before.append(found)
     return found
 
-link_probe.measure_hosts, deadline._reports = stop, listen
+link_probe.measure_hosts, preflight._reports = stop, listen
 os.environ["SLURMD_NODENAME"] = "h" + rank
 sys.exit(main(["preflight", "--timeout", "25", "--write", "bad"]))
 """

@@ -13,9 +13,8 @@ import pytest
 from hvdtrain.cli import doctor
 from hvdtrain.cli.launch import merge
 from hvdtrain.cli.launch_options import parse
-from hvdtrain.doctor.facts.network import Interface, Network, RdmaPort
-from hvdtrain.doctor.facts.scheduler import Nodes, Scheduler, pbs, slurm
-from hvdtrain.doctor.site_proposal import SiteFacts, propose_site
+from hvdtrain.doctor.facts.machine import Interface, Network, RdmaPort
+from hvdtrain.doctor.site_proposal import Nodes, Scheduler, SiteFacts, pbs, propose_site, slurm
 from hvdtrain.files import create_text
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.site import Site, parse_site

@@ -20,8 +20,7 @@ from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.stage_links import random_state, set_random_state
 from hvdtrain.observe.past_journal import read_journal, read_steps
-from hvdtrain.runtime.binding import cores_near
-from hvdtrain.runtime.host import cpu_ranges
+from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot

@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import build as module
-from hvdtrain.install import proof
+from hvdtrain.install import record
 from hvdtrain.install.build import build, pending
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
@@ -98,7 +98,7 @@ def test_a_horovod_is_untested_until_its_ranks_have_summed(planned: BuildPlan, m
     """Also if the test fails, or is killed."""
 
     def untested() -> bool:
-        return proof.is_marked(planned.site, planned.version)
+        return record.is_untested(planned.site, planned.version)
 
     refused(replaced(planned, "proof", ""))
     assert untested()
@@ -106,7 +106,7 @@ def test_a_horovod_is_untested_until_its_ranks_have_summed(planned: BuildPlan, m
     assert not untested()
     run(replaced(planned, "proof", "raise SystemExit('started')"), prove=False)
     assert untested()
-    assert not proof.is_marked(planned.site, "0.28.1"), "another Horovod, installed since"
+    assert not record.is_untested(planned.site, "0.28.1"), "another Horovod, installed since"
     elsewhere = dataclasses.replace(planned, provable=False)
     assert names(elsewhere) == ["install"]
     # The test runs without what a build needs.
@@ -191,7 +191,7 @@ WRONG = [RIGHT, *(f"hvdtrain-proof {RIGHT.replace(*wrong)}" for wrong in (("30.0
 def test_a_step_that_fails_shows_why_and_leaves_nothing(
     step: str, program: str, words: list[str], planned: BuildPlan
 ) -> None:
-    proof.check_output(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
+    record.check_proof(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
     refused(replaced(planned, step, program), *words)
     assert (planned.sdist.exists(), planned.wheel.exists()) == (step != "sdist", step == "proof")
     assert not planned.scratch.exists()

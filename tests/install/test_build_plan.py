@@ -11,8 +11,8 @@ import pytest
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import build_plan as module
-from hvdtrain.install.build_facts import FoundTorch
 from hvdtrain.install.build_plan import plan
+from hvdtrain.install.prerequisites import FoundTorch
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from tests.install.probe_examples import GCC, MPI, NCCL, PREFIX, PYTHON, TOOLKIT, TORCH_CPU, TORCH_CUDA, example_probe
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import build_probe as probe
-from hvdtrain.install.build_facts import FoundTorch
+from hvdtrain.install.prerequisites import FoundTorch
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from tests.support.launch import TIMEOUT_S
 

@@ -18,9 +18,8 @@ from packaging.requirements import Requirement
 from hvdtrain.errors import BuildError
 from hvdtrain.install import bundle, fetch
 from hvdtrain.install.build_plan import SDIST
-from hvdtrain.install.bundle import Source, make
-from hvdtrain.install.bundle_folder import BundleFolder
-from hvdtrain.install.target import Target
+from hvdtrain.install.bundle import BundleFolder, Source, make
+from hvdtrain.install.fetch import Target
 from hvdtrain.install.venv import EXTRAS
 from tests.support.full_disk import room_for
 from tests.support.wheels import Copying, project, registry, settings, wheel

@@ -17,7 +17,7 @@ from hvdtrain.install import bundle
 from hvdtrain.install.build import digest
 from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make, script
-from hvdtrain.install.target import Target, this_platform
+from hvdtrain.install.fetch import Target, this_platform
 from tests.support.host import required_tool
 from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.install import proof, record
+from hvdtrain.install import record
 from hvdtrain.install.build_plan import DROPPED_PREFIXES
 from hvdtrain.install.build_probe import probe
 from tests.support.launch import TIMEOUT_S
@@ -59,8 +59,8 @@ def test_a_shutdown_does_not_deadlock_with_a_rank_that_enqueues(tmp_path: Path) 
     here = probe(os.environ)
     assert here.mpi is not None, "Horovod is installed, and no MPI to start it with"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
-    environment = {**kept, **proof.environment(here, here.mpi)}
-    command = [SHUT_DOWN_AMID if word == proof.PROGRAM else word for word in proof.command(here, here.mpi)]
+    environment = {**kept, **record.proof_environment(here, here.mpi)}
+    command = [SHUT_DOWN_AMID if word == record.PROGRAM else word for word in record.proof_command(here, here.mpi)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.partition("unanswered")[2]) > 10_000

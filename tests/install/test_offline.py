@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install.build_probe import cache_folder
-from hvdtrain.install.mpirun import ROOT_MAY_RUN
+from hvdtrain.install.versions import ROOT_MAY_RUN
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.host import Host, one_host, required, tool
 

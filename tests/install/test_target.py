@@ -16,8 +16,7 @@ from packaging.requirements import Requirement
 from packaging.tags import compatible_tags, cpython_tags, sys_tags
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.fetch import closure, pins
-from hvdtrain.install.target import Target, this_platform
+from hvdtrain.install.fetch import Target, closure, pins, this_platform
 from tests.support.wheels import ROOT, wheel
 
 HERE = Target(get_python_version(), this_platform(), "2.13.0")

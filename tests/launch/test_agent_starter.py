@@ -19,10 +19,16 @@ import pytest
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch import agent_link as link
 from hvdtrain.launch.agent_link import AgentLink
-from hvdtrain.launch.agent_starter import Starter, find_starter, gpus_by_node
-from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.job import Limits
 from hvdtrain.launch.spec import JobSpec
-from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, starting_environment
+from hvdtrain.launch.worker_plan import (
+    Starter,
+    WorkerPlan,
+    agent_command,
+    find_starter,
+    gpus_by_node,
+    starting_environment,
+)
 from tests.support.fake_launch import FakeJob
 from tests.support.launch import ROOT, TIMEOUT_S
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from hvdtrain.launch.cpu_use import EVERY_S, BusyWorkers, cpu_seconds
+from hvdtrain.launch.worker_process import EVERY_S, BusyWorkers, cpu_seconds
 
 
 def test_a_session_that_computes_is_detected() -> None:

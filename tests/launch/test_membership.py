@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.launch.commands import KillWorker, Limits, SendMessage
+from hvdtrain.launch.job import KillWorker, Limits, SendMessage
 from tests.support.job_world import FakeWorker, World
 
 ELASTIC = Limits(start=4, least=2, most=4)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.job import Limits
 from tests.support.job_world import FakeWorker, World
 
 LIMITS = Limits(start=3, least=2, most=5)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.interfaces import refuse_without_address
 from tests.support.doctor import as_in_a_container
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, command
 

@@ -15,8 +15,8 @@ import yaml
 
 from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE, ConfigError, LaunchError
 from hvdtrain.launch.drain import drain_hosts, find_ranks
-from hvdtrain.launch.pod_patch import manifest_text, patch_pod, read_pod_patch
 from hvdtrain.launch.restarts import Restarts
+from hvdtrain.launch.targets.mpijob import manifest_text, patch_pod, read_pod_patch
 from tests.support.launch import TIMEOUT_S
 
 RANK = """\

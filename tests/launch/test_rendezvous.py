@@ -15,11 +15,10 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import node_store, rendezvous
-from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find_node_store
-from hvdtrain.launch.node_store import request as ask
-from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
-from hvdtrain.launch.rendezvous_store import MOST_BYTES
+from hvdtrain.launch import rendezvous, slurm_task
+from hvdtrain.launch.rendezvous import MOST_BYTES, MOST_STRANGERS, Rendezvous
+from hvdtrain.launch.slurm_task import ROUND, Batches, NodeStore, find_node_store
+from hvdtrain.launch.slurm_task import request as ask
 from tests.support.launch import TIMEOUT_S
 
 
@@ -83,7 +82,7 @@ def test_an_early_request_gets_the_value_when_it_is_set(served: Served, monkeypa
 def test_each_node_of_an_srun_gets_the_values_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod asks the store of its own node; values travel by the store of srun_job."""
     monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
-    monkeypatch.setattr(node_store, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(slurm_task, "_AGAIN_S", 0.0)
     main = Rendezvous(pytest.fail, put=lambda number, key, value: batches.put(key, value))
     batches = Batches(main.add)
     main.start()

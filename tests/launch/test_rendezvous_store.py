@@ -9,8 +9,9 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.launch.rendezvous_store import ABSENT, FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
-from hvdtrain.runtime import json_lines as lines
+from hvdtrain.launch.agent_link import Relay, packed, unpacked
+from hvdtrain.launch.rendezvous import ABSENT, FOUND, GONE, MOST_BYTES, RoundStore
+from hvdtrain.runtime import channel as lines
 from tests.support.launch import TIMEOUT_S
 
 

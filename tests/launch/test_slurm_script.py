@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
-from hvdtrain.launch.targets.slurm import render
+from hvdtrain.launch.targets.schedulers import render_slurm
 from tests.launch.test_real_mpis import AWKWARD
 from tests.support.launch import TIMEOUT_S
 
@@ -56,7 +56,7 @@ def run(
     fakes = {"CODE": str(code), "FACTS": facts, "SIGNALS": signals}
     done = subprocess.run(
         ["bash", "-s"],
-        input=render(replace(spec, folder=str(folder))).text,
+        input=render_slurm(replace(spec, folder=str(folder))).text,
         env={"PATH": f"{programs}:{os.environ['PATH']}", **given, **fakes, **variables},
         capture_output=True,
         text=True,
@@ -155,6 +155,6 @@ def test_arguments_and_folders_survive(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_starts_nothing(tmp_path: Path) -> None:
-    script = render(replace(SPEC, folder=str(tmp_path / "gone"))).text
+    script = render_slurm(replace(SPEC, folder=str(tmp_path / "gone"))).text
     done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1 and "gone" in done.stderr

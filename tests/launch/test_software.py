@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.software import setup_lines
+from hvdtrain.launch.variables import setup_lines
 from tests.support.host import UnavailableError, required
 
 MODULES = Path("/usr/share/modules/init/bash")

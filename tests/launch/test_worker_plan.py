@@ -11,11 +11,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.job import Limits
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.variables import agent_environment, passed_variables, secret_variables, submit_environment
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, describe_plan, hello_message, rank_environment
-from hvdtrain.runtime.json_lines import MessageWriter, read_messages
+from hvdtrain.runtime.channel import MessageWriter, read_messages
 from tests.support.launch import TIMEOUT_S
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"

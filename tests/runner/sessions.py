@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
+from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
 from tests.runner.results import FAILED, Outcome, read_results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.runtime.binding import (
+from hvdtrain.runtime.host import (
     BY_LAUNCHER,
     Binding,
     Seat,
@@ -17,11 +17,12 @@ from hvdtrain.runtime.binding import (
     bind_to_gpus,
     binding_map,
     cores_near,
+    cpu_list,
+    cpu_ranges,
     describe_map,
     numa_domains,
     problems,
 )
-from hvdtrain.runtime.host import cpu_list, cpu_ranges
 from tests.support.sysfs import DGX_GPUS, GRACE, GRACE_GPUS, QUARTERS, SOCKETS, dgx_h100, gh200, two_sockets
 
 CPUS = st.frozensets(st.integers(0, 63), min_size=1)

@@ -15,7 +15,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, environ, rank_info, rank_label
-from hvdtrain.runtime.gloo import describe_exposure
+from hvdtrain.runtime.interfaces import describe_exposure
 from tests.runtime.launched import LAUNCHED, mpich, one_task, open_mpi_4, salloc_shell, sbatch_script, srun
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.exit_lock import VARIABLE, Lifeline, hold_lifeline, make_lifeline
+from hvdtrain.runtime.channel import LIFELINE, Lifeline, hold_lifeline, make_lifeline
 from tests.support.launch import TIMEOUT_S
 
 HOLDER = """
 import os, sys
-from hvdtrain.runtime.exit_lock import hold_lifeline
+from hvdtrain.runtime.channel import hold_lifeline
 print(hold_lifeline(os.environ), flush=True)
 for line in sys.stdin:
     exec(line)
@@ -28,7 +28,7 @@ def _holder() -> Iterator[tuple[subprocess.Popen[str], Lifeline]]:
     made = make_lifeline()
     assert made is not None
     lifeline, descriptor = made
-    command, pipe, environ = [sys.executable, "-c", HOLDER], subprocess.PIPE, {**os.environ, VARIABLE: str(descriptor)}
+    command, pipe, environ = [sys.executable, "-c", HOLDER], subprocess.PIPE, {**os.environ, LIFELINE: str(descriptor)}
     with subprocess.Popen(command, env=environ, pass_fds=(descriptor,), stdin=pipe, stdout=pipe, text=True) as process:
         os.close(descriptor)
         assert process.stdout is not None and process.stdout.readline() == "True\n"
@@ -83,7 +83,7 @@ def test_a_lock_without_holder_reports_no_end_and_only_the_thread_that_ends_with
     assert made is not None
     lifeline, descriptor = made
     held: list[bool] = []
-    other = threading.Thread(target=lambda: held.append(hold_lifeline({VARIABLE: str(descriptor)})))
+    other = threading.Thread(target=lambda: held.append(hold_lifeline({LIFELINE: str(descriptor)})))
     other.start()
     other.join()
     os.close(descriptor)
@@ -96,5 +96,5 @@ def test_only_the_given_process_holds_the_lock(value: str | None, tmp_path: Path
     (tmp_path / "file").write_bytes(bytes(4096))
     with (tmp_path / "file").open("r+b") as file:
         given = str(file.fileno()) if value == "file" else value
-        assert not hold_lifeline({} if given is None else {VARIABLE: given})
+        assert not hold_lifeline({} if given is None else {LIFELINE: given})
     assert (tmp_path / "file").read_bytes() == bytes(4096)

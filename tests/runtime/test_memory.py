@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from hvdtrain.runtime.memory import keep_freed_memory
+from hvdtrain.runtime.tuning import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(3)
 for step in range(8):

@@ -13,9 +13,16 @@ import pytest
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
-from hvdtrain.runtime.elf import Linkage, read_linkage
 from hvdtrain.runtime.environment import RankInfo, rank_info
-from hvdtrain.runtime.mpi import check_launch, check_size, library_version, mpi_library, mpirun_version
+from hvdtrain.runtime.mpi import (
+    Linkage,
+    check_launch,
+    check_size,
+    library_version,
+    mpi_library,
+    mpirun_version,
+    read_linkage,
+)
 from tests.runtime import launched as ranks_of
 from tests.runtime.libraries import horovod, open_mpi, write_library
 

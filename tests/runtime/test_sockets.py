@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
+from hvdtrain.runtime.threads import open_sockets, shut_down_receiving
 
 
 def _pair() -> tuple[socket.socket, socket.socket, socket.socket]:

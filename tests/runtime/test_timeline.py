@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from hvdtrain.config.windows import ALL, OFF, Window
 from hvdtrain.install.record import BuildRecord
-from hvdtrain.runtime import environment, timeline
+from hvdtrain.runtime import environment, tuning
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.rules import Facts
-from hvdtrain.runtime.timeline import AUTO_WINDOW, TimelinePlan, decide, prepare_timeline
-from hvdtrain.runtime.tuning import RECORD, without_our_variables
+from hvdtrain.runtime.tuning import AUTO_WINDOW, RECORD, TimelinePlan, decide, prepare_timeline, without_our_variables
 
 ALONE = RankInfo()
 ONE = RankInfo("openmpi", 0, 1, 0, 1)
@@ -97,7 +96,7 @@ def test_ranks_of_a_host_decide_alike_however_they_are_bound(
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An environment that is not this process's, with a Horovod whose writer's thread spins."""
-    monkeypatch.setattr(timeline, "installed", lambda: BuildRecord("0.28.1"))
+    monkeypatch.setattr(tuning, "installed", lambda: BuildRecord("0.28.1"))
     found: dict[str, str] = {}
     monkeypatch.setattr(environment, "os", SimpleNamespace(environ=found))
     return found
@@ -124,11 +123,11 @@ def test_our_variables_are_not_taken_for_the_users(variables: dict[str, str]) ->
 def test_which_horovod_is_installed_decides(
     record: BuildRecord | None, quiet: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "installed", lambda: record)
-    monkeypatch.setattr(timeline, "read_host", lambda variables: HostFacts(cores=2, own_cores=2))
+    monkeypatch.setattr(tuning, "installed", lambda: record)
+    monkeypatch.setattr(tuning, "read_host", lambda variables: HostFacts(cores=2, own_cores=2))
     plan = prepare_timeline("auto", TWO)
     assert (plan.kind, plan.window, plan.quiet) == (("window", AUTO_WINDOW, True) if quiet else ("spans", OFF, False))
-    assert (timeline.VARIABLE in variables) == quiet
+    assert (tuning.TIMELINE in variables) == quiet
 
 
 @pytest.mark.parametrize("theirs", ["mine.json", "DYNAMIC", ""])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
-from hvdtrain.launch.targets import slurm as target
+from hvdtrain.launch.targets import schedulers as target
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.journals import read_events, read_losses
 from tests.support.launch import ROOT, train
@@ -71,7 +71,7 @@ def script(folder: Path, *arguments: str, slurm_mpi: str = "pmix", **batch: obje
         slurm_mpi=slurm_mpi,
         batch=Batch(**{"time_s": 1800, **batch}),  # type: ignore[arg-type]
     )
-    return target.render(job).text
+    return target.render_slurm(job).text
 
 
 def submit(slurm: Slurm, folder: Path, text: str, partition: str) -> Job:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
-from hvdtrain.launch.targets import slurm as target
+from hvdtrain.launch.targets import schedulers as target
 from tests.support.slurm import Slurm
 
 PREFLIGHT = """#!/bin/bash
@@ -31,7 +31,7 @@ def script(folder: Path, **batch: object) -> str:
         slurm_mpi="pmix",
         batch=Batch(**{"preflight": True, **batch}),  # type: ignore[arg-type]
     )
-    return target.render(job).text
+    return target.render_slurm(job).text
 
 
 def log_of(slurm: Slurm, job: str, folder: Path, state: str) -> str:

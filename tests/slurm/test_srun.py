@@ -18,7 +18,7 @@ import pytest
 
 from hvdtrain.launch.hosts import node_names
 from hvdtrain.launch.spec import Container, JobSpec, Mpi
-from hvdtrain.launch.targets import srun as target
+from hvdtrain.launch.targets import schedulers as target
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.containers import make_image, make_runtime
 from tests.support.host import Host, command_of
@@ -47,7 +47,7 @@ print(json.dumps([*own, os.environ["HOROVOD_GLOO_IFACE"], os.environ["SLURMD_NOD
 
 def command(*arguments: str, slurm_mpi: str, ranks: int = 2, **more: object) -> list[str]:
     spec = JobSpec(arguments, ranks, python=sys.executable, mpi=Mpi("openmpi", "4.1.8"), slurm_mpi=slurm_mpi)
-    return list(target.render(replace(spec, **more)).argv)  # type: ignore[arg-type]
+    return list(target.render_srun(replace(spec, **more)).argv)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

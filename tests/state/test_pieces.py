@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.runtime.memory import return_freed_memory
+from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import Assembly, Place, StateDict, specs

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hvdtrain.cli import launch, launch_spec
-from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.job import Limits
 
 if TYPE_CHECKING:
     from typing_extensions import Self

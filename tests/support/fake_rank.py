@@ -19,8 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.runtime.channel import VARIABLE, Channel
-from hvdtrain.runtime.exit_lock import hold_lifeline
+from hvdtrain.runtime.channel import VARIABLE, Channel, hold_lifeline
 
 FOLDER = Path(os.environ["FAKE_FOLDER"])
 STEPS = int(sys.argv[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.launch import commands
+from hvdtrain.launch import job
 from hvdtrain.launch.membership import Membership
 
 
@@ -34,9 +34,9 @@ class FakeWorker:
 class World:
     """Carries out what a membership asks for; `broken` and `changed` make a worker join, `end` makes it exit."""
 
-    def __init__(self, limits: commands.Limits, hosts: dict[str, int], *, joining: bool = True) -> None:
+    def __init__(self, limits: job.Limits, hosts: dict[str, int], *, joining: bool = True) -> None:
         self.now_s = 1000.0
-        self._todo: list[commands.Command] = []
+        self._todo: list[job.Command] = []
         self._doing = False
         self.joining = joining
         self.unreachable: set[str] = set()
@@ -44,7 +44,7 @@ class World:
         self.agents: set[str] = set()
         self.rounds: list[list[int]] = []
         self.said: list[str] = []
-        self.events: list[commands.Event] = []
+        self.events: list[job.Event] = []
         self.code: int | None = None
         self.members = Membership(limits, frozenset({"a"}), self.now_s)
         self.hosts(hosts)
@@ -108,7 +108,7 @@ class World:
     def by_rank(self, rank: int) -> FakeWorker:
         return next(w for w in self.round() if w.rank == rank)
 
-    def do(self, asked: list[commands.Command]) -> None:
+    def do(self, asked: list[job.Command]) -> None:
         """Carry out commands in their order; what follows from them is seen after all of them."""
         self._todo += asked
         while self._todo and not self._doing:
@@ -117,29 +117,29 @@ class World:
             self._carry_out(todo)
             self._doing = False
 
-    def _carry_out(self, asked: list[commands.Command]) -> None:
+    def _carry_out(self, asked: list[job.Command]) -> None:
         for command in asked:
             match command:
-                case commands.StartAgent(host):
+                case job.StartAgent(host):
                     self._start_agent(host)
-                case commands.StopAgent(host):
+                case job.StopAgent(host):
                     self._stop_agent(host)
-                case commands.StartWorker():
+                case job.StartWorker():
                     assert command.host in self.agents, "no agent there"
                     worker = FakeWorker(command.worker, command.host, place=command.place)
                     self.workers[command.worker] = worker
                     if self.joining:
                         self.join(worker)
-                case commands.KillWorker(number) if self.workers[number].alive:
+                case job.KillWorker(number) if self.workers[number].alive:
                     self.exit(self.workers[number], -9)
-                case commands.OpenRound():
+                case job.OpenRound():
                     self.rounds += [[]] if command.round else []
-                case commands.SendMessage():
+                case job.SendMessage():
                     self._tell(self.workers[command.worker], command)
-                case commands.Event():
+                case job.Event():
                     self.events.append(command)
                     self.said += filter(None, [command.text])
-                case commands.End(code):
+                case job.End(code):
                     assert self.code is None, "the end came twice"
                     self.code = code
 
@@ -155,7 +155,7 @@ class World:
         for worker in self.living(host):
             worker.alive = worker.inside = False
 
-    def _tell(self, worker: FakeWorker, command: commands.SendMessage) -> None:
+    def _tell(self, worker: FakeWorker, command: job.SendMessage) -> None:
         if not worker.alive or worker.dying:
             return
         worker.told.append(command.kind)

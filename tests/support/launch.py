@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
+from hvdtrain.install.versions import REMOTE_SHELL, has_remote_shell
 from hvdtrain.observe.past_journal import AFTER_END, read_journal
 from tests.support.warm import is_warm, warm_python
 

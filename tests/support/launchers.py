@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hvdtrain.install.venv import EXTRAS
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell, join
-from hvdtrain.launch.targets import TARGETS, openmpi
+from hvdtrain.launch.targets import TARGETS, mpi
 from hvdtrain.launch.targets.mpijob import IMAGE
 
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
@@ -67,7 +67,7 @@ def _text(target: str, folder: str, config: str = "run.yaml") -> str:
 
 def _mpirun() -> str:
     job = replace(_job(""), arguments=(Shell('"$@"'),))
-    words = list(openmpi.argv(job, ("--host", Shell('"$hosts"'))))
+    words = list(mpi.argv(job, ("--host", Shell('"$hosts"'))))
     words[words.index("-np") + 1] = Shell('"$np"')
     return join(words)
 

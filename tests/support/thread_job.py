@@ -21,7 +21,7 @@ from hvdtrain.comm.rounds import OneRound, Rounds
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.task.base import Task, load_task_function
 from hvdtrain.training.callbacks.base import Callback
 from hvdtrain.training.result import Result

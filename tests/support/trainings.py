@@ -15,8 +15,7 @@ from hvdtrain.comm.rounds import OneRound, start_comm
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.errors import ConfigError, DriftError
 from hvdtrain.plan.plan import plan_of
-from hvdtrain.runtime.timeline import TimelinePlan
-from hvdtrain.runtime.tuning import prepare
+from hvdtrain.runtime.tuning import TimelinePlan, prepare
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.task.base import load_task_function
 from hvdtrain.training.session import run_training

@@ -13,8 +13,7 @@ from typing import TextIO
 
 from packaging.requirements import Requirement
 
-from hvdtrain.install.fetch import Pip
-from hvdtrain.install.target import Target
+from hvdtrain.install.fetch import Pip, Target
 
 ROOT = Path(__file__).parents[2]
 _BUNDLED = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"  # Debian has one

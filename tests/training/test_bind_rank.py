@@ -16,8 +16,7 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.monitor import GpuIdentity
-from hvdtrain.runtime.binding import Binding
-from hvdtrain.runtime.host import cpu_list, cpu_ranges
+from hvdtrain.runtime.host import Binding, cpu_list, cpu_ranges
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import RECORD
 from hvdtrain.training.start import device
@@ -148,7 +147,7 @@ def test_cores_near_a_gpu_need_one(host: Host) -> None:
 
 PROGRAM = """
 import json, multiprocessing, os, sys, threading
-from hvdtrain.runtime.binding import pin_process
+from hvdtrain.runtime.host import pin_process
 
 def mask(thread=0):
     return sorted(os.sched_getaffinity(thread))

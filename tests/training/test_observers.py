@@ -22,7 +22,7 @@ from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.records import observers
 from hvdtrain.training.round import Round

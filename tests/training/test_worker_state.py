@@ -24,7 +24,7 @@ from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.ledger import Ledger, ledger_files

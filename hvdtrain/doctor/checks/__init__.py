@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdtrain.doctor import nccl_log
-from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, network, storage, variables
+from hvdtrain.doctor.checks import host, installation, mpi, network
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
@@ -17,8 +17,8 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     installation.stock_build,
     installation.untested_build,
     installation.distutils,
-    gpu.nccl,
-    gpu.nccl_library,
+    installation.nccl,
+    installation.nccl_library,
     mpi.libmpi,
     mpi.mpirun,
     mpi.horovodrun,
@@ -26,15 +26,15 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     mpi.opal_prefix,
     mpi.as_root,
     mpi.remote_shell,
-    launcher.launcher,
-    launcher.stale_launcher,
-    launcher.controller,
-    launcher.slurm_step,
-    launcher.rendezvous,
-    launcher.secrets,
-    launcher.half_over_gloo,
-    variables.leftovers,
-    variables.shared_memory_off,
+    mpi.launcher,
+    mpi.stale_launcher,
+    mpi.controller,
+    mpi.slurm_step,
+    mpi.rendezvous,
+    mpi.secrets,
+    mpi.half_over_gloo,
+    network.leftovers,
+    network.shared_memory_off,
     installation.packages,
     host.host,
     host.binding,
@@ -47,20 +47,20 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     host.processes,
     host.locked_memory,
     host.huge_pages,
-    gpu.gpus,
-    gpu.driver,
-    gpu.pinned_memory,
-    gpu.half_routes,
+    installation.gpus,
+    installation.driver,
+    installation.pinned_memory,
+    installation.half_routes,
     network.host_name,
     network.interfaces,
     network.named_interfaces,
     network.rdma,
     network.ucx,
-    gpu.gpu_direct,
-    storage.run_dir,
-    storage.run_dir_speed,
-    storage.run_dir_shared,
-    launcher.timeline,
+    installation.gpu_direct,
+    host.run_dir,
+    host.run_dir_speed,
+    host.run_dir_shared,
+    mpi.timeline,
 )
 
 

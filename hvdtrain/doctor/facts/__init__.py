@@ -7,11 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.doctor.facts.gpu import GpuFacts, gpu_facts
-from hvdtrain.doctor.facts.installation import Installation, installation
-from hvdtrain.doctor.facts.machine import Machine, machine
-from hvdtrain.doctor.facts.mpi import MpiFacts, mpi_facts
-from hvdtrain.doctor.facts.network import Network, network
+from hvdtrain.doctor.facts.installation import Installation, MpiFacts, installation, mpi_facts
+from hvdtrain.doctor.facts.machine import GpuFacts, Machine, Network, gpu_facts, machine, network
 from hvdtrain.doctor.facts.storage import Storage, storage
 from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError

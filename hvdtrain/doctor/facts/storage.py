@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor.facts.child import Answer, answer
+from hvdtrain.programs import Answer, answer
 
 _TIMEOUT_S = 15
 _CHUNK = b"\x5a" * (1 << 20)

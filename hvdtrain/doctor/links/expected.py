@@ -84,8 +84,7 @@ def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_
 def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
     """Predict the step time by number of ranks and compression. Each rank has the work of a single one.
 
-    Errors:
-        ConfigError: the ranks of the run divide the model, so that a single one has none of it whole.
+    Errors: ConfigError if the ranks of the run divide the model, so that a single one has none of it whole.
     """
     if dimensions := evidence.job.dimensions:
         raise ConfigError(

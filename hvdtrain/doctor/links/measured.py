@@ -1,4 +1,4 @@
-"""Measured links: the checks that find slow ones, and a table. Pure."""
+"""Measured links: the pairs to measure at once, the checks that find slow ones, and a table. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ _LATE, _LATE_S = 3.0, 50e-6
 """Latency is high above this multiple of the median, and if it exceeds the median by this time."""
 _SLOW_INTERFACE = 0.6  # part of the interface's speed that a single TCP stream exceeds if nothing is wrong
 _MOST_HOSTS = 12  # largest number of hosts in the table. With more, the slowest links are listed
+
+MOST_S = 20.0
+"""Approximate limit for measuring all links."""
+MOST_ROUNDS = 64
+"""More rounds of pairs would take minutes. In larger clusters each host is measured with this many others."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +162,27 @@ def gbit(number: float) -> str:
 def microseconds(seconds: float) -> str:
     """Format a latency."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Return all pairs of `count` hosts in both directions, in rounds where no host occurs twice (circle method).
+
+    If there are more than `MOST_ROUNDS` rounds of pairs, return that many, evenly spread.
+    """
+    if count < 2:
+        return []
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        meet = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in meet if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    if len(found) > MOST_ROUNDS:
+        found = [found[number * len(found) // MOST_ROUNDS] for number in range(MOST_ROUNDS)]
+    return [way for pairs in found for way in (pairs, [(b, a) for a, b in pairs])]
+
+
+def budget_s(count: int) -> float:
+    """Return seconds for one direction between two of `count` hosts, so that everything takes `MOST_S` at most."""
+    return min(1.0, MOST_S / (len(rounds(count)) + 1))

@@ -22,8 +22,8 @@ from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.binding import Binding
 from hvdtrain.runtime.environment import NO_LAUNCHER, STOP_ON_USR1, RankInfo
+from hvdtrain.runtime.host import Binding
 from hvdtrain.state.exchange_state import ExchangeState
 from hvdtrain.state.frozen import find_frozen
 from hvdtrain.state.snapshot import Commits

@@ -24,9 +24,8 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.observe.energy import CPUS, GPUS, KINDS, Counter, CpuCounter, EnergyMeter, GpuCounter, open_counter
 from hvdtrain.observe.monitor import gpu_identity
-from hvdtrain.runtime.binding import Binding, binding_map
 from hvdtrain.runtime.clock import clock_id
-from hvdtrain.runtime.host import cpu_list, cpu_ranges, read_host
+from hvdtrain.runtime.host import Binding, binding_map, cpu_list, cpu_ranges, read_host
 
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 

@@ -34,7 +34,7 @@ from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
-from hvdtrain.runtime.timeline import ASK, TimelinePlan
+from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile

@@ -16,9 +16,19 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.observe.monitor import gpu_identity, pci_address
-from hvdtrain.runtime.binding import Binding, Seat, bind_to_domains, bind_to_gpus, cores_near, numa_domains, pin_process
 from hvdtrain.runtime.environment import change_variables
-from hvdtrain.runtime.host import cpu_list, cpu_ranges, physical_cores
+from hvdtrain.runtime.host import (
+    Binding,
+    Seat,
+    bind_to_domains,
+    bind_to_gpus,
+    cores_near,
+    cpu_list,
+    cpu_ranges,
+    numa_domains,
+    physical_cores,
+    pin_process,
+)
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice, without_our_variables
 
@@ -95,7 +105,7 @@ def bind_rank(
     variables: Mapping[str, str],
     root: Path = Path("/"),
 ) -> Binding | None:
-    """Pin this process to cores near its device (`runtime.binding`), and fit torch's number of threads to them.
+    """Pin this process to cores near its device (`runtime.host`), and fit torch's number of threads to them.
 
     Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training. Returns None
     if it is not to be bound. With `comm`, the call is collective, and ranks that the launcher bound to different cores

@@ -22,9 +22,9 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.sinks import Recorder
-from hvdtrain.runtime.binding import describe_map, problems
 from hvdtrain.runtime.environment import JOB
-from hvdtrain.runtime.gloo import describe_exposure
+from hvdtrain.runtime.host import describe_map, problems
+from hvdtrain.runtime.interfaces import describe_exposure
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdtrain.doctor.facts.machine import Limits
-from hvdtrain.doctor.facts.network import Interface
-from hvdtrain.doctor.hosts.host_report import HostReport
-from hvdtrain.doctor.hosts.peers import Attempt
+from hvdtrain.doctor.facts.machine import Interface, Limits
+from hvdtrain.doctor.hosts.host_probe import Attempt, HostReport
 from hvdtrain.doctor.hosts.survey import Offset, Survey
 from hvdtrain.runtime.host import HostFacts
 

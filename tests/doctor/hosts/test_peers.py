@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.doctor.hosts import peers
-from hvdtrain.doctor.hosts.peers import Listener, listen, measure, try_connection
+from hvdtrain.doctor.hosts import host_probe
+from hvdtrain.doctor.hosts.host_probe import Listener, listen, measure, try_connection
 from tests.support.launch import TIMEOUT_S
 
 HERE = "127.0.0.1"
@@ -20,7 +20,7 @@ HERE = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_S", "_WAIT_S"):
-        monkeypatch.setattr(peers, name, TIMEOUT_S)
+        monkeypatch.setattr(host_probe, name, TIMEOUT_S)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def test_each_fault_is_distinguished_from_the_others(monkeypatch: pytest.MonkeyP
         assert try_connection(Listener(HERE, closed.getsockname()[1], "x" * 32)) == "refused"
     with listening(b"SSH-2.0-OpenSSH_9.6 and more than was asked for") as door:
         assert try_connection(door) == "stranger"
-    monkeypatch.setattr(peers, "CONNECT_S", 0.2)
+    monkeypatch.setattr(host_probe, "CONNECT_S", 0.2)
     with listening(None) as door:
         assert try_connection(door) == "timeout"
 
@@ -83,9 +83,9 @@ def test_a_slow_path_is_measured_in_about_the_given_time(monkeypatch: pytest.Mon
             now[0] += 0.01 if len(data) > 1000 else 0.005 if data == bytes(8) else 0.0
             super().sendall(data, flags)
 
-    monkeypatch.setattr(peers.socket, "socket", Slow)
-    monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(host_probe.socket, "socket", Slow)
+    monkeypatch.setattr(host_probe.time, "perf_counter", lambda: now[0])
     latency_s, bytes_per_s = measure(listen(HERE), 1.0)
     assert latency_s == pytest.approx(0.005)
-    assert bytes_per_s == pytest.approx(len(peers._BLOCK) / 0.01)
+    assert bytes_per_s == pytest.approx(len(host_probe._BLOCK) / 0.01)
     assert now[0] == pytest.approx(1.0, abs=0.05)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.doctor.hosts.ssh_errors import explain_ssh_failure
+from hvdtrain.doctor.hosts.checks import explain_ssh_failure
 
 CHANGED = (
     "The fingerprint for the ED25519 key sent by the remote host is; SHA256:x.; Please contact your system "

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.doctor import main
-from hvdtrain.doctor.links.by_mpi import other_library
-from hvdtrain.doctor.links.start_probe import command, common_interface, obstacle
+from hvdtrain.doctor.links.start_probe import command, common_interface, obstacle, other_library
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.hosts.surveys import WELL, other

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.doctor.links.link_pairs import MOST_ROUNDS, MOST_S, budget_s, rounds
-from hvdtrain.doctor.links.measured import Direction, Links, check_links, link_table
+from hvdtrain.doctor.links.measured import (
+    MOST_ROUNDS,
+    MOST_S,
+    Direction,
+    Links,
+    budget_s,
+    check_links,
+    link_table,
+    rounds,
+)
 from hvdtrain.doctor.links.start_probe import _parse_links
 from hvdtrain.doctor.report import Report
 

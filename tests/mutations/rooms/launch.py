@@ -108,14 +108,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/launch/test_worker_plan.py",
     ),
     mutation(
-        "launch/rendezvous_store.py",
+        "launch/rendezvous.py",
         '        if not number or number != self._round:\n            return GONE, b""\n',
         "",
         "a rank that is late asks the store of a closed round without end",
         "tests/launch/test_rendezvous_store.py",
     ),
     mutation(
-        "launch/cpu_use.py",
+        "launch/worker_process.py",
         "self._used[pid] - before[pid] >= _BUSY * passed_s]",
         "self._used[pid] >= _BUSY * passed_s]",
         "a worker that computed once counts as one that computes",
@@ -143,7 +143,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/launch/test_screen.py",
     ),
     mutation(
-        "launch/node_store.py",
+        "launch/slurm_task.py",
         'f"{BATCH}{next(self._numbers)}"',
         'f"{BATCH}{next(self._numbers) + 1}"',
         "the copies of a store on other nodes wait for a first batch that never comes",
@@ -157,7 +157,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/cli/test_launch_program.py",
     ),
     mutation(
-        "launch/pod_patch.py",
+        "launch/targets/mpijob.py",
         "result[one[key]] = _merged({} if is_new_source else before, one,",
         "result[one[key]] = _merged(before, one,",
         "a volume of a pod keeps its old source beside the new one",

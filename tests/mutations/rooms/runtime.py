@@ -11,7 +11,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/runtime/test_threads.py",
     ),
     mutation(
-        "runtime/timeline.py",
+        "runtime/tuning.py",
         'is_open = theirs in (_DYNAMIC, "")',
         "is_open = theirs == _DYNAMIC",
         "an empty HOROVOD_TIMELINE keeps a requested window from being recorded",
