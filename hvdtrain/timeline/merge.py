@@ -17,7 +17,7 @@ from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
 from hvdtrain.timeline.merging import profile, tracks
-from hvdtrain.timeline.merging.sink import Event, write_trace
+from hvdtrain.timeline.merging.tracks import Event, write_trace
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files
 from hvdtrain.timeline.steps import read_starts

@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdtrain.timeline.analysis.analysis import Blame, Change, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
-from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
+from hvdtrain.timeline.analysis.analysis import (
+    USEFUL,
+    Blame,
+    Change,
+    Efficiency,
+    Estimate,
+    Goodput,
+    Memory,
+    OuterSteps,
+    Scaling,
+    Spell,
+)
 
 _LEAST_LOST = 0.005
 _MANY_RANKS = 4

@@ -19,7 +19,7 @@ from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLin
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
 from hvdtrain.timeline.columns import Floats, StepTable
-from hvdtrain.timeline.verdicts import changed, verdicts
+from hvdtrain.timeline.report.terminal import changed, verdicts
 from hvdtrain.training.records.verdict_watch import VerdictWatch
 from tests.support.journals import FakeRun
 from tests.support.step_tables import columns_of, noise, run_of, table_of

@@ -31,9 +31,8 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import dumped
-    from hvdtrain.timeline.report.terminal import summary_lines
+    from hvdtrain.timeline.report.terminal import changed, summary_lines, verdicts
     from hvdtrain.timeline.run import load
-    from hvdtrain.timeline.verdicts import changed, verdicts
 
     journal, before = RunLayout(options.run).journal, None
     while True:

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
+from hvdtrain.timeline.analysis import budget, communication, lanes
 from hvdtrain.timeline.analysis.analysis import (
     Analysis,
     Blame,
@@ -25,17 +25,14 @@ from hvdtrain.timeline.analysis.analysis import (
     RankRow,
     Spell,
 )
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
-from hvdtrain.timeline.analysis.efficiency import efficiency, scaling
 from hvdtrain.timeline.analysis.findings import find
-from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
-from hvdtrain.timeline.analysis.history import changes, start_up
+from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
+from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.over_time import over_time, turns
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
-from hvdtrain.timeline.analysis.shares import Division, passes_by_rank, stragglers_of
+from hvdtrain.timeline.analysis.shares import BatchSizes, Division, passes_by_rank, stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
@@ -63,7 +60,7 @@ def analyse(run: RunTrace) -> Analysis:
         size=size,
         budget=spent,
         communication=exchange,
-        carriers=carriers.top_carriers(run),
+        carriers=communication.top_carriers(run),
         blame=blame,
         findings=find(facts),
         lanes=lanes.window_lanes(run, turns(of_run[1], blame)),

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from hvdtrain.observe.cost import Cost
-from hvdtrain.timeline.analysis.goodput import Goodput
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1.000001)]
@@ -364,6 +363,30 @@ class OuterSteps:
     wait_ms: float
     cosine: float
     drift: float
+
+
+USEFUL = "training"
+"""The use of device-hours that counts."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What the device-hours of a run were used for.
+
+    Attributes:
+        hours: device-hours by use (`goodput.USES`). They sum to the device-hours of the run's cost.
+        energy: share of the measured energy of training that steps which count have used, 0 to 1, with the evaluations
+            and pauses between them; None if it was not measured in every start.
+    """
+
+    hours: Mapping[str, float]
+    energy: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The goodput: the share of `USEFUL`, 0 to 1."""
+        total = sum(self.hours.values())
+        return self.hours.get(USEFUL, 0.0) / total if total else 0.0
 
 
 @dataclass(frozen=True)

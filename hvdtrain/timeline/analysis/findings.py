@@ -10,8 +10,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
-from hvdtrain.timeline.analysis.findings_activations import activation_findings
-from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, exchange_findings
+from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, activation_findings, exchange_findings
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives

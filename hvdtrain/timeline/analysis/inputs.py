@@ -16,8 +16,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
-from hvdtrain.timeline.analysis.shares import Division
+from hvdtrain.timeline.analysis.shares import BatchSizes, Division
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting

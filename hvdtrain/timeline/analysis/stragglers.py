@@ -11,10 +11,9 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
-from hvdtrain.timeline.analysis.changes import change_points
 from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.analysis.rank_steps import Rounds
-from hvdtrain.timeline.analysis.stats import mean_of
+from hvdtrain.timeline.analysis.stats import change_points, mean_of
 from hvdtrain.timeline.columns import Floats
 
 _PAUSE_STEPS = 3.0

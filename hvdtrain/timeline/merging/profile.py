@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.timeline.merging.sink import Event
-from hvdtrain.timeline.merging.tracks import labels
-from hvdtrain.timeline.reading.events import salvage
-from hvdtrain.timeline.reading.source import read_chunks
+from hvdtrain.timeline.merging.tracks import Event, labels
+from hvdtrain.timeline.reading.events import read_chunks, salvage
 
 _PIECE_BYTES = 1 << 20
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')

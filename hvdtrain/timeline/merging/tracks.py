@@ -1,4 +1,4 @@
-"""Our spans and Horovod's Timelines as trace events.
+"""Our spans and Horovod's Timelines as trace events, and the file of them.
 
 Each rank is a process, with training thread, device and exchanges as tracks. Each Timeline is a process, in which
 tensors that never overlap share a track.
@@ -6,16 +6,21 @@ tensors that never overlap share a track.
 
 from __future__ import annotations
 
+import gzip
 import heapq
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
+from hvdtrain.files import replacing
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
-from hvdtrain.timeline.merging.sink import Event
 
 _GC = 1 << 15
 """Garbage collection has its own track, because one of another thread may overlap a step's begin."""
@@ -130,3 +135,31 @@ def _tracks(trace: HorovodTrace) -> NDArray[np.int64]:
         track[tensor] = number
         heapq.heappush(free, (float(last[tensor]), number))
     return track
+
+
+Event = Mapping[str, Any]
+
+_TOGETHER = 4096
+_LEVEL = 5
+"""Of gzip: half the time of the default level, 5% more bytes."""
+
+
+def write_trace(path: Path, events: Iterator[Event], facts: Mapping[str, Any]) -> int:
+    """Write events in Google's Trace Event Format, JSON object form, with `facts` as its other data.
+
+    It is gzip if its name ends in .gz. Returns the number of events.
+
+    Errors:
+        OSError: it cannot be written; `path` is unchanged.
+    """
+    count = 0
+    with replacing(path) as temporary, ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(temporary.open("wb"))
+        if path.suffix == ".gz":
+            file = cast(IO[bytes], stack.enter_context(gzip.GzipFile(path.stem, "wb", _LEVEL, file, mtime=0)))
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        while lines := [orjson.dumps(event) for event in islice(events, _TOGETHER)]:
+            file.write((b",\n" if count else b"") + b",\n".join(lines))
+            count += len(lines)
+        file.write(b'\n],"otherData":' + orjson.dumps(facts) + b"}\n")
+    return count

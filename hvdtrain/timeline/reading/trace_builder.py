@@ -1,15 +1,16 @@
-"""Builds the columns of a `HorovodTrace` from the text of a Timeline, a chunk at a time."""
+"""Builds the columns of a `HorovodTrace` from the text of a Timeline, a chunk at a time; large ones are on disk."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import Counter, defaultdict
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.reading.events import (
@@ -26,7 +27,6 @@ from hvdtrain.timeline.reading.events import (
     nbytes,
     salvage,
 )
-from hvdtrain.timeline.reading.growing import Column
 from hvdtrain.timeline.wording import counted
 
 _EXCERPT_BYTES = 40
@@ -228,3 +228,41 @@ class TraceBuilder:
                 self._shift_us = epoch_us - self._epoch_us
         elif isinstance(tensor, str):
             self._tensors.set_name(event.pid, tensor)
+
+
+class Column:
+    """A column to which arrays are added; one larger than `in_memory_bytes` is written to disk."""
+
+    def __init__(self, dtype: DTypeLike, in_memory_bytes: int = 1 << 23) -> None:
+        self._dtype = np.dtype(dtype)
+        self._limit = in_memory_bytes
+        self._in_memory = bytearray()
+        self._file: IO[bytes] | None = None
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Append a copy of `values`."""
+        self._in_memory += values.astype(self._dtype).tobytes()
+        if len(self._in_memory) > self._limit:
+            self._spill()
+
+    def finish(self) -> NDArray[Any]:
+        """Return the whole column: an array in memory, or one that maps the file."""
+        if self._file is not None:
+            self._spill()
+            with self._file:
+                if not self._in_memory:
+                    mapped: NDArray[Any] = np.memmap(self._file, self._dtype, mode="c")
+                    return mapped.view(np.ndarray)
+                self._file.seek(0)  # the disk is full
+                self._in_memory[:0] = self._file.read()
+        return np.frombuffer(self._in_memory, self._dtype)
+
+    def _spill(self) -> None:
+        """Move the bytes in memory to disk; they stay in memory if the disk is full."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="hvdtrain-", buffering=0)  # noqa: SIM115 - until `finish`
+            while self._in_memory:
+                del self._in_memory[: self._file.write(self._in_memory)]
+        except OSError:
+            self._limit = 1 << 62

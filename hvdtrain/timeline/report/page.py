@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.analysis.efficiency import rows as waterfall
-from hvdtrain.timeline.report.over_time_view import over_time_view
+from hvdtrain.timeline.analysis.goodput import rows as waterfall
 from hvdtrain.timeline.report.page_view import (
     MORE,
     blame_view,
@@ -28,6 +27,7 @@ from hvdtrain.timeline.report.page_view import (
     finding_pieces,
     goodput_rows,
     hue,
+    over_time_view,
     shares_view,
 )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.timeline.verdicts import changed
+from hvdtrain.timeline.report.terminal import changed
 
 _PATIENCE_S = 120.0
 _REST = 50

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Efficiency, figures
-from hvdtrain.timeline.analysis.efficiency import rows, scaling
+from hvdtrain.timeline.analysis.goodput import rows, scaling
 from hvdtrain.timeline.report.page import to_html
 from tests.support.step_tables import run_of, table_of
 

@@ -19,8 +19,7 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
-from hvdtrain.timeline.report.terminal import to_text
-from hvdtrain.timeline.verdicts import verdicts
+from hvdtrain.timeline.report.terminal import to_text, verdicts
 from hvdtrain.timeline.wording import worst_straggler
 from tests.support.step_tables import Floats, columns_of, noise, run_of, table_of
 from tests.support.timelines import Turn, spans_of, trace_of

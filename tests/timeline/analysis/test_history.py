@@ -15,8 +15,8 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Finding
 from hvdtrain.timeline.columns import Floats, JournalSteps
 from hvdtrain.timeline.report.form import to_bytes
-from hvdtrain.timeline.report.over_time_view import WIDTH, over_time_view
 from hvdtrain.timeline.report.page import to_html
+from hvdtrain.timeline.report.page_view import WIDTH, over_time_view
 from hvdtrain.timeline.run import load
 from tests.support.journals import FakeRun
 from tests.support.step_tables import noise, run_of, table_of
