@@ -74,6 +74,11 @@ def interval(estimate: Estimate, places: int | None = None) -> str:
     return f"[{estimate.low:,.{places}f} .. {estimate.high:,.{places}f}]"
 
 
+def quantity(estimate: Estimate, places: int | None = None, unit: str = "") -> str:
+    """Format milliseconds with their interval, if there is one."""
+    return f"{ms(estimate.value, places)}{unit} {interval(estimate, places)}".rstrip()
+
+
 def percent(share: float) -> str:
     """Format a share of 1 as a percentage; small ones are not rounded to 0."""
     value = 100 * share
@@ -169,7 +174,7 @@ def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
         max([spell.cost_ms for spell in blame.spells_of(rank)], key=lambda each: each.value, default=rows[rank].cost_ms)
         for rank in group
     )
-    found = f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(blame.spells_of(first))
+    found = quantity(cost, unit=" ms per step") + spells(blame.spells_of(first))
     return straggler(blame, first), found, group
 
 

@@ -32,20 +32,8 @@ _NEAR = 0.05
 _FEW, _MANY = 10, 50
 _TURNS_WITH_TICKS = 5
 _COMPILATIONS = (
-    (
-        "recompile",
-        "late",
-        "late_reasons",
-        "torch.compile compiled {} function(s) after step 1",
-        "use batches of one shape",
-    ),
-    (
-        "graph_break",
-        "graph_breaks",
-        "break_reasons",
-        "torch.compile broke {} graph(s)",
-        "remove from blocks what breaks them",
-    ),
+    ("recompile", "late", "late_reasons", "compiled {} function(s) after step 1", "use batches of one shape"),
+    ("graph_break", "graph_breaks", "break_reasons", "broke {} graph(s)", "remove from blocks what breaks them"),
 )
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
@@ -69,7 +57,7 @@ def _compilations(facts: Facts) -> Iterator[Finding]:
         number, reasons = event.get(count), event.get(why)
         if isinstance(number, int) and number > 0:
             first = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
-            yield Finding(kind, f"{text.format(number)}{first}", None, advice)
+            yield Finding(kind, f"torch.compile {text.format(number)}{first}", None, advice)
 
 
 def _start_up(facts: Facts) -> Iterator[Finding]:

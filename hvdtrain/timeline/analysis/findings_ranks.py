@@ -87,7 +87,8 @@ def _late(facts: Facts) -> Iterator[Finding]:
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
-        if causes and _may_balance(facts, causes[0].name):
+        equal = facts.option("parallel", "balance") in (None, "equal")
+        if causes and causes[0].name in _COMPUTING and equal and facts.may_train_apart():
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
         yield Finding("straggler", text, cost.value, advice)
 
@@ -102,12 +103,6 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
     text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: {wording.behind(behind)} the others{why}"
     return Finding("straggler", text, cost, advice)
-
-
-def _may_balance(facts: Facts, cause: str) -> bool:
-    """Return whether shares by speed may help a rank that is late because of `cause`."""
-    equal = facts.option("parallel", "balance") in (None, "equal")
-    return cause in _COMPUTING and equal and facts.may_train_apart()
 
 
 def _shares(facts: Facts) -> Iterator[Finding]:
@@ -178,14 +173,11 @@ def _padding(facts: Facts) -> Iterator[Finding]:
 
 
 def _cure(facts: Facts, cause: str) -> str | None:
-    if cause == "data":
-        workers = int(facts.option("loader", "workers") or 0)
-        if workers:
-            return (
-                f"check that host's disk and free cores, or use more loader processes: --loader.workers {2 * workers}"
-            )
-        return "load ahead of the step: --loader.workers 1; check that host's disk"
-    return _CURES.get(cause)
+    if cause != "data":
+        return _CURES.get(cause)
+    if workers := int(facts.option("loader", "workers") or 0):
+        return f"check that host's disk and free cores, or use more loader processes: --loader.workers {2 * workers}"
+    return "load ahead of the step: --loader.workers 1; check that host's disk"
 
 
 def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
@@ -244,10 +236,13 @@ def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     cost = stragglers.jitter_ms
     if cost.low <= max(_SHARE * stragglers.rounds.step_ms, _LEAST_MS):
         return
-    rank, share = _most_of_it(stragglers)
+    work = stragglers.rounds.work_ms
+    beyond = work.max(axis=0) - np.median(work, axis=0)
+    waited = np.bincount(np.argmax(work, axis=0), weights=beyond, minlength=len(work))  # for each rank
+    share = float(waited.max() / max(1e-12, waited.sum()))
     cause = "different ranks are late in different steps"
-    if share >= _MOSTLY:
-        cause = f"{share:.0%} of it in steps that wait for rank {rank}, perhaps by chance"
+    if share >= _MOSTLY and not stragglers.late:
+        cause = f"{share:.0%} of it in steps that wait for rank {np.argmax(waited)}, perhaps by chance"
     advice = (
         "use fewer threads than cores, bind ranks to cores (mpirun --bind-to core), stop other programs on the hosts"
     )
@@ -256,17 +251,8 @@ def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     yield Finding("jitter", f"jitter costs {_ms(cost)} per step: {cause}", cost.value, advice)
 
 
-def _most_of_it(stragglers: Stragglers) -> tuple[int, float]:
-    """Return the rank for which the others wait most, and its share of that; 0 if there is a straggler."""
-    work = stragglers.rounds.work_ms
-    beyond = work.max(axis=0) - np.median(work, axis=0)
-    by_rank = np.bincount(np.argmax(work, axis=0), weights=beyond, minlength=len(work))
-    rank = int(np.argmax(by_rank))
-    return rank, 0.0 if stragglers.late else float(by_rank[rank] / max(1e-12, by_rank.sum()))
-
-
 def _ms(estimate: Estimate) -> str:
-    return f"{wording.ms(estimate.value)} ms {wording.interval(estimate)}".rstrip()
+    return wording.quantity(estimate, unit=" ms")
 
 
 def _seconds(ms: float) -> str:

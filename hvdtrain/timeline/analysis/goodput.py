@@ -86,7 +86,7 @@ def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:
 
 
 def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) -> dict[str, float]:
-    """Return the seconds of a start by use."""
+    """Return the seconds of a start by use; the rest are pauses."""
     beginning = START_UP if is_first else RESTARTS
     total = max(0.0, start.last_time - start.started["time"])
     found = dict.fromkeys(USES, 0.0)
@@ -102,7 +102,10 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow
     if not any(start.events_named(name) for name in _ENDED):
         found[RESTARTS] += max(0.0, start.last_time - start.last_step_time)
-    return _whole(found, total)
+    known = sum(found.values())
+    if known > total:  # a clock was set
+        return {use: seconds * total / known for use, seconds in found.items()}
+    return {**found, PAUSES: total - known}
 
 
 def _of_steps(seconds: Floats, kept: NDArray[np.bool_]) -> tuple[float, float, float]:
@@ -121,14 +124,6 @@ def _evaluations(start: JournalStart, *, first: bool) -> Iterator[float]:
         is_before = isinstance(at := event.get("at_step"), int) and at < (start.first_step or 0)
         if is_before == first and isinstance(value := event.get("seconds"), (int, float)) and value > 0:
             yield float(value)
-
-
-def _whole(found: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return seconds that sum to `total`; the rest are pauses. Where a clock was set, all are scaled."""
-    known = sum(found.values())
-    if known > total:
-        return {use: seconds * total / known for use, seconds in found.items()}
-    return {**found, PAUSES: total - known}
 
 
 _COMPUTE = ("forward", "backward")

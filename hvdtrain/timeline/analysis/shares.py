@@ -73,9 +73,9 @@ def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Divis
 
 
 def stragglers_of(
-    table: StepTable, shares: Sequence[Mapping[str, Any]], passes: Sequence[int] = ()
+    table: StepTable, shares: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> tuple[Stragglers, BatchSizes | None, Division | None] | None:
-    """Find the stragglers of a start without the effect of batch sizes, or of unequal `passes`; return also that.
+    """Find the stragglers of a start without the effect of batch sizes, or of unequal passes; return also that.
 
     Where micro-batches follow the speed of ranks, sizes are no chance, and stay; what was before does not count.
     None if the stamps do not compare ranks.
@@ -83,7 +83,7 @@ def stragglers_of(
     rounds = from_stamps(table)
     if rounds is None:
         return None
-    if passes:
+    if passes := passes_by_rank(config, len(table.hosts)):
         rounds, division = without_passes(rounds, passes)
         return find_stragglers(rounds), None, division
     if not shares:

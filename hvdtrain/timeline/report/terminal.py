@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate, OuterSteps
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, OuterSteps
 
 _BAR = 30
 _LEAST_SHARE = 0.0005
@@ -62,11 +62,6 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         yield f"  {len(rest) - _MOST_NOTES} more: --json"
 
 
-def quantity(estimate: Estimate, places: int | None = None) -> str:
-    """Format a number with its interval, if there is one."""
-    return f"{wording.ms(estimate.value, places)} {wording.interval(estimate, places)}".rstrip()
-
-
 def _head(analysis: Analysis) -> str:
     ranks = f", {wording.counted(analysis.size, 'rank')}" if analysis.size else ""
     title = shorten(analysis.title, 40)
@@ -78,13 +73,13 @@ def _head(analysis: Analysis) -> str:
 
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
-    yield f"{'step time:' if budget.steps else 'the trace spans'} {quantity(budget.step_ms, places)} ms"
+    yield f"{'step time:' if budget.steps else 'the trace spans'} {wording.quantity(budget.step_ms, places)} ms"
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(shorten(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
         name = shorten(part.name, 30) + (" *" if part.name in budget.exposed else "")
         bar = "#" * round(_BAR * part.share)
-        yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
+        yield f"  {name:<{width}} {wording.quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
         share = sum(part.share for part in budget.parts if part.name in budget.exposed)
         yield f"  * exposed communication: {share:.1%} of {'the step' if budget.steps else 'the trace'}"
@@ -120,10 +115,10 @@ def _blame(blame: Blame) -> Iterator[str]:
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind, last = wording.behind(row.behind_ms), f"last in {row.last_share:4.0%} of steps"
-        yield f"  {name:<24} {behind} the others, {last}, costs {quantity(row.cost_ms)} ms"
+        yield f"  {name:<24} {behind} the others, {last}, costs {wording.quantity(row.cost_ms)} ms"
         if spells := blame.spells_of(row.rank):
             worst = max((spell.cost_ms for spell in spells), key=lambda each: each.value)
-            yield f"    straggler{wording.spells(spells)}: there it costs {quantity(worst)} ms"
+            yield f"    straggler{wording.spells(spells)}: there it costs {wording.quantity(worst)} ms"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
             yield from (f"    {shorten(cause.text, _WIDTH - 4)}" for cause in causes)
