@@ -122,18 +122,13 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     warnings += collect_lines([*more_logs, *logs])
-    events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
     records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
     return RunTrace(
-        *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
+        *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part),
         starts=past,
-        start=number.get(id(this), -1),
-        outer=this.events_named("outer_step"),
-        shares=this.events_named("shares"),
+        start=this,
         journal=(journal := _journal_steps(records)),
         history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(layout.journal, past))),
-        marks=_marks(this),
-        evaluation_s=_evaluation_s(this),
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
@@ -145,12 +140,13 @@ def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, An
     past = read_journal_starts(journal) if journal.is_file() else []
     found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
     return [
-        (steps, _within(steps, this.events_named("shares")), this.started.get("config") or {}) for steps, this in found
+        (
+            steps,
+            [event for event in this.events_named("shares") if steps.step[0] <= _at_step(event) <= steps.step[-1]],
+            this.started.get("config") or {},
+        )
+        for steps, this in found
     ]
-
-
-def _within(steps: StepTable, events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [event for event in events if steps.step[0] <= _at_step(event) <= steps.step[-1]]
 
 
 def _evidence(
@@ -199,25 +195,9 @@ def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapp
         end = min(end, start.first_step if start.first_step is not None else math.inf)
 
 
-def _marks(start: JournalStart) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for event in start.events:
-        if (at_step := _at_step(event)) >= 0:
-            found.setdefault(str(event["event"]), []).append(at_step)
-    return found
-
-
 def _at_step(event: Mapping[str, Any]) -> int:
     found = event.get("at_step")
     return found if isinstance(found, int) else -1
-
-
-def _evaluation_s(start: JournalStart) -> float | None:
-    """Return the seconds of evaluations after the first step and before the last; None if one is unknown."""
-    first = start.first_step or 0
-    between = [e for e in start.events_named("evaluation") if first <= _at_step(e) < start.last_step]
-    known = [float(e["seconds"]) for e in between if isinstance(e.get("seconds"), (int, float))]
-    return sum(known) if len(known) == len(between) else None
 
 
 def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:

@@ -45,7 +45,7 @@ def analyse(run: RunTrace) -> Analysis:
     size = run.size or len(blame.ranks)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
     facts = Facts(run, spent, exchange, blame, stragglers, begun, changed, sizes, division)
-    memory = run.events.get("memory", {})
+    memory = run.newest("memory")
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
@@ -90,7 +90,7 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     options = as_mapping(run.config.get("parallel"))
     workers = options.get("workers")
     found = []
-    for event in run.outer:
+    for event in run.start.events_named("outer_step"):
         cosines = [value for value in event.get("cosines") or () if isinstance(value, (int, float))]
         known = numbers({name: event.get(name) for name in ("sent_bytes", "wait_s", "drift")})
         if len(known) == 3 and len(cosines) == workers:
@@ -104,7 +104,8 @@ def _stragglers(
     run: RunTrace, ticks: Sequence[HorovodTrace]
 ) -> tuple[Stragglers | None, BatchSizes | None, Division | None]:
     """Find them by stamps, or else by ticks; return also the effects of batch sizes and of unequal shares."""
-    if run.steps is not None and (found := stragglers_of(run.steps, run.shares, run.config)) is not None:
+    shares = run.start.events_named("shares")
+    if run.steps is not None and (found := stragglers_of(run.steps, shares, run.config)) is not None:
         return found
     rounds = from_ticks(ticks)
     return (find_stragglers(rounds) if rounds is not None else None), None, None

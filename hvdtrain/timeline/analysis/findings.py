@@ -12,15 +12,13 @@ from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, activation_findings, exchange_findings
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 from hvdtrain.timeline.whatif.evidence import Change
 
-_SHARE = 0.02
-"""Share of a step: smaller costs are not reported."""
 _ASIDE_SHARE, _FINE = 0.1, 0.02
 """Of the time: evaluations and checkpoints that are reported, and that are not too many."""
 _MUCH = 0.2
@@ -52,7 +50,7 @@ def find(facts: Facts) -> list[Finding]:
 
 def _compilations(facts: Facts) -> Iterator[Finding]:
     """Report what torch.compile compiled too late, or could not compile as one graph."""
-    event = facts.run.events.get("compiled", {})
+    event = facts.run.newest("compiled")
     for kind, count, why, text, advice in _COMPILATIONS:
         number, reasons = event.get(count), event.get(why)
         if isinstance(number, int) and number > 0:
@@ -98,7 +96,7 @@ def _changes(facts: Facts) -> Iterator[Finding]:
 def _input(facts: Facts) -> Iterator[Finding]:
     """Report the wait for data, and copying it to the device."""
     waited, copied = _fed_ms(facts)
-    if waited >= _SHARE * facts.step_ms:
+    if waited >= LEAST_SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
         text = f"waiting for data takes {facts.per_step(waited)}"
         advice = f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}"
@@ -108,7 +106,7 @@ def _input(facts: Facts) -> Iterator[Finding]:
             waited,
             facts.confirmed(advice, Change(data_ms=0.0), waited) or "no gain is predicted from faster loading",
         )
-    if copied >= _SHARE * facts.step_ms:
+    if copied >= LEAST_SHARE * facts.step_ms:
         text = f"copying batches to the device takes {facts.per_step(copied)}"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
         if facts.option("loader", "pin_memory") == "off":
@@ -118,15 +116,13 @@ def _input(facts: Facts) -> Iterator[Finding]:
 
 def _fed_ms(facts: Facts) -> tuple[float, float]:
     """Return the wait for data and its copy to the device, without stragglers, which are reported on their own."""
-    table, part = facts.run.steps, facts.part("data")
+    table = facts.run.steps
     assert table is not None
-    if part is None:
-        return 0.0, 0.0
     usual = [rank for rank in range(len(table.hosts)) if rank not in facts.blame.late]
     data, copy = (float(np.nansum(table.parts_us[name][usual, warm_up(table) :])) for name in ("data", "copy"))
     share = copy / (data + copy) if data + copy > 0 else 0.0
     fed = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
-    fed_ms = float(np.median(fed or [part.ms.value]))
+    fed_ms = float(np.median(fed or [facts.ms("data")]))
     return fed_ms * (1 - share), fed_ms * share
 
 
@@ -139,7 +135,7 @@ def _collections(facts: Facts) -> Iterator[Finding]:
     # A collection on any rank delays all: the longest of each step counts.
     longest_ms = np.nan_to_num(table.parts_us["gc"][:, sample.columns]).max(axis=0) / 1e3
     ms = float(np.average(longest_ms, weights=sample.weights))
-    if ms >= _SHARE * facts.step_ms:
+    if ms >= LEAST_SHARE * facts.step_ms:
         text = f"Python's garbage collector takes {facts.per_step(ms)} on the slowest rank"
         advice = "call gc.freeze() after creating model and data, or create fewer objects per step"
         yield Finding("gc", text, ms, advice)
@@ -147,13 +143,18 @@ def _collections(facts: Facts) -> Iterator[Finding]:
 
 def _aside(facts: Facts) -> Iterator[Finding]:
     """Report evaluations and checkpoints that take much of the time, with periods at which they take `_FINE` each."""
-    part, journal = facts.part(ASIDE), facts.run.journal
-    if part is None or part.share < _ASIDE_SHARE:
+    share, journal = facts.share(ASIDE), facts.run.journal
+    if share < _ASIDE_SHARE:
         return
-    shares = {ASIDE: part.share}
-    if facts.run.evaluation_s is not None and journal is not None:
-        evaluations = min(part.share, 1e3 * facts.run.evaluation_s / journal.count / facts.step_ms)
-        shares = {"evaluations": evaluations, "checkpoints": part.share - evaluations}
+    shares = {ASIDE: share}
+    start = facts.run.start
+    first, last = start.first_step or 0, start.last_step
+    at_steps = [(event.get("at_step"), event.get("seconds")) for event in start.events_named("evaluation")]
+    between = [seconds for at, seconds in at_steps if isinstance(at, int) and first <= at < last]
+    known = [float(seconds) for seconds in between if isinstance(seconds, (int, float))]
+    if len(known) == len(between) and journal is not None:
+        evaluations = min(share, 1e3 * sum(known) / journal.count / facts.step_ms)
+        shares = {"evaluations": evaluations, "checkpoints": share - evaluations}
     saved_every = facts.option("checkpoint", "every")
     every = {
         "evaluations": ("--train.eval_every", facts.option("train", "eval_every") or saved_every),
@@ -169,7 +170,7 @@ def _aside(facts: Facts) -> Iterator[Finding]:
     advice = f"run them less often: {less}" if fewer else "run them less often"
     if "checkpoints" not in costly:
         advice += ", or evaluate fewer samples: --train.eval_samples 16"
-    yield Finding("aside", text, part.ms.value, advice)
+    yield Finding("aside", text, facts.ms(ASIDE), advice)
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:

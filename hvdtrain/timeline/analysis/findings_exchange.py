@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, LATE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.predict import choose_compression, nothing_measured
 
-_SHARE = 0.02
-"""Share of a step: smaller costs are not reported."""
+_LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
 LITTLE_BYTES = 1 << 20
 """A step that sends less is bound by latency."""
 _SLOW_BUS = 0.5
@@ -42,7 +43,7 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
     if facts.blame.late and PARAMETERS in costs:  # the others wait for a straggler in each block
         costs[PARAMETERS] = min(row.parts_ms.get(PARAMETERS, 0.0) for row in facts.blame.ranks)
     cost = sum(costs.values())
-    if cost < _SHARE * facts.step_ms:
+    if cost < LEAST_SHARE * facts.step_ms:
         return
     largest = max(costs, key=lambda name: costs[name])
     mostly = f", mostly {largest}" if len(pieces) > 1 else ""
@@ -87,9 +88,24 @@ def _less(facts: Facts, cost_ms: float) -> str:
 
 
 def _buckets(facts: Facts, factor: float, why: str, cost_ms: float) -> str:
-    """Return advice for buckets `factor` times as large; empty if that changes nothing."""
-    mib = facts.bucket_mib(factor)
-    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms) if mib else ""
+    """Return advice for buckets `factor` times as large; empty if that changes nothing.
+
+    The current size is that of the largest bucket, or the option if that is smaller.
+    """
+    buckets = [bucket for spans in facts.run.spans for bucket in spans.buckets.values()]
+    has_one = max((len(spans.buckets) for spans in facts.run.spans), default=0) == 1
+    has_none = facts.option("parallel", "engine") == "fsdp" and not facts.option("parallel", "dp_shard")
+    if has_none or (factor > 1 and has_one):
+        return ""
+    size = max((bucket.length * ITEM_BYTES.get(bucket.dtype, 4) for bucket in buckets), default=0) / (1 << 20)
+    asked = facts.option("parallel", "bucket_mib")
+    if isinstance(asked, (int, float)) and asked > 0:
+        size = min(size or math.inf, asked)
+    size = size or _USUAL_MIB
+    mib = max(_LEAST_MIB, min(_MOST_MIB, 2.0 ** round(math.log2(size * factor))))
+    if (mib - size) * (factor - 1) <= 0:
+        return ""
+    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms)
 
 
 def _more_samples(facts: Facts) -> str:
@@ -104,13 +120,12 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
     found = facts.communication
     if found is None or found.bus_gb_per_s is None or found.link_gb_per_s is None:
         return
-    transfer = facts.part(TRANSFER)
     if found.bytes_per_step is None or found.bytes_per_step < LITTLE_BYTES:
         return
-    if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
+    if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and facts.share(TRANSFER) >= LEAST_SHARE:
         alone = wording.speed(found.link_gb_per_s)
         text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
-        gain = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
+        gain = facts.ms(TRANSFER) * (1 - found.bus_gb_per_s / found.link_gb_per_s)
         advice = (
             _buckets(facts, 4, "use larger buckets, or free CPU cores", gain) or "backward needs the same CPU cores"
         )
@@ -166,7 +181,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         if is_known and by_stage.max() - by_stage.min() >= _HALF * cost:
             text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
     elif share >= _IDLE:
-        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
+        cost = share * facts.ms("forward", "backward")
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
         if not by_fsdp:  # on CPUs, they make steps longer
             advice.append(f"more --parallel.virtual_stages than {chunks}")
@@ -193,7 +208,6 @@ def _divided_passes(facts: Facts) -> Iterator[Finding]:
 
 def _waits_for_activations(facts: Facts) -> Floats | None:
     """Return the mean wait of each rank in a step, ms; None if it is short or not measured."""
-    part, table = facts.part(ACTIVATIONS), facts.run.steps
-    if part is None or table is None or part.share < _IDLE:
+    if facts.run.steps is None or facts.share(ACTIVATIONS) < _IDLE:
         return None
-    return parts_by_rank(table)[ACTIVATIONS]
+    return parts_by_rank(facts.run.steps)[ACTIVATIONS]

@@ -10,12 +10,10 @@ import numpy as np
 from hvdtrain.data.order import even_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares
 from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
 
-_SHARE, _LEAST_MS = 0.02, 0.2
-"""Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
 _REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
 _MANY_STEPS = 4
@@ -107,7 +105,7 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
 
 def _shares(facts: Facts) -> Iterator[Finding]:
     """Report the last shares by speed, and the slowest rank, for which the others no longer wait."""
-    last = last_shares(facts.run.shares, facts.run.size)
+    last = last_shares(facts.run.start.events_named("shares"), facts.run.size)
     if last is None:
         return
     slow, fast = int(np.argmax(last.pass_ms)), int(np.argmin(last.pass_ms))
@@ -149,7 +147,7 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
         return
     rows = [[float(us or 0.0) for us in values] for block in table.facts if (values := block.get("stopped_us"))]
     per_step = np.sum(np.array(rows), axis=0) / 1e3 / len(table.step) if rows else np.zeros(0)
-    least = max(_SHARE * facts.step_ms, _LEAST_MS)
+    least = max(LEAST_SHARE * facts.step_ms, LEAST_MS)
     named = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
     ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
@@ -163,11 +161,11 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
 def _padding(facts: Facts) -> Iterator[Finding]:
     """Report positions of texts that are only computed. Forward and backward count as proportional to positions."""
     table, journal = facts.run.steps, facts.run.journal
-    if table is None or journal is None or not table.elements.any() or facts.run.unit != "tokens":
+    if table is None or journal is None or not table.elements.any() or facts.run.start.started.get("unit") != "tokens":
         return
     share = 1 - float(np.nanmean(journal.tokens)) / float(table.elements.sum(axis=0).mean())
     if share >= _PADDING:
-        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
+        cost = share * facts.ms("forward", "backward")
         text = f"{share:.0%} of the positions of batches have no loss: padding, or text that is only read"
         yield Finding("padding", text, cost, f"if it is padding: {_ALIKE_BATCHES}")
 
@@ -234,7 +232,7 @@ def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
 
 def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     cost = stragglers.jitter_ms
-    if cost.low <= max(_SHARE * stragglers.rounds.step_ms, _LEAST_MS):
+    if cost.low <= max(LEAST_SHARE * stragglers.rounds.step_ms, LEAST_MS):
         return
     work = stragglers.rounds.work_ms
     beyond = work.max(axis=0) - np.median(work, axis=0)

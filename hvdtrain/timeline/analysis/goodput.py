@@ -137,7 +137,7 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
 
     MFU, as PaLM defines it (https://arxiv.org/abs/2204.02311), counts the FLOPs of the model alone.
     """
-    known = numbers({key: run.events.get("flops", {}).get(key) for key in ("per_sample", "peak_per_s")})
+    known = numbers({key: run.newest("flops").get(key) for key in ("per_sample", "peak_per_s")})
     samples = as_mapping(run.config.get("train")).get("global_batch")
     if budget is None or not budget.steps or len(known) < 2 or not isinstance(samples, int):
         return None

@@ -126,8 +126,9 @@ def _of_devices(table: StepTable | None, fact: str, steps: NDArray[np.int64]) ->
 
 
 def _events(run: RunTrace, turned: int, near: float) -> Iterator[str]:
-    for event, text in _EVENTS.items():
-        for at in [at for at in run.marks.get(event, ()) if abs(at - turned) <= near][:1]:
+    for name, text in _EVENTS.items():
+        steps = [event.get("at_step") for event in run.start.events_named(name)]
+        for at in [at for at in steps if isinstance(at, int) and abs(at - turned) <= near][:1]:
             yield f"{text} at step {at:,}"
 
 

@@ -73,7 +73,8 @@ def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice,
 
 def test_what_coincided_is_said() -> None:
     tokens = np.where(np.arange(STEPS) < 200, 512.0, 700.0)
-    found = _analysed(_forward(), slow=np.s_[200:], tokens=tokens, marks={"config_changed": [199, 300]})
+    start = JournalStart({}, events=[{"event": "config_changed", "at_step": step} for step in (199, 300)])
+    found = _analysed(_forward(), slow=np.s_[200:], tokens=tokens, start=start)
     (finding,) = _found(found, "change")
     assert "700 tokens instead of 512" in finding.text and "changed at step 199" in finding.text
 
