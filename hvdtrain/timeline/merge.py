@@ -15,12 +15,11 @@ import numpy as np
 
 from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.timeline import trace_events
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
-from hvdtrain.timeline.merging import profile, tracks
-from hvdtrain.timeline.merging.tracks import Event, write_trace
 from hvdtrain.timeline.read import read_files, read_readable
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files
-from hvdtrain.timeline.steps import read_starts
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts
+from hvdtrain.timeline.trace_events import Event, Profile, profile_events, read_times, write_trace
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
@@ -58,7 +57,7 @@ class _Sources:
     spans: Sequence[RankSpans] = ()
     epoch_us: Mapping[int, float] = field(default_factory=dict)
     timelines: list[HorovodTrace] = field(default_factory=list)
-    profiles: list[tuple[Path, int, profile.Profile]] = field(default_factory=list)
+    profiles: list[tuple[Path, int, Profile]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def epoch_of(self, rank: int) -> float:
@@ -153,7 +152,7 @@ def _add_profiles(folder: Path, found: _Sources) -> None:
             continue
         rank = int(named[1])
         try:
-            times = profile.read_times(path, found.notes)
+            times = read_times(path, found.notes)
         except OSError as error:
             found.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
             continue
@@ -177,17 +176,17 @@ def _events(found: _Sources, ranks: Sequence[int], zero_us: float) -> Iterator[E
     hosts = {spans.rank: spans.host for spans in found.spans}
     for rank in ranks:
         name = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
-        yield from tracks.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0))
+        yield from trace_events.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0))
     for spans in found.spans:
-        yield from tracks.span_events(spans, zero_us)
+        yield from trace_events.span_events(spans, zero_us)
     if found.steps is not None:
-        yield from tracks.late_events(found.steps, found.spans, zero_us)
+        yield from trace_events.late_events(found.steps, found.spans, zero_us)
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = found.shift_of(trace) - zero_us
-        yield from tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
+        yield from trace_events.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
     for path, rank, times in found.profiles:
-        yield from profile.profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
+        yield from profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
 
 
 def _clock_notes(found: _Sources, errors: Mapping[int, float]) -> Iterator[str]:

@@ -23,8 +23,7 @@ from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, Run
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
-from hvdtrain.timeline.steps import Start, read_starts
+from hvdtrain.timeline.steps import Start, on_one_clock, read_span_files, read_starts, wall_clock_us
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.read_run import read_evidence
 

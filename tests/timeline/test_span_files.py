@@ -12,7 +12,7 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.runtime.clock import Pair
 from hvdtrain.spans import EXCHANGE, MAIN, Spans
 from hvdtrain.timeline.columns import BucketFacts
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, wall_clock_us
 from tests.support.step_tables import read_spans
 from tests.timeline.test_steps import block, start, write
 

@@ -12,8 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
-from hvdtrain.timeline.analysis.intervals import NOTHING, length, partition, union, within
-from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
+from hvdtrain.timeline.analysis.phases import (
+    NOTHING,
+    OTHER,
+    PHASES,
+    by_kind,
+    count_steps,
+    extent,
+    length,
+    partition,
+    union,
+    within,
+)
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable

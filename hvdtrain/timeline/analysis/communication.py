@@ -13,16 +13,19 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Carrier, Communication, Estimate, Part
-from hvdtrain.timeline.analysis.intervals import Span, common, length, union
 from hvdtrain.timeline.analysis.phases import (
     NEGOTIATION,
     PHASES,
     TRANSFER,
+    Span,
     by_kind,
+    common,
     count_steps,
     extent,
+    length,
     of_kind,
     recurring,
+    union,
     whole_collectives,
 )
 from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RankSpans, RunTrace, StepTable

@@ -10,8 +10,7 @@ import numpy as np
 
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Lane, Slice
-from hvdtrain.timeline.analysis.intervals import union
-from hvdtrain.timeline.analysis.phases import TRANSFER, of_kind
+from hvdtrain.timeline.analysis.phases import TRANSFER, of_kind, union
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, RankSpans, RunTrace
 
 STEPS = 4
