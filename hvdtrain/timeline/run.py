@@ -103,7 +103,10 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     if dropped := sum(file.dropped for file in files):
         notes.append(f"the last spans of each rank are analysed: {dropped:,} earlier ones are left out")
     spans = on_one_clock(files, starts)
-    config = as_mapping(this.started.get("config")) or _config(layout)
+    config = as_mapping(this.started.get("config"))
+    if not config:
+        with suppress(ConfigError):
+            config = layout.read_config()
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
         said = this.started.get("size")
@@ -135,8 +138,7 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
 
 def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
     """Return the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
-    journal = RunLayout(folder).journal
-    past = read_journal_starts(journal) if journal.is_file() else []
+    past = read_journal_starts(RunLayout(folder).journal)
     found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
     return [
         (
@@ -208,13 +210,6 @@ def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
     began = [each for each in same if each.first_step == first]
     did = [each for each in began if each.last_step >= last]
     return (did or began or same)[-1]
-
-
-def _config(layout: RunLayout) -> Mapping[str, Any]:
-    try:
-        return layout.read_config()
-    except ConfigError:
-        return {}
 
 
 def _segments(

@@ -135,13 +135,8 @@ def _tracks(trace: HorovodTrace) -> NDArray[np.int64]:
         np.maximum.at(last, tensor, end)
     track = np.full(len(trace.tensors), -1)
     free: list[tuple[float, int]] = []
-    count = 0
     for tensor in np.argsort(first, kind="stable")[: int(np.isfinite(first).sum())].tolist():
-        if free and free[0][0] < first[tensor]:
-            _, number = heapq.heappop(free)
-        else:
-            count += 1
-            number = count
+        number = heapq.heappop(free)[1] if free and free[0][0] < first[tensor] else len(free) + 1
         track[tensor] = number
         heapq.heappush(free, (float(last[tensor]), number))
     return track
