@@ -10,8 +10,8 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
-from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, activation_findings, exchange_findings
-from hvdtrain.timeline.analysis.findings_ranks import rank_findings
+from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
+from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
 from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
@@ -38,14 +38,12 @@ _COMPILATIONS = (
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*rank_findings(facts), *activation_findings(facts), *_stalls(facts), *_compilations(facts)]
-    found += [*_start_up(facts), *_changes(facts)]
+    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
-        for rule in (exchange_findings, _input, _collections, _aside, _cores):
-            found += rule(facts)
+        rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
-        found += _of_timelines(facts)
-    return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
+        rules.append(_of_timelines)
+    return sorted((found for rule in rules for found in rule(facts)), key=lambda finding: -(finding.cost_ms or 0.0))
 
 
 def _compilations(facts: Facts) -> Iterator[Finding]:

@@ -29,12 +29,6 @@ _MOST = 0.5
 """Share of a step: a costlier exchange should be rarer."""
 
 
-def exchange_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings of a run with stamps: exposed communication, and a bus that is slower than its link."""
-    yield from _exposed(facts)
-    yield from _bandwidth(facts)
-
-
 def _exposed(facts: Facts) -> Iterator[Finding]:
     """Report exposed communication, without the waits for stragglers and for activations."""
     assert facts.budget is not None
@@ -139,12 +133,6 @@ _GAIN = 0.005
 _HALF = 0.5
 
 
-def activation_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings about waits for activations: of stages of a pipeline, and of other ranks that divide passes."""
-    yield from _pipeline(facts)
-    yield from _divided_passes(facts)
-
-
 def _pipeline(facts: Facts) -> Iterator[Finding]:
     """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
     stages, size = facts.option("parallel", "pp"), facts.run.size
@@ -211,3 +199,8 @@ def _waits_for_activations(facts: Facts) -> Floats | None:
     if facts.run.steps is None or facts.share(ACTIVATIONS) < _IDLE:
         return None
     return parts_by_rank(facts.run.steps)[ACTIVATIONS]
+
+
+RULES_OF_EXCHANGES = (_exposed, _bandwidth)
+"""Of a run with stamps: exposed communication, and a bus that is slower than its link."""
+RULES_OF_ACTIVATIONS = (_pipeline, _divided_passes)

@@ -12,7 +12,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares
-from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
+from hvdtrain.timeline.analysis.stragglers import Pause
 
 _MANY_PAUSES = 3
 _REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
@@ -38,19 +38,6 @@ _CURES = {
     "sums": "check that host's link: its speed, its errors, other traffic",
     "between steps": "check what that rank does between steps: logging, saving, callbacks",
 }
-
-
-def rank_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings about stragglers, pauses and jitter."""
-    yield from _late(facts)
-    yield from _shares(facts)
-    yield from _division(facts)
-    yield from _sizes(facts)
-    yield from _padding(facts)
-    yield from _stopped(facts)
-    if facts.stragglers is not None:
-        yield from _pauses(facts, facts.stragglers)
-        yield from _jitter(facts, facts.stragglers)
 
 
 def _late(facts: Facts) -> Iterator[Finding]:
@@ -178,8 +165,10 @@ def _cure(facts: Facts, cause: str) -> str | None:
     return "load ahead of the step: --loader.workers 1; check that host's disk"
 
 
-def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
+def _pauses(facts: Facts) -> Iterator[Finding]:
     """Report pauses of each rank. Ranks that paused in the same steps, as on a suspended host, share a finding."""
+    if (stragglers := facts.stragglers) is None:
+        return
     by_rank: dict[int, list[Pause]] = {}
     for pause in stragglers.pauses:
         by_rank.setdefault(pause.rank, []).append(pause)
@@ -230,7 +219,9 @@ def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
     return float(values[rank] or 0.0) / 1e3 if rank < len(values) else 0.0
 
 
-def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
+def _jitter(facts: Facts) -> Iterator[Finding]:
+    if (stragglers := facts.stragglers) is None:
+        return
     cost = stragglers.jitter_ms
     if cost.low <= max(LEAST_SHARE * stragglers.rounds.step_ms, LEAST_MS):
         return
@@ -255,3 +246,6 @@ def _ms(estimate: Estimate) -> str:
 
 def _seconds(ms: float) -> str:
     return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
+
+
+RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)

@@ -62,7 +62,7 @@ def _energy(starts: Sequence[JournalStart], kept: Sequence[NDArray[np.bool_]]) -
             values = [[as_mapping(event.get("joules")).get(kind) for kind in kinds] for event in events]
             joules = [sum(value for value in found if isinstance(value, (int, float))) for found in values]
             at_steps = [event["at_step"] for event in events]
-            steps = np.frombuffer(start.steps, np.int64)
+            steps = np.array(start.steps)
             # Each step of the ten seconds between two events has used the same.
             known = np.interp(np.append(steps[0] - 1, steps), [steps[0] - 1, *at_steps], [0.0, *joules])
             used.append(np.maximum(np.diff(known), 0.0))
@@ -76,7 +76,7 @@ def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:
     found: list[NDArray[np.bool_]] = []
     later = np.iinfo(np.int64).max
     for start in reversed(starts):
-        steps = np.frombuffer(start.steps, np.int64) if len(start.steps) else np.zeros(0, np.int64)
+        steps = np.array(start.steps, np.int64)
         least = np.minimum.accumulate(np.append(steps, later)[::-1])[::-1]  # of this step and all later ones
         counts = steps < least[1:]
         counts[start.skipped] = False
@@ -92,7 +92,7 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     found = dict.fromkeys(USES, 0.0)
     if not len(start.steps):
         return {**found, beginning: total}
-    seconds = np.frombuffer(start.seconds)
+    seconds = np.array(start.seconds)
     before, after = list(_evaluations(start, first=True)), list(_evaluations(start, first=False))
     # Lines of workers that train apart are written together, after several steps.
     begin = min(time - float(seconds[: n + 1].sum()) for n, time in enumerate(start.first_times))
@@ -172,7 +172,7 @@ def scaling(starts: Sequence[JournalStart]) -> Scaling | None:
     speeds: dict[int, float] = {}
     for start in starts:
         size = start.started.get("size")
-        seconds = np.frombuffer(start.seconds) if len(start.seconds) else np.zeros(0)
+        seconds = np.array(start.seconds)
         seconds = seconds[start_up_steps(seconds) :] if len(seconds) >= _LEAST_STEPS else seconds[:0]
         if isinstance(size, int) and size > 0 and len(seconds) and (usual := float(np.median(seconds))) > 0:
             speeds[size] = 1 / (size * usual)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,12 +37,11 @@ def kind_of(phase: str) -> str:
 
 def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
     """Return when each kind of phase was in progress for any tensor; "" for whole collectives."""
+    ends = [trace.start_us + trace.duration_us for trace in traces]
     found = {}
-    for kind in {kind_of(name) for trace in traces for name in trace.phases}:
+    for kind in (*PHASES, OTHER, ""):
         mine = [of_kind(trace, kind) for trace in traces]
-        start = np.concatenate([trace.start_us[m] for trace, m in zip(traces, mine, strict=True)])
-        duration = np.concatenate([trace.duration_us[m] for trace, m in zip(traces, mine, strict=True)])
-        found[kind] = union(start, start + duration)
+        found[kind] = together((t.start_us[m], end[m]) for t, end, m in zip(traces, ends, mine, strict=True))
     return found
 
 
@@ -122,6 +121,12 @@ def union(start: Floats, end: Floats) -> Span:
     first = np.concatenate([[True], start[1:] > reach[:-1]])
     last = np.concatenate([first[1:], [True]])
     return start[first], reach[last]
+
+
+def together(spans: Iterable[Span]) -> Span:
+    """Return the union of intervals of several sets, in any order."""
+    every = [NOTHING, *spans]
+    return union(np.concatenate([start for start, _ in every]), np.concatenate([end for _, end in every]))
 
 
 def length(span: Span) -> float:

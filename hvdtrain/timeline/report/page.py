@@ -18,16 +18,7 @@ from hvdtrain.observe.cost import money, number
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
 from hvdtrain.timeline.analysis.goodput import rows as waterfall
-from hvdtrain.timeline.report.page_view import (
-    MORE,
-    SEEN_MS,
-    blame_view,
-    finding_pieces,
-    heat,
-    hue,
-    over_time_view,
-    shares_view,
-)
+from hvdtrain.timeline.report import page_view
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,7 +34,8 @@ _MOST_NAMES = 10
 _US = 1e3  # in a millisecond
 _FILTERS = (
     *(wording.decimals, wording.elapsed, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
-    *(wording.scaling, wording.speed, wording.spells, money, number, finding_pieces, heat, hue, shares_view),
+    *(wording.scaling, wording.speed, wording.spells, money, number, page_view.finding_pieces, page_view.heat),
+    *(page_view.hue, page_view.shares_view),
 )
 """Functions of the templates."""
 
@@ -91,26 +83,27 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     """Return the variables of the templates."""
     lanes = shown_lanes(analysis)
     names, rows = summary(lanes)
-    shown = [one.name for lane in lanes for one in lane.slices]
+    shown = dict.fromkeys(one.name for lane in lanes for one in lane.slices)
+    legend = [(page_view.hue(name), name) for name in shown]
     steps = analysis.budget is None or analysis.budget.steps > 0
     parts, exposed = (analysis.budget.parts, analysis.budget.exposed) if analysis.budget else ((), ())
     return {
         "analysis": analysis,
         "headline": headline(analysis),
-        "segments": shares_view([(part.name, part.ms.value) for part in parts], exposed),
-        "blame": blame_view(analysis.blame, analysis.budget.step_ms.value if analysis.budget else None),
-        "over_time": over_time_view(analysis.over_time) if analysis.over_time else None,
+        "segments": page_view.shares_view([(part.name, part.ms.value) for part in parts], exposed),
+        "blame": page_view.blame_view(analysis.blame, analysis.budget.step_ms.value if analysis.budget else None),
+        "over_time": page_view.over_time_view(analysis.over_time) if analysis.over_time else None,
         "efficiency": waterfall(analysis.efficiency) if analysis.efficiency else {},
         "steps": steps,
         "each_ms": "ms per step" if steps else "ms",
         "figures": figures(analysis),
         "lanes": packed(lanes),
-        "legend": [(hue(name), name) for name in dict.fromkeys(shown) if hue(name) not in MORE][:16],
+        "legend": [each for each in legend if each[0] not in page_view.MORE][:16],
         "lane_names": names,
         "lane_rows": rows[:100],
         "lanes_shown": len(lanes),
         "lanes_left": len(analysis.lanes) - len(lanes),
-        "seen_ms": SEEN_MS,
+        "seen_ms": page_view.SEEN_MS,
     }
 
 
@@ -176,7 +169,7 @@ def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
             before, end = start, max(end, until)
         steps = [(step, len(list(those))) for step, those in groupby(one.step for one in ordered)]
         found.append([lane.label, row, [number for pair in steps for number in pair]])
-    return {"names": [[name, hue(name)] for name in numbers], "lanes": found, "end": end}
+    return {"names": [[name, page_view.hue(name)] for name in numbers], "lanes": found, "end": end}
 
 
 def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:

@@ -448,8 +448,9 @@ def test_evaluations_and_checkpoints_are_told_apart(evaluation_s: float | None, 
     aside[:, 9::10] = 60.0
     journal = JournalSteps(np.arange(1, SHAPE[1] + 1), nothing + 20.0, {"forward": nothing}, nothing)
     config = {"train": {"eval_every": 10}, "checkpoint": {"every": 5}}
-    event = {"event": "evaluation", "at_step": 9, "seconds": evaluation_s}
-    start = JournalStart({}, first_step=1, last_step=SHAPE[1], events=[event])
+    seconds = {0: 9.0, 9: evaluation_s, SHAPE[1]: 9.0}  # before the first step, between steps, after the last
+    events = [{"event": "evaluation", "at_step": at, "seconds": value} for at, value in seconds.items()]
+    start = JournalStart({}, first_step=1, last_step=SHAPE[1], events=events)
     finding = _one(_analysed(config=config, aside=aside, run={"journal": journal, "start": start}), "aside")
     assert re.match(expected, finding.text) and advice in finding.advice
 
