@@ -82,6 +82,10 @@ class RankSpans:
         track: of each span [n]: `hvdtrain.spans.MAIN`, `DEVICE`, and from `EXCHANGE` on one per bucket.
         buckets: by track.
         clock_error_us: bound of the error of the times, compared with rank 0's.
+        epoch_us: the wall clock at time 0 of their clock.
+        clock_id: of the rank's own clock; equal ones are the same.
+        start: number of the start; -1 if unknown.
+        dropped: number of the first spans, which are left out.
     """
 
     rank: int
@@ -94,6 +98,10 @@ class RankSpans:
     end_us: Floats
     buckets: Mapping[int, BucketFacts]
     clock_error_us: float = 0.0
+    epoch_us: float = 0.0
+    clock_id: str = ""
+    start: int = -1
+    dropped: int = 0
 
     def named(self, name: str) -> NDArray[np.bool_]:
         """Return which spans have this name [n]."""

@@ -7,7 +7,7 @@ a process below rank 0, which wrote it. Only the last start of a run is included
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,7 +32,6 @@ class Merged:
     """What is merged, and the merged trace: its path, size and number of events.
 
     Attributes:
-        epoch_us: each rank's wall clock minus the common clock, which is rank 0's, in microseconds.
         timelines: of Horovod.
         profiles: files of torch.profiler, each with its rank and times.
         notes: sentences about missing or dropped data.
@@ -40,7 +39,6 @@ class Merged:
 
     steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
-    epoch_us: Mapping[int, float] = field(default_factory=dict)
     timelines: list[HorovodTrace] = field(default_factory=list)
     profiles: list[tuple[Path, int, Profile]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -59,8 +57,9 @@ class Merged:
         return max((spans.clock_error_us for spans in self.spans), default=0.0)
 
     def epoch_of(self, rank: int) -> float:
-        """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
-        return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
+        """Return a rank's wall clock minus the common clock, which is rank 0's; rank 0's or 0 if unknown [us]."""
+        found = {spans.rank: spans.epoch_us for spans in self.spans}
+        return found.get(rank, found.get(0, 0.0))
 
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
@@ -112,7 +111,9 @@ def _find(sources: Sequence[Path]) -> Merged:
         )
     timeline = RunLayout(sources[0]).timeline.folder
     folder = timeline if timeline.is_dir() else sources[0]
-    found = _read_spans(folder)
+    starts = read_starts(folder)
+    stamped = [start.steps for start in starts if len(start.steps.step)]
+    found = Merged(stamped[-1] if stamped else None, on_one_clock(read_span_files(folder), starts))
     for trace in read_readable(sorted(folder.glob("horovod-*.json*")), found.notes):
         found.notes.extend(trace.named_damage)
         end_us = found.shift_of(trace) + float(trace.start_us.max(initial=0.0))
@@ -127,17 +128,6 @@ def _find(sources: Sequence[Path]) -> Merged:
             next_step="train with --observe.timeline all, or name the run's folder",
         )
     return found
-
-
-def _read_spans(folder: Path) -> Merged:
-    files, starts = read_span_files(folder), read_starts(folder)
-    moved = on_one_clock(files, starts)
-    epoch_us = {}
-    for file, spans in zip(files, moved, strict=True):
-        shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
-        epoch_us[spans.rank] = file.epoch_us - float(shift_us)
-    stamped = [start.steps for start in starts if len(start.steps.step)]
-    return Merged(stamped[-1] if stamped else None, moved, epoch_us)
 
 
 def _add_profiles(folder: Path, found: Merged) -> None:

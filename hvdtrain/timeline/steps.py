@@ -158,29 +158,10 @@ _HEAD = 1 << 16
 _COLUMNS = 5
 
 
-@dataclass(frozen=True)
-class SpanFile:
-    """The spans of one rank in one start, by its own clock.
-
-    Attributes:
-        spans: times by `time.perf_counter_ns`, in microseconds.
-        start: number of the start; -1 if unknown.
-        clock_id: equal ones are the same clock.
-        epoch_us: the wall clock at time 0 of the rank's clock.
-        dropped: number of the first spans of the file, which are left out.
-    """
-
-    spans: RankSpans
-    start: int
-    clock_id: str
-    epoch_us: float
-    dropped: int = 0
-
-
 def read_span_files(
     folder: Path, most_bytes: float = math.inf, start: int | None = None, most_spans: int = sys.maxsize
-) -> list[SpanFile]:
-    """Read the newest file of each rank in one start of a run. Unreadable files are skipped.
+) -> list[RankSpans]:
+    """Read the newest file of each rank in one start of a run, by the rank's own clock. Unreadable files are skipped.
 
     Args:
         folder: ``RUN/timeline``, or the run.
@@ -195,8 +176,8 @@ def read_span_files(
     each = max(1, most_spans // max(1, len(chosen)))
     totals = accumulate(path.stat().st_size for path in chosen)
     fitting = [path for path, total in zip(chosen, totals, strict=True) if total <= most_bytes]
-    found = [file for path in fitting if (file := _read(path, each)) is not None]
-    newest = {file.spans.rank: file for file in sorted(found, key=lambda file: file.epoch_us)}
+    found = [spans for path in fitting if (spans := _read(path, each)) is not None]
+    newest = {spans.rank: spans for spans in sorted(found, key=lambda spans: spans.epoch_us)}
     return [newest[rank] for rank in sorted(newest)]
 
 
@@ -210,29 +191,25 @@ def _start_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[RankSpans]:
-    """Return the spans of each file on rank 0's clock.
+def on_one_clock(ranks: Sequence[RankSpans], starts: Sequence[Start]) -> list[RankSpans]:
+    """Return the spans of each rank on rank 0's clock.
 
     If a rank's clock was never compared with rank 0's, the wall clocks align it, with an infinite error.
     """
     by_number = {start.number: start for start in starts}
-    return [_moved(file, _of_rank_0(files), by_number.get(file.start)) for file in files]
+    rank_0 = next((spans for spans in ranks if spans.rank == 0), None)
+    return [_moved(spans, rank_0, by_number.get(spans.start)) for spans in ranks]
 
 
-def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
+def wall_clock_us(ranks: Sequence[RankSpans]) -> float | None:
     """Return the wall clock (microseconds since 1970) at time 0 of rank 0's clock; None if unknown."""
-    rank_0 = _of_rank_0(files)
-    return rank_0.epoch_us if rank_0 is not None else None
+    return next((spans.epoch_us for spans in ranks if spans.rank == 0), None)
 
 
-def _of_rank_0(files: Sequence[SpanFile]) -> SpanFile | None:
-    return next((file for file in files if file.spans.rank == 0), None)
-
-
-def _read(path: Path, most_spans: int) -> SpanFile | None:
+def _read(path: Path, most_spans: int) -> RankSpans | None:
     """Read the last spans of a file; None if it is not a span file."""
     try:
-        return _file(_events(path), most_spans)
+        return _spans(_events(path), most_spans)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
         return None
 
@@ -249,7 +226,7 @@ def _events(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield orjson.loads(line)
 
 
-def _file(events: Iterator[Mapping[str, Any]], most: int) -> SpanFile:
+def _spans(events: Iterator[Mapping[str, Any]], most: int) -> RankSpans:
     head: dict[str, Mapping[str, Any]] = {}
     buckets: dict[int, BucketFacts] = {}
     number: dict[str, int] = {}
@@ -276,46 +253,37 @@ def _file(events: Iterator[Mapping[str, Any]], most: int) -> SpanFile:
     names, track, step, start_us, length_us = np.frombuffer(rows, np.float64).reshape(-1, _COLUMNS).T
     clock = msgspec.convert(head[CLOCK]["args"], SpanClock)
     begin_us = start_us + clock.monotonic_us
-    return SpanFile(
-        spans=RankSpans(
-            rank=int(head[CLOCK]["pid"]),
-            host=host_of(head["process_name"]["args"]["name"]),
-            names=list(number),
-            name=names.astype(np.int16),
-            track=track.astype(np.int32),
-            step=step.astype(np.int32),
-            start_us=begin_us,
-            end_us=begin_us + length_us,
-            buckets=buckets,
-        ),
-        start=clock.start,
-        clock_id=clock.clock_id,
+    return RankSpans(
+        rank=int(head[CLOCK]["pid"]),
+        host=host_of(head["process_name"]["args"]["name"]),
+        names=list(number),
+        name=names.astype(np.int16),
+        track=track.astype(np.int32),
+        step=step.astype(np.int32),
+        start_us=begin_us,
+        end_us=begin_us + length_us,
+        buckets=buckets,
         epoch_us=clock.start_time_since_epoch_in_micros - clock.monotonic_us,
+        clock_id=clock.clock_id,
+        start=clock.start,
         dropped=dropped,
     )
 
 
-def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> RankSpans:
+def _moved(spans: RankSpans, rank_0: RankSpans | None, start: Start | None) -> RankSpans:
     """Convert times to rank 0's clock."""
-    spans = file.spans
-    if spans.rank == 0 or (rank_0 is not None and file.clock_id and file.clock_id == rank_0.clock_id):
+    if spans.rank == 0 or (rank_0 is not None and spans.clock_id and spans.clock_id == rank_0.clock_id):
         return spans
+    shift_us = spans.epoch_us - rank_0.epoch_us if rank_0 is not None else 0.0
+    times, shifts, error_us = np.zeros(1), np.array([shift_us]), math.inf
     if start is not None and spans.rank < start.offset_us.shape[1]:
         offset, error = start.offset_us[:, spans.rank], start.error_us[:, spans.rank]
         known = np.isfinite(offset) & np.isfinite(error)
-        if known.any():
-            times = start.clock_us[known] - offset[known]  # by the rank's own clock
-
-            def shifted(us: Floats) -> Floats:
-                moved: Floats = us + np.interp(us, times, offset[known])
-                return moved
-
-            worst = float(error[known].max())
-            return replace(spans, start_us=shifted(spans.start_us), end_us=shifted(spans.end_us), clock_error_us=worst)
-    shift_us = file.epoch_us - rank_0.epoch_us if rank_0 is not None else 0.0
-    return replace(
-        spans, start_us=spans.start_us + shift_us, end_us=spans.end_us + shift_us, clock_error_us=float("inf")
-    )
+        if known.any():  # times by the rank's own clock
+            times, shifts, error_us = (start.clock_us - offset)[known], offset[known], float(error[known].max())
+    begin_us, end_us = (us + np.interp(us, times, shifts) for us in (spans.start_us, spans.end_us))
+    epoch_us = spans.epoch_us - float(begin_us[0] - spans.start_us[0] if len(begin_us) else 0.0)
+    return replace(spans, start_us=begin_us, end_us=end_us, clock_error_us=error_us, epoch_us=epoch_us)
 
 
 def _paths(folder: Path) -> list[Path]:

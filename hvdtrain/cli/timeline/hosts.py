@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local
+from hvdtrain.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis.slow_hosts import Place
@@ -34,7 +35,6 @@ def main(command: str, argv: list[str]) -> int:
     """Print the hosts of runs, most costly first; return the exit code: 2 if the file of groups is wrong."""
     options = parser(command).parse_args(argv)
 
-    from hvdtrain.errors import ConfigError, TraceError
     from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
     from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.run import read_stamped
@@ -65,8 +65,6 @@ def main(command: str, argv: list[str]) -> int:
 
 def _groups(file: Path | None) -> dict[str, str]:
     """Read a file with lines ``HOST GROUP``. Errors: ConfigError if it cannot be read, or a line is another."""
-    from hvdtrain.errors import ConfigError
-
     if file is None:
         return {}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
-from hvdtrain.timeline.analysis.shares import BatchSizes, Division, stragglers_of
+from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import HorovodTrace, RunTrace
+from hvdtrain.timeline.columns import RunTrace
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -40,11 +40,14 @@ def analyse(run: RunTrace) -> Analysis:
     if spent is None:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
-    stragglers, sizes, division = _stragglers(run, ticks)
+    shares = run.start.events_named("shares")
+    stragglers = stragglers_of(table, shares, run.config) if table is not None else None
+    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
+        stragglers = find_stragglers(rounds)
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
-    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed, sizes, division)
+    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
     memory = run.newest("memory")
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
@@ -98,17 +101,6 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     if not found or not isinstance(workers, int):
         return None
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
-
-
-def _stragglers(
-    run: RunTrace, ticks: Sequence[HorovodTrace]
-) -> tuple[Stragglers | None, BatchSizes | None, Division | None]:
-    """Find them by stamps, or else by ticks; return also the effects of batch sizes and of unequal shares."""
-    shares = run.start.events_named("shares")
-    if run.steps is not None and (found := stragglers_of(run.steps, shares, run.config)) is not None:
-        return found
-    rounds = from_ticks(ticks)
-    return (find_stragglers(rounds) if rounds is not None else None), None, None
 
 
 def _regular(run: RunTrace) -> RunTrace:

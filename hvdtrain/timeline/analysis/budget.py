@@ -34,19 +34,8 @@ _LEAST = 1e-6
 _NAMES = {name: name for name in ("data", "forward", "backward", "optimizer")}
 _NAMES |= {"copy": "data", "clip": "optimizer", "gather": PARAMETERS, "activations": ACTIVATIONS, "aside": ASIDE}
 ORDER = (
-    "data",
-    PARAMETERS,
-    "forward",
-    "backward",
-    ACTIVATIONS,
-    LATE,
-    *reversed(phases.PHASES),
-    EXCHANGE,
-    OTHER_EXCHANGE,
-    "optimizer",
-    ASIDE,
-    UNRECORDED,
-    REST,
+    *("data", PARAMETERS, "forward", "backward", ACTIVATIONS, LATE, *reversed(phases.PHASES), EXCHANGE, OTHER_EXCHANGE),
+    *("optimizer", ASIDE, UNRECORDED, REST),
 )
 
 

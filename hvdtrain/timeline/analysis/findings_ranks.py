@@ -106,7 +106,8 @@ def _shares(facts: Facts) -> Iterator[Finding]:
 
 def _division(facts: Facts) -> Iterator[Finding]:
     """Report that ranks wait for those that have more micro-batches."""
-    if (found := facts.division) is None:
+    found = facts.stragglers.division if facts.stragglers else None
+    if found is None:
         return
     by_count = sorted(Counter(found.passes).items(), reverse=True)
     who = ", ".join(f"{number} rank(s) with {count}" for count, number in by_count)
@@ -118,7 +119,8 @@ def _division(facts: Facts) -> Iterator[Finding]:
 
 def _sizes(facts: Facts) -> Iterator[Finding]:
     """Report that ranks wait for the one with the largest batch."""
-    if (found := facts.sizes) is None:
+    found = facts.stragglers.sizes if facts.stragglers else None
+    if found is None:
         return
     text = (
         f"batches of unequal size cost {_ms(found.cost_ms)} per step: the largest of a step has {found.more:.0%} more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,9 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.config.sync import EVERY_STEP
 from hvdtrain.data.order import rank_share
 from hvdtrain.observe.cost import as_mapping
-from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stats import mean_of
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
+from hvdtrain.timeline.analysis.stragglers import BatchSizes, Division, Stragglers, find_stragglers
 from hvdtrain.timeline.columns import Floats, StepTable
 
 
@@ -36,13 +35,6 @@ def last_shares(events: Sequence[Mapping[str, Any]], size: int) -> Shares | None
         if isinstance(at_step, int) and len(numbers) == 2 * size:
             return Shares(at_step, numbers[:size], [1e3 * each for each in numbers[size:]])
     return None
-
-
-class Division(NamedTuple):
-    """Micro-batches of each rank in a step, which are unequal, and the mean wait of a rank for those with the most."""
-
-    passes: Sequence[int]
-    cost_ms: float
 
 
 def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
@@ -74,8 +66,8 @@ def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Divis
 
 def stragglers_of(
     table: StepTable, shares: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
-) -> tuple[Stragglers, BatchSizes | None, Division | None] | None:
-    """Find the stragglers of a start without the effect of batch sizes, or of unequal passes; return also that.
+) -> Stragglers | None:
+    """Find the stragglers of a start without the effect of batch sizes, or of unequal passes, which are noted.
 
     Where micro-batches follow the speed of ranks, sizes are no chance, and stay; what was before does not count.
     None if the stamps do not compare ranks.
@@ -85,34 +77,19 @@ def stragglers_of(
         return None
     if passes := passes_by_rank(config, len(table.hosts)):
         rounds, division = without_passes(rounds, passes)
-        return find_stragglers(rounds), None, division
+        return replace(find_stragglers(rounds), division=division)
     if not shares:
         rounds, sizes = without_sizes(rounds, table)
-        return find_stragglers(rounds), sizes, None
+        return replace(find_stragglers(rounds), sizes=sizes)
     last = last_shares(shares, len(table.hosts))
     begun = min((at for event in shares if isinstance(at := event.get("at_step"), int)), default=0)
     kept = np.flatnonzero(rounds.step > begun)
     if last is None or not len(kept):
-        return find_stragglers(rounds), None, None
-    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms), None, None
+        return find_stragglers(rounds)
+    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms)
 
 
 _WORTH_MS, _WORTH_SHARE = 0.2, 0.01
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The effect of sizes, which count elements of the largest tensor of a batch.
-
-    Attributes:
-        cost_ms: how much shorter a step would be if all ranks had equally much in it.
-        ms_per_1000: time of 1,000 elements.
-        more: by how much the largest size of a step exceeds the mean of the ranks, as a share: median over steps.
-    """
-
-    cost_ms: Estimate
-    ms_per_1000: float
-    more: float
 
 
 def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes | None]:

@@ -46,8 +46,8 @@ def slow_hosts(
     """
     kinds: dict[str, dict[str, Place]] = {"hosts": {}, "devices": {}, "groups": {}}
     for table, shares, config in starts:
-        judged = stragglers_of(table, shares, config)
-        if judged is None or len(judged[0].rounds.step) < _LEAST_STEPS:
+        found = stragglers_of(table, shares, config)
+        if found is None or len(found.rounds.step) < _LEAST_STEPS:
             continue
         of_rank = []
         for host, device in zip(table.hosts, table.devices or [""] * len(table.hosts), strict=True):
@@ -57,7 +57,7 @@ def slow_hosts(
             if group := group_of.get(host):
                 places.append(kinds["groups"].setdefault(group, Place(group, "")))
             of_rank.append(places)
-        _add(judged[0], table, of_rank)
+        _add(found, table, of_rank)
     return {kind: sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for kind, each in kinds.items()}
 
 

@@ -13,20 +13,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading.events import (
-    NAME,
-    NAME_HEAD,
-    Begin,
-    End,
-    Event,
-    Mark,
-    Metadata,
-    Tick,
-    as_event,
-    decode,
-    nbytes,
-    salvage,
-)
+from hvdtrain.timeline.reading import events as trace_text
+from hvdtrain.timeline.reading.events import Begin, End, Event, Mark, Metadata, Tick
 from hvdtrain.timeline.wording import counted
 
 _EXCERPT_BYTES = 40
@@ -115,7 +103,7 @@ class TraceBuilder:
 
     def add(self, chunk: bytes) -> None:
         """Add whole events."""
-        if NAME_HEAD not in chunk:
+        if trace_text.NAME_HEAD not in chunk:
             self._add_text(chunk)
             return
         cuts = [0, *(found.start() for found in _NEXT_TIMELINE.finditer(chunk)), len(chunk)]
@@ -126,7 +114,7 @@ class TraceBuilder:
                 self._shift_us = 0.0
                 self._tensors.clear()
             plain = bytearray(text)
-            for found in NAME.finditer(text):
+            for found in trace_text.NAME.finditer(text):
                 self._tensors.set_name(int(found[1]), found[2].decode("utf-8", "replace"))
                 plain[found.start() : found.end()] = b" " * len(found[0])
             self._add_text(bytes(plain))
@@ -161,11 +149,11 @@ class TraceBuilder:
         return lines + [f"{counted(number, noun)} {what}" for number, noun, what in ignored if number]
 
     def _add_text(self, text: bytes) -> None:
-        events = decode(text)
+        events = trace_text.decode(text)
         if events is None:
             events = []
-            for begin, end, fields in salvage(text):
-                if (event := as_event(fields)) is None:
+            for begin, end, fields in trace_text.salvage(text):
+                if (event := trace_text.as_event(fields)) is None:
                     self.is_foreign |= "tid" in fields or "cat" in fields
                     self._skip(self.size_bytes + begin, text[begin:end])
                 else:
@@ -193,7 +181,7 @@ class TraceBuilder:
                 number = tensors[event.pid]
                 if still_open[number]:
                     begin = still_open[number].pop()
-                    size = -1 if event.args is None else nbytes(event.args)
+                    size = -1 if event.args is None else trace_text.nbytes(event.args)
                     spans += number, phases[begin.name], begin.ts, event.ts - begin.ts, size
                 else:
                     self._ignored["orphans"] += tensors.names[number] not in _ONLY_ENDED
