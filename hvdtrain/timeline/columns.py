@@ -82,6 +82,10 @@ class RankSpans:
         track: of each span [n]: `hvdtrain.spans.MAIN`, `DEVICE`, and from `EXCHANGE` on one per bucket.
         buckets: by track.
         clock_error_us: bound of the error of the times, compared with rank 0's.
+        epoch_us: the wall clock at time 0 of their clock.
+        clock_id: of the rank's own clock; equal ones are the same.
+        start: number of the start; -1 if unknown.
+        dropped: number of the first spans, which are left out.
     """
 
     rank: int
@@ -94,6 +98,10 @@ class RankSpans:
     end_us: Floats
     buckets: Mapping[int, BucketFacts]
     clock_error_us: float = 0.0
+    epoch_us: float = 0.0
+    clock_id: str = ""
+    start: int = -1
+    dropped: int = 0
 
     def named(self, name: str) -> NDArray[np.bool_]:
         """Return which spans have this name [n]."""
@@ -179,15 +187,10 @@ class RunTrace:
         link: allreduces measured at the run's start: pairs of bytes and seconds.
         notes: sentences about missing or dropped data.
         is_part: `steps` are only the last round; others had other ranks or came before a resume.
-        events: the newest events ``memory``, ``compiled`` and ``flops`` by name, if there are any.
         starts: all starts of the run in its journal.
-        start: index of the one that is analysed; -1 if the journal does not have it.
-        outer: events ``outer_step``.
-        shares: events ``shares``.
-        journal: steps of the same start; None if there is no journal.
+        start: the one that is analysed; empty if the journal does not have it.
+        journal: its steps; None if there is no journal.
         history: steps of all starts, without those that a later start repeated; None if there is no journal.
-        marks: its events by name: the numbers of the steps after which they were.
-        evaluation_s: seconds of its evaluations between steps, in all; None if unknown.
         stamped: all starts with stamps: the index in `starts`, -1 if the journal does not have it, and the stamps.
         evidence: reads what predictions of changes need; None if the run lacks it.
     """
@@ -202,31 +205,16 @@ class RunTrace:
     link: Sequence[tuple[int, float]] = ()
     notes: Sequence[str] = ()
     is_part: bool = False
-    events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     starts: Sequence[JournalStart] = ()
-    start: int = -1
-    outer: Sequence[Mapping[str, Any]] = ()
-    shares: Sequence[Mapping[str, Any]] = ()
+    start: JournalStart = field(default_factory=lambda: JournalStart({}))
     journal: JournalSteps | None = None
     history: JournalSteps | None = None
-    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    evaluation_s: float | None = None
     stamped: Sequence[tuple[int, StepTable]] = ()
     evidence: Callable[[], Evidence | None] = lambda: None
 
-    @property
-    def unit(self) -> str:
-        """What the weight of a step counts, such as tokens; empty if unknown."""
-        return str(self._started.get("unit", ""))
-
-    @property
-    def machine(self) -> Any:
-        """Hosts and devices, as the event ``started`` names them; None if unknown."""
-        return self._started.get("machine")
-
-    @property
-    def _started(self) -> Mapping[str, Any]:
-        return self.starts[self.start].started if 0 <= self.start < len(self.starts) else {}
+    def newest(self, event: str) -> Mapping[str, Any]:
+        """Return the newest event of a name; empty without one."""
+        return (self.start.events_named(event) or [{}])[-1]
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

@@ -170,7 +170,9 @@ class _Nccl:
             if text in self._warnings or len(self._warnings) < _MOST:
                 self._warnings.setdefault(text, Counter())[by] += 1
         elif link := _LINK.search(text):
-            self._links.setdefault(_kind(link[3]), set()).add((link[1], link[2]))
+            # without device numbers: NET/IB/0/GDRDMA is NET/IB/GDRDMA
+            kind = "/".join(part for part in link[3].split("/") if not part.isdigit() and part != "read")
+            self._links.setdefault(kind, set()).add((link[1], link[2]))
         else:
             self._add_setup(_SETUP, text, by)
         return True
@@ -197,8 +199,3 @@ class _Nccl:
                     texts.setdefault(text, set()).add(by)
                 return True
         return False
-
-
-def _kind(via: str) -> str:
-    """Drop device numbers: ``NET/IB/0/GDRDMA`` becomes NET/IB/GDRDMA."""
-    return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")

@@ -7,20 +7,19 @@ a process below rank 0, which wrote it. Only the last start of a run is included
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.timeline import trace_events
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
-from hvdtrain.timeline.merging import profile, tracks
-from hvdtrain.timeline.merging.sink import Event, write_trace
 from hvdtrain.timeline.read import read_files, read_readable
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files
-from hvdtrain.timeline.steps import read_starts
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts
+from hvdtrain.timeline.trace_events import Event, Profile, profile_events, read_times, write_trace
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
@@ -30,40 +29,37 @@ _EARLIER_US = 60e6
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: the merged trace's path, size and number of events, and what it contains.
+    """What is merged, and the merged trace: its path, size and number of events.
 
     Attributes:
-        ranks: with spans or a profile.
         timelines: of Horovod.
-        profiles: files of torch.profiler.
-        clock_error_us: bound of the difference of the ranks' clocks; infinite if they were never compared.
+        profiles: files of torch.profiler, each with its rank and times.
         notes: sentences about missing or dropped data.
     """
 
-    path: Path
-    nbytes: int
-    events: int
-    ranks: Sequence[int]
-    timelines: Sequence[HorovodTrace]
-    profiles: Sequence[Path]
-    clock_error_us: float
-    notes: Sequence[str]
-
-
-@dataclass(frozen=True)
-class _Sources:
-    """What is merged, and each rank's wall clock minus the common clock, which is rank 0's, in microseconds."""
-
     steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
-    epoch_us: Mapping[int, float] = field(default_factory=dict)
     timelines: list[HorovodTrace] = field(default_factory=list)
-    profiles: list[tuple[Path, int, profile.Profile]] = field(default_factory=list)
+    profiles: list[tuple[Path, int, Profile]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    path: Path = Path()
+    nbytes: int = 0
+    events: int = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those with spans or a profile."""
+        return sorted({spans.rank for spans in self.spans} | {rank for _, rank, _ in self.profiles})
+
+    @property
+    def clock_error_us(self) -> float:
+        """Bound of the difference of the ranks' clocks; infinite if they were never compared."""
+        return max((spans.clock_error_us for spans in self.spans), default=0.0)
 
     def epoch_of(self, rank: int) -> float:
-        """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
-        return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
+        """Return a rank's wall clock minus the common clock, which is rank 0's; rank 0's or 0 if unknown [us]."""
+        found = {spans.rank: spans.epoch_us for spans in self.spans}
+        return found.get(rank, found.get(0, 0.0))
 
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
@@ -88,12 +84,10 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
         TraceError: there is nothing to merge, a file has another format, or `out` cannot be written.
     """
     found = _find(sources)
-    errors = {spans.rank: spans.clock_error_us for spans in found.spans}
-    found.notes.extend(_clock_notes(found, errors))
-    ranks = sorted(errors.keys() | {rank for _, rank, _ in found.profiles})
+    found.notes.extend(_clock_notes(found))
     facts = {"clock": "microseconds since the first event, by rank 0's clock", "notes": found.notes}
     try:
-        events = write_trace(out, _events(found, ranks, _zero(found)), facts)
+        events = write_trace(out, _events(found, _zero(found)), facts)
         nbytes = out.stat().st_size
     except OSError as error:
         raise TraceError(
@@ -101,15 +95,13 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
             found=error.strerror or str(error),
             next_step="name another file: -o FILE",
         ) from None
-    profiles = [path for path, *_ in found.profiles]
-    worst_us = max(errors.values(), default=0.0)
-    return Merged(out, nbytes, events, ranks, found.timelines, profiles, worst_us, found.notes)
+    return replace(found, path=out, nbytes=nbytes, events=events)
 
 
-def _find(sources: Sequence[Path]) -> _Sources:
+def _find(sources: Sequence[Path]) -> Merged:
     if not any(source.is_dir() for source in sources):
         traces = read_files(sources)
-        return _Sources(timelines=traces, notes=[note for trace in traces for note in trace.named_damage])
+        return Merged(timelines=traces, notes=[note for trace in traces for note in trace.named_damage])
     if len(sources) > 1:
         raise TraceError(
             "only one run can be merged at a time",
@@ -119,7 +111,9 @@ def _find(sources: Sequence[Path]) -> _Sources:
         )
     timeline = RunLayout(sources[0]).timeline.folder
     folder = timeline if timeline.is_dir() else sources[0]
-    found = _read_spans(folder)
+    starts = read_starts(folder)
+    stamped = [start.steps for start in starts if len(start.steps.step)]
+    found = Merged(stamped[-1] if stamped else None, on_one_clock(read_span_files(folder), starts))
     for trace in read_readable(sorted(folder.glob("horovod-*.json*")), found.notes):
         found.notes.extend(trace.named_damage)
         end_us = found.shift_of(trace) + float(trace.start_us.max(initial=0.0))
@@ -136,24 +130,13 @@ def _find(sources: Sequence[Path]) -> _Sources:
     return found
 
 
-def _read_spans(folder: Path) -> _Sources:
-    files, starts = read_span_files(folder), read_starts(folder)
-    moved = on_one_clock(files, starts)
-    epoch_us = {}
-    for file, spans in zip(files, moved, strict=True):
-        shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
-        epoch_us[spans.rank] = file.epoch_us - float(shift_us)
-    stamped = [start.steps for start in starts if len(start.steps.step)]
-    return _Sources(stamped[-1] if stamped else None, moved, epoch_us)
-
-
-def _add_profiles(folder: Path, found: _Sources) -> None:
+def _add_profiles(folder: Path, found: Merged) -> None:
     for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
         if not (named := _PROFILE.fullmatch(path.name)):
             continue
         rank = int(named[1])
         try:
-            times = profile.read_times(path, found.notes)
+            times = read_times(path, found.notes)
         except OSError as error:
             found.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
             continue
@@ -163,7 +146,7 @@ def _add_profiles(folder: Path, found: _Sources) -> None:
             found.profiles.append((path, rank, times))
 
 
-def _zero(found: _Sources) -> float:
+def _zero(found: Merged) -> float:
     """Return the time of the first event, by rank 0's clock."""
     firsts = [float(spans.start_us.min()) for spans in found.spans if len(spans.start_us)]
     for trace in found.timelines:
@@ -173,26 +156,26 @@ def _zero(found: _Sources) -> float:
     return min(firsts, default=0.0)
 
 
-def _events(found: _Sources, ranks: Sequence[int], zero_us: float) -> Iterator[Event]:
+def _events(found: Merged, zero_us: float) -> Iterator[Event]:
     hosts = {spans.rank: spans.host for spans in found.spans}
-    for rank in ranks:
+    for rank in found.ranks:
         name = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
-        yield from tracks.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0))
+        yield from trace_events.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0))
     for spans in found.spans:
-        yield from tracks.span_events(spans, zero_us)
+        yield from trace_events.span_events(spans, zero_us)
     if found.steps is not None:
-        yield from tracks.late_events(found.steps, found.spans, zero_us)
+        yield from trace_events.late_events(found.steps, found.spans, zero_us)
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = found.shift_of(trace) - zero_us
-        yield from tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
+        yield from trace_events.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
     for path, rank, times in found.profiles:
-        yield from profile.profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
+        yield from profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
 
 
-def _clock_notes(found: _Sources, errors: Mapping[int, float]) -> Iterator[str]:
-    """Yield notes on the precision of the times; `errors`: of the ranks' clocks."""
-    if unknown := [rank for rank, error in errors.items() if not np.isfinite(error)]:
+def _clock_notes(found: Merged) -> Iterator[str]:
+    """Yield notes on the precision of the times."""
+    if unknown := [spans.rank for spans in found.spans if not np.isfinite(spans.clock_error_us)]:
         clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"
         yield f"{clocks} were never compared with rank 0's: aligned by wall clocks"
     if found.spans and (found.timelines or found.profiles):
@@ -200,5 +183,5 @@ def _clock_notes(found: _Sources, errors: Mapping[int, float]) -> Iterator[str]:
             "Horovod and torch.profiler are aligned by wall clocks: about 0.1 ms off the spans, "
             "more if a clock was set during the job"
         )
-    if any(trace.epoch_us is None for trace in found.timelines) and (len(found.timelines) > 1 or errors):
+    if any(trace.epoch_us is None for trace in found.timelines) and (len(found.timelines) > 1 or found.spans):
         yield "a Horovod Timeline lacks its start time: its times count from 0"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading.events import NAME_HEAD
-from hvdtrain.timeline.reading.source import read_chunks
+from hvdtrain.timeline.reading.events import NAME_HEAD, read_chunks
 from hvdtrain.timeline.reading.trace_builder import TraceBuilder
 
 CHUNK_BYTES = 1 << 20

@@ -23,8 +23,7 @@ from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, Run
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
-from hvdtrain.timeline.steps import Start, read_starts
+from hvdtrain.timeline.steps import Start, on_one_clock, read_span_files, read_starts, wall_clock_us
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.read_run import read_evidence
 
@@ -104,7 +103,10 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     if dropped := sum(file.dropped for file in files):
         notes.append(f"the last spans of each rank are analysed: {dropped:,} earlier ones are left out")
     spans = on_one_clock(files, starts)
-    config = as_mapping(this.started.get("config")) or _config(layout)
+    config = as_mapping(this.started.get("config"))
+    if not config:
+        with suppress(ConfigError):
+            config = layout.read_config()
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
         said = this.started.get("size")
@@ -122,18 +124,13 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     warnings += collect_lines([*more_logs, *logs])
-    events = {name: found[-1] for name in ("memory", "compiled", "flops") if (found := this.events_named(name))}
     records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
     return RunTrace(
-        *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part, events),
+        *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part),
         starts=past,
-        start=number.get(id(this), -1),
-        outer=this.events_named("outer_step"),
-        shares=this.events_named("shares"),
+        start=this,
         journal=(journal := _journal_steps(records)),
         history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(layout.journal, past))),
-        marks=_marks(this),
-        evaluation_s=_evaluation_s(this),
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
@@ -141,16 +138,16 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
 
 def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
     """Return the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
-    journal = RunLayout(folder).journal
-    past = read_journal_starts(journal) if journal.is_file() else []
+    past = read_journal_starts(RunLayout(folder).journal)
     found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
     return [
-        (steps, _within(steps, this.events_named("shares")), this.started.get("config") or {}) for steps, this in found
+        (
+            steps,
+            [event for event in this.events_named("shares") if steps.step[0] <= _at_step(event) <= steps.step[-1]],
+            this.started.get("config") or {},
+        )
+        for steps, this in found
     ]
-
-
-def _within(steps: StepTable, events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [event for event in events if steps.step[0] <= _at_step(event) <= steps.step[-1]]
 
 
 def _evidence(
@@ -199,25 +196,9 @@ def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapp
         end = min(end, start.first_step if start.first_step is not None else math.inf)
 
 
-def _marks(start: JournalStart) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for event in start.events:
-        if (at_step := _at_step(event)) >= 0:
-            found.setdefault(str(event["event"]), []).append(at_step)
-    return found
-
-
 def _at_step(event: Mapping[str, Any]) -> int:
     found = event.get("at_step")
     return found if isinstance(found, int) else -1
-
-
-def _evaluation_s(start: JournalStart) -> float | None:
-    """Return the seconds of evaluations after the first step and before the last; None if one is unknown."""
-    first = start.first_step or 0
-    between = [e for e in start.events_named("evaluation") if first <= _at_step(e) < start.last_step]
-    known = [float(e["seconds"]) for e in between if isinstance(e.get("seconds"), (int, float))]
-    return sum(known) if len(known) == len(between) else None
 
 
 def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
@@ -229,13 +210,6 @@ def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
     began = [each for each in same if each.first_step == first]
     did = [each for each in began if each.last_step >= last]
     return (did or began or same)[-1]
-
-
-def _config(layout: RunLayout) -> Mapping[str, Any]:
-    try:
-        return layout.read_config()
-    except ConfigError:
-        return {}
 
 
 def _segments(

@@ -1,20 +1,28 @@
-"""Reader of ``steps.jsonl``: the step stamps of all ranks."""
+"""Readers of a run's traces: the step stamps of all ranks, and the spans of each, on rank 0's clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import orjson
 
+from hvdtrain.files import open_regular
+from hvdtrain.observe.span_trace import BUCKET, CLOCK, SpanClock, host_of
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import PARTS
-from hvdtrain.timeline.columns import Floats, StepTable
+from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans, StepTable
 
 
 @dataclass(frozen=True)
@@ -141,3 +149,148 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         error_us=as_array([clock.error_us for clock in clocks]),
         dropped=list(dropped),
     )
+
+
+_FILE = re.compile(r"spans-rank-(\d+)(?:-\d+)?\.json")
+_START = re.compile(rb'"name":\s*"clock".{0,1000}?"start":\s*(-?\d+)', re.DOTALL)
+_HEAD = 1 << 16
+"""The first bytes of a file, which contain its clock."""
+_COLUMNS = 5
+
+
+def read_span_files(
+    folder: Path, most_bytes: float = math.inf, start: int | None = None, most_spans: int = sys.maxsize
+) -> list[RankSpans]:
+    """Read the newest file of each rank in one start of a run, by the rank's own clock. Unreadable files are skipped.
+
+    Args:
+        folder: ``RUN/timeline``, or the run.
+        most_bytes: limit of the total size; files of later ranks are skipped.
+        start: number of the start (default: the last one).
+        most_spans: of all files together; the last ones of each are kept.
+    """
+    paths = _paths(folder)
+    starts = {path: _start_of(path) for path in paths}
+    wanted = max(starts.values(), default=-1) if start is None else start
+    chosen = [path for path in paths if starts[path] == wanted]
+    each = max(1, most_spans // max(1, len(chosen)))
+    totals = accumulate(path.stat().st_size for path in chosen)
+    fitting = [path for path, total in zip(chosen, totals, strict=True) if total <= most_bytes]
+    found = [spans for path in fitting if (spans := _read(path, each)) is not None]
+    newest = {spans.rank: spans for spans in sorted(found, key=lambda spans: spans.epoch_us)}
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def _start_of(path: Path) -> int:
+    """Return the number of a file's start; -1 if unknown."""
+    try:
+        with open_regular(path) as file:
+            found = _START.search(file.read(_HEAD))
+    except OSError:
+        return -1
+    return int(found[1]) if found else -1
+
+
+def on_one_clock(ranks: Sequence[RankSpans], starts: Sequence[Start]) -> list[RankSpans]:
+    """Return the spans of each rank on rank 0's clock.
+
+    If a rank's clock was never compared with rank 0's, the wall clocks align it, with an infinite error.
+    """
+    by_number = {start.number: start for start in starts}
+    rank_0 = next((spans for spans in ranks if spans.rank == 0), None)
+    return [_moved(spans, rank_0, by_number.get(spans.start)) for spans in ranks]
+
+
+def wall_clock_us(ranks: Sequence[RankSpans]) -> float | None:
+    """Return the wall clock (microseconds since 1970) at time 0 of rank 0's clock; None if unknown."""
+    return next((spans.epoch_us for spans in ranks if spans.rank == 0), None)
+
+
+def _read(path: Path, most_spans: int) -> RankSpans | None:
+    """Read the last spans of a file; None if it is not a span file."""
+    try:
+        return _spans(_events(path), most_spans)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
+        return None
+
+
+def _events(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield events line by line, to save memory; or from the whole file if another program wrote it."""
+    with open_regular(path) as file:
+        if file.readline(8).strip() != b"[":
+            file.seek(0)
+            yield from (event for event in orjson.loads(file.read()) if isinstance(event, dict))
+            return
+        for raw in file:
+            if (line := raw.strip().rstrip(b",")) not in (b"", b"]"):
+                yield orjson.loads(line)
+
+
+def _spans(events: Iterator[Mapping[str, Any]], most: int) -> RankSpans:
+    head: dict[str, Mapping[str, Any]] = {}
+    buckets: dict[int, BucketFacts] = {}
+    number: dict[str, int] = {}
+    rows = array("d")  # name, track, step, begin and length of each span
+    dropped = 0
+
+    def drop_first() -> int:
+        more = max(0, len(rows) // _COLUMNS - most)
+        del rows[: more * _COLUMNS]
+        return more
+
+    for event in events:
+        kind = event.get("ph")
+        if kind == "M" and event["name"] == BUCKET:
+            buckets[int(event["tid"])] = BucketFacts(**event["args"])
+        elif kind == "M":
+            head[event["name"]] = event
+        elif kind == "X":
+            name = number.setdefault(event["name"], len(number))
+            rows.extend((name, event["tid"], event["args"]["step"], event["ts"], event["dur"]))
+            if len(rows) >= 2 * most * _COLUMNS:
+                dropped += drop_first()
+    dropped += drop_first()
+    names, track, step, start_us, length_us = np.frombuffer(rows, np.float64).reshape(-1, _COLUMNS).T
+    clock = msgspec.convert(head[CLOCK]["args"], SpanClock)
+    begin_us = start_us + clock.monotonic_us
+    return RankSpans(
+        rank=int(head[CLOCK]["pid"]),
+        host=host_of(head["process_name"]["args"]["name"]),
+        names=list(number),
+        name=names.astype(np.int16),
+        track=track.astype(np.int32),
+        step=step.astype(np.int32),
+        start_us=begin_us,
+        end_us=begin_us + length_us,
+        buckets=buckets,
+        epoch_us=clock.start_time_since_epoch_in_micros - clock.monotonic_us,
+        clock_id=clock.clock_id,
+        start=clock.start,
+        dropped=dropped,
+    )
+
+
+def _moved(spans: RankSpans, rank_0: RankSpans | None, start: Start | None) -> RankSpans:
+    """Convert times to rank 0's clock."""
+    if spans.rank == 0 or (rank_0 is not None and spans.clock_id and spans.clock_id == rank_0.clock_id):
+        return spans
+    shift_us = spans.epoch_us - rank_0.epoch_us if rank_0 is not None else 0.0
+    times, shifts, error_us = np.zeros(1), np.array([shift_us]), math.inf
+    if start is not None and spans.rank < start.offset_us.shape[1]:
+        offset, error = start.offset_us[:, spans.rank], start.error_us[:, spans.rank]
+        known = np.isfinite(offset) & np.isfinite(error)
+        if known.any():  # times by the rank's own clock
+            times, shifts, error_us = (start.clock_us - offset)[known], offset[known], float(error[known].max())
+    begin_us, end_us = (us + np.interp(us, times, shifts) for us in (spans.start_us, spans.end_us))
+    epoch_us = spans.epoch_us - float(begin_us[0] - spans.start_us[0] if len(begin_us) else 0.0)
+    return replace(spans, start_us=begin_us, end_us=end_us, clock_error_us=error_us, epoch_us=epoch_us)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Return the span files of a folder or of a run, in the order of their ranks."""
+    for where in (folder, RunLayout(folder).timeline.folder):
+        paths = where.glob(TimelineLayout.SPANS)
+        found = sorted((int(named[1]), path) for path in paths if (named := _FILE.fullmatch(path.name)))
+        if found:
+            return [path for _, path in found]
+    return []

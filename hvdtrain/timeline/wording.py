@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from hvdtrain.timeline.analysis.analysis import Blame, Change, Efficiency, Estimate, Memory, OuterSteps, Scaling, Spell
-from hvdtrain.timeline.analysis.goodput import USEFUL, Goodput
+from hvdtrain.timeline.analysis import analysis
 
 _LEAST_LOST = 0.005
 _MANY_RANKS = 4
@@ -54,7 +53,7 @@ def elapsed(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def interval(estimate: Estimate, places: int | None = None) -> str:
+def interval(estimate: analysis.Estimate, places: int | None = None) -> str:
     """Format an interval as ``[11.1 .. 13.4]``; empty if there is none, as for a single step."""
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)) or estimate.low == estimate.high:
         return ""
@@ -62,6 +61,11 @@ def interval(estimate: Estimate, places: int | None = None) -> str:
         size = abs(estimate.value) or max(abs(estimate.low), abs(estimate.high))
         places = 0 if size >= 100 else 1 if size >= 10 else 2
     return f"[{estimate.low:,.{places}f} .. {estimate.high:,.{places}f}]"
+
+
+def quantity(estimate: analysis.Estimate, places: int | None = None, unit: str = "") -> str:
+    """Format milliseconds with their interval, if there is one."""
+    return f"{ms(estimate.value, places)}{unit} {interval(estimate, places)}".rstrip()
 
 
 def percent(share: float) -> str:
@@ -86,14 +90,14 @@ def nbytes(count: float) -> str:
     return f"{ms(count)} TB"
 
 
-def memory(found: Memory) -> str:
+def memory(found: analysis.Memory) -> str:
     """Format memory as ``30 MiB of the GPU at most: parameters 10, optimizer 20``, largest first, without zeros."""
     kinds = sorted(((mib, kind) for kind, mib in found.mib.items() if mib), reverse=True)
     parts = ", ".join(f"{kind} {mib:,.0f}" for mib, kind in kinds)
     return f"{sum(found.mib.values()):,.0f} MiB of the {found.where} at most: {parts}"
 
 
-def outer(found: OuterSteps) -> str:
+def outer(found: analysis.OuterSteps) -> str:
     """Describe outer steps."""
     return (
         f"{counted(found.count, 'outer step')}; in each {nbytes(found.sent_bytes)} sent, {ms(found.wait_ms)} ms waited;"
@@ -101,7 +105,7 @@ def outer(found: OuterSteps) -> str:
     )
 
 
-def efficiency(found: Efficiency) -> str:
+def efficiency(found: analysis.Efficiency) -> str:
     """Format shares of the peak as ``41% used (MFU); lost: kernels below the peak 30%, input 4%``, largest first."""
     parts = _lost(found.lost)
     return f"{percent(found.mfu)} used (MFU){f'; lost: {parts}' if parts else ''}"
@@ -113,30 +117,30 @@ def _lost(shares: Mapping[str, float], most: int | None = None) -> str:
     return ", ".join(f"{name} {percent(share)}" for name, share in ordered[:most] if share >= _LEAST_LOST)
 
 
-def slower(found: Change) -> str:
+def slower(found: analysis.Change) -> str:
     """Format a stretch of slow steps as ``233 instead of 187 ms: batches have more tokens``."""
     with_it = f": {'; '.join(found.coincided)}" if found.coincided else ""
     return f"{ms(found.step_ms)} instead of {ms(found.usual_ms)} ms{with_it}"
 
 
-def scaling(found: Scaling) -> str:
+def scaling(found: analysis.Scaling) -> str:
     """Say how well more ranks pay off."""
     return f"scaling: on {found.ranks} ranks a device trains at {found.efficiency:.0%} of its speed on {found.fewer}"
 
 
-def goodput(found: Goodput, most: int | None = None) -> str:
+def goodput(found: analysis.Goodput, most: int | None = None) -> str:
     """Format goodput as ``93% of the device-hours; evaluations 4%, start-up 2%``, largest first; `most` of them.
 
     If steps that do not count have used energy, it is ``93% of the device-hours, 96% of the energy of steps``.
     """
     total = sum(found.hours.values())
-    parts = _lost({use: hours / total for use, hours in found.hours.items() if use != USEFUL}, most)
+    parts = _lost({use: hours / total for use, hours in found.hours.items() if use != analysis.USEFUL}, most)
     lost = found.energy is not None and found.energy < 1 - _LEAST_LOST
     energy = f", {percent(found.energy)} of the energy of steps" if found.energy is not None and lost else ""
     return f"{percent(found.share)} of the device-hours{energy}{f'; {parts}' if parts else ''}"
 
 
-def spells(found: Sequence[Spell]) -> str:
+def spells(found: Sequence[analysis.Spell]) -> str:
     """Say when a rank was late, such as " since step 800"; nothing for one that always was."""
     if not found:
         return ""
@@ -147,7 +151,7 @@ def spells(found: Sequence[Spell]) -> str:
     return f" since step {longest.first_step:,}" if longest.lasts else f" {steps}"
 
 
-def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
+def worst_straggler(blame: analysis.Blame) -> tuple[str, str, list[int]]:
     """Return the first straggler, a rank or a host, with what it costs and since when; and its ranks."""
     first = blame.late[0]
     rows = {row.rank: row for row in blame.ranks}
@@ -159,14 +163,14 @@ def worst_straggler(blame: Blame) -> tuple[str, str, list[int]]:
         max([spell.cost_ms for spell in blame.spells_of(rank)], key=lambda each: each.value, default=rows[rank].cost_ms)
         for rank in group
     )
-    found = f"{ms(cost.value)} ms per step {interval(cost)}".rstrip() + spells(blame.spells_of(first))
+    found = quantity(cost, unit=" ms per step") + spells(blame.spells_of(first))
     return straggler(blame, first), found, group
 
 
-def total(estimates: Iterable[Estimate]) -> Estimate:
+def total(estimates: Iterable[analysis.Estimate]) -> analysis.Estimate:
     """Add estimates, with the widest possible interval."""
     every = list(estimates)
-    return Estimate(*(sum(getattr(each, end) for each in every) for end in ("value", "low", "high")))
+    return analysis.Estimate(*(sum(getattr(each, end) for each in every) for end in ("value", "low", "high")))
 
 
 def behind(late_ms: float) -> str:
@@ -174,7 +178,7 @@ def behind(late_ms: float) -> str:
     return f"{ms(abs(late_ms))} ms {'behind' if late_ms >= 0 else 'ahead of'}"
 
 
-def straggler(blame: Blame, rank: int, *, on: bool = True) -> str:
+def straggler(blame: analysis.Blame, rank: int, *, on: bool = True) -> str:
     """Return the name of a straggler, such as ``rank 3 on a`` or ``one of ranks 2, 3 on a``; `on`: with its host."""
     group = blame.group_of(rank)
     name = ranks(group, {row.rank: row.host for row in blame.ranks} if on else ())

@@ -6,8 +6,7 @@ import numpy as np
 
 from hvdtrain.observe.past_journal import read_steps as read_journal_steps
 from hvdtrain.timeline.read import read_horovod
-from hvdtrain.timeline.span_files import read_span_files, wall_clock_us
-from hvdtrain.timeline.steps import read_starts
+from hvdtrain.timeline.steps import read_span_files, read_starts, wall_clock_us
 from tests.support.gallery import STEPS, Gallery
 from tests.support.step_tables import read_spans
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.timeline.columns import RankSpans, RunTrace, StepTable
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files
-from hvdtrain.timeline.steps import read_starts
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts
 
 Floats = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLin
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
 from hvdtrain.timeline.columns import Floats, StepTable
-from hvdtrain.timeline.verdicts import changed, verdicts
+from hvdtrain.timeline.report.terminal import changed, verdicts
 from hvdtrain.training.records.run_report import VerdictWatch
 from tests.support.journals import FakeRun
 from tests.support.step_tables import columns_of, noise, run_of, table_of
@@ -171,13 +171,13 @@ def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
         _start(4, {0: 50.0}, ["a", "b"], steps=5),  # too short to judge
     ]
     found = slow_hosts([(start, [], {}) for start in starts], {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
-    first, second = found.hosts[:2]
+    first, second = found["hosts"][:2]
     assert (first.name, first.slow_starts, first.starts) == ("c", 2, 3)
     assert first.device_hours == pytest.approx(2 * 0.9 * 0.02 * 200 * 4 / 3600, rel=0.2)
     assert (second.name, second.slow_starts, second.starts) == ("d", 1, 4)
-    assert [place.name for place in found.hosts[2:]] == ["a", "b", "e"]
-    assert [place.name for place in found.devices[:2]] == ["GPU-c", "GPU-d"] and found.devices[0].host == "c"
-    assert [(place.name, place.slow_starts) for place in found.groups] == [("rack 1", 3), ("rack 2", 0)]
+    assert [place.name for place in found["hosts"][2:]] == ["a", "b", "e"]
+    assert [place.name for place in found["devices"][:2]] == ["GPU-c", "GPU-d"] and found["devices"][0].host == "c"
+    assert [(place.name, place.slow_starts) for place in found["groups"]] == [("rack 1", 3), ("rack 2", 0)]
     assert first.causes.most_common(1)[0][0] in ("forward", "backward")
 
 
@@ -189,5 +189,5 @@ def test_a_host_with_fewer_micro_batches_is_judged_by_what_is_left(balanced: boo
     work[2, 100:] += 5.0
     table = replace(table_of(work), hosts=["a", "b", "c", "d"])
     event = {"event": "shares", "at_step": 100, "shares": [2, 2, 1, 2], "pass_s": [0.05, 0.05, 0.1, 0.05]}
-    (first, *_) = slow_hosts([(table, [event] if balanced else [], {})], {}).hosts
+    (first, *_) = slow_hosts([(table, [event] if balanced else [], {})], {})["hosts"]
     assert (first.slow_starts, first.name) == ((0, "a") if balanced else (1, "c"))

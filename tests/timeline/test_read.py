@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_files, read_horovod
-from hvdtrain.timeline.reading import growing
+from hvdtrain.timeline.reading import trace_builder
 from hvdtrain.timeline.reading.events import nbytes
 from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
 
@@ -219,8 +219,8 @@ def test_dropped_records_are_reported(tmp_path: Path) -> None:
 def test_columns_go_to_the_disk_unless_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [np.arange(n, dtype=np.float64) for n in (3, 0, 40, 7, 1)]
 
-    def filled() -> growing.Column:
-        column = growing.Column("f8", in_memory_bytes=100)
+    def filled() -> trace_builder.Column:
+        column = trace_builder.Column("f8", in_memory_bytes=100)
         for part in parts:
             column.add(part)
         return column
@@ -229,7 +229,7 @@ def test_columns_go_to_the_disk_unless_that_is_full(monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     on_disk = filled()
-    monkeypatch.setattr(growing.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(trace_builder.tempfile, "TemporaryFile", full)
     in_memory = filled()
     assert on_disk._file is not None and in_memory._file is None
     for column in (on_disk, in_memory):

@@ -12,7 +12,7 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.runtime.clock import Pair
 from hvdtrain.spans import EXCHANGE, MAIN, Spans
 from hvdtrain.timeline.columns import BucketFacts
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, wall_clock_us
 from tests.support.step_tables import read_spans
 from tests.timeline.test_steps import block, start, write
 
@@ -54,7 +54,7 @@ def test_files_of_other_starts_are_not_read(tmp_path: Path, monkeypatch: pytest.
     size = (tmp_path / "spans-rank-0.json").stat().st_size + 100
     for asked, number in ((None, 2), (1, 1)):
         (found,) = read_span_files(tmp_path, size, asked)  # three would be more
-        assert found.start == number and found.spans.start_us[0] == pytest.approx(1e6 * (1 + number) + 100)
+        assert found.start == number and found.start_us[0] == pytest.approx(1e6 * (1 + number) + 100)
     assert [(spans.rank, spans.start_us[0]) for spans in read_spans(tmp_path)] == [(0, pytest.approx(3e6 + 100))]
 
 
@@ -68,7 +68,7 @@ def test_a_large_file_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
     (found,) = read_span_files(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(found.spans.step) == 10_002
+    assert len(found.step) == 10_002
     assert peak < path.stat().st_size
 
 
@@ -133,5 +133,5 @@ def test_of_a_long_file_the_last_spans_are_kept(tmp_path: Path, monkeypatch: pyt
             now[0] += 1000
     file.close()
     (found,) = read_span_files(tmp_path, most_spans=most)
-    assert found.spans.step.tolist() == list(range(1, 22))[-most:]
-    assert found.dropped == max(0, 21 - most) and len(found.spans.end_us) == min(most, 21)
+    assert found.step.tolist() == list(range(1, 22))[-most:]
+    assert found.dropped == max(0, 21 - most) and len(found.end_us) == min(most, 21)

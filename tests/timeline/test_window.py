@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hvdtrain.cli.timeline.window import ask_window
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.live_window import (
@@ -21,7 +22,6 @@ from hvdtrain.observe.live_window import (
     write_answer,
     write_request,
 )
-from hvdtrain.timeline.window import ask_window
 
 
 def run_folder(folder: Path) -> Path:

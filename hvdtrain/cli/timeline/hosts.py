@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local
+from hvdtrain.errors import ConfigError, TraceError
 
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis.slow_hosts import Place
@@ -34,7 +35,6 @@ def main(command: str, argv: list[str]) -> int:
     """Print the hosts of runs, most costly first; return the exit code: 2 if the file of groups is wrong."""
     options = parser(command).parse_args(argv)
 
-    from hvdtrain.errors import ConfigError, TraceError
     from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
     from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.run import read_stamped
@@ -47,14 +47,16 @@ def main(command: str, argv: list[str]) -> int:
             next_step="name the folders of runs that recorded traces",
         )
     try:
-        found = slow_hosts(starts, _groups(options.groups))
+        kinds = slow_hosts(starts, _groups(options.groups))
     except ConfigError as error:
         sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
         return 2
-    kinds = {"hosts": found.hosts, "devices": found.devices, "groups": found.groups}
     if options.json:
-        places = {kind: [_plain(place) for place in each] for kind, each in kinds.items()}
-        sys.stdout.write(dumped({"version": 1, **places}).decode())
+        plain = {
+            kind: [{**vars(place), "causes": list(dict(place.causes.most_common()))} for place in each]
+            for kind, each in kinds.items()
+        }
+        sys.stdout.write(dumped({"version": 1, **plain}).decode())
         return 0
     for kind, each in kinds.items():
         print("\n".join(_lines(kind, each)))
@@ -63,8 +65,6 @@ def main(command: str, argv: list[str]) -> int:
 
 def _groups(file: Path | None) -> dict[str, str]:
     """Read a file with lines ``HOST GROUP``. Errors: ConfigError if it cannot be read, or a line is another."""
-    from hvdtrain.errors import ConfigError
-
     if file is None:
         return {}
     try:
@@ -75,10 +75,6 @@ def _groups(file: Path | None) -> dict[str, str]:
         if len(words) != 2:
             raise ConfigError(f"line {number} of {file}", expected="HOST GROUP", found=" ".join(words)[:80])
     return dict(lines)
-
-
-def _plain(place: Place) -> dict[str, object]:
-    return {**vars(place), "causes": [name for name, _ in place.causes.most_common()]}
 
 
 def _lines(kind: str, places: Sequence[Place]) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from hvdtrain.cli.parser import Parser, local
+from hvdtrain.errors import ConfigError, TraceError
+from hvdtrain.files import write_text
 
 _EPILOG = """\
 examples:
@@ -31,7 +32,6 @@ false.
 def main(command: str, argv: list[str]) -> int:
     """Print or write the report; return the exit code."""
     options = parser(command).parse_args(argv)
-    from hvdtrain.errors import ConfigError
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.analysis.analysis import figures
     from hvdtrain.timeline.report import condition
@@ -57,33 +57,30 @@ def main(command: str, argv: list[str]) -> int:
 
 
 def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes], page: Callable[[], str]) -> None:
-    """Write the page to --html, if it is given, and print the text, or JSON with --json."""
+    """Write the page to --html, if it is given, and print the text, or JSON with --json.
+
+    Errors:
+        TraceError: the page cannot be written.
+    """
     from hvdtrain.timeline import wording
 
     if options.html is not None:
-        _write_page(page(), options.html)
+        content = page()
+        try:
+            write_text(options.html, content)
+        except (OSError, ValueError) as error:  # ValueError: a path without a name, such as / or .
+            raise TraceError(
+                f"the page {options.html} cannot be written",
+                expected="a file in an existing folder with write permission",
+                found="a folder" if options.html.is_dir() else getattr(error, "strerror", None) or str(error),
+                next_step="name another file: --html FILE",
+            ) from None
     if options.json:
         sys.stdout.write(form().decode())
         return
     print(wording.readable(text()))
     if options.html is not None:
         print(wording.readable(f"written: {options.html}"))
-
-
-def _write_page(page: str, file: Path) -> None:
-    """Write a page. Errors: TraceError if the file cannot be written."""
-    from hvdtrain.errors import TraceError
-    from hvdtrain.files import write_text
-
-    try:
-        write_text(file, page)
-    except (OSError, ValueError) as error:  # ValueError: a path without a name, such as / or .
-        raise TraceError(
-            f"the page {file} cannot be written",
-            expected="a file in an existing folder with write permission",
-            found="a folder" if file.is_dir() else getattr(error, "strerror", None) or str(error),
-            next_step="name another file: --html FILE",
-        ) from None
 
 
 def parser(command: str) -> Parser:

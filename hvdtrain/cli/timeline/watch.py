@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from datetime import datetime
 
-from hvdtrain.cli.parser import Parser, local
+from hvdtrain.cli.parser import Parser, above_0, local
 
 _EVERY_S = 30.0
 _MOST_BYTES = 1 << 25
@@ -31,9 +30,8 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import dumped
-    from hvdtrain.timeline.report.terminal import summary_lines
+    from hvdtrain.timeline.report.terminal import changed, summary_lines, verdicts
     from hvdtrain.timeline.run import load
-    from hvdtrain.timeline.verdicts import changed, verdicts
 
     journal, before = RunLayout(options.run).journal, None
     while True:
@@ -61,13 +59,6 @@ def main(command: str, argv: list[str]) -> int:
             return 0
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, found {text}")
-    return value
-
-
 def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
@@ -77,7 +68,7 @@ def parser(command: str) -> Parser:
     )
     made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     every = "seconds between two looks (default: %(default)g)"
-    made.add_argument("--every_s", type=_seconds, default=_EVERY_S, metavar="S", help=every)
+    made.add_argument("--every_s", type=lambda text: above_0(text, 1e6), default=_EVERY_S, metavar="S", help=every)
     made.add_argument("--once", action="store_true", help="look once")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

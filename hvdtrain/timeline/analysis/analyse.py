@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,19 @@ import numpy as np
 from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
-from hvdtrain.timeline.analysis.analysis import (
-    Analysis,
-    Blame,
-    Budget,
-    Estimate,
-    Memory,
-    OuterSteps,
-    RankRow,
-    Spell,
-)
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
-from hvdtrain.timeline.analysis.efficiency import efficiency, scaling
+from hvdtrain.timeline.analysis import budget, communication, lanes
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
-from hvdtrain.timeline.analysis.goodput import Goodput, goodput_of
-from hvdtrain.timeline.analysis.history import changes, start_up
+from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
+from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.over_time import over_time, turns
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
-from hvdtrain.timeline.analysis.shares import Division, passes_by_rank, stragglers_of
+from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import HorovodTrace, RunTrace
+from hvdtrain.timeline.columns import RunTrace
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -53,43 +40,38 @@ def analyse(run: RunTrace) -> Analysis:
     if spent is None:
         spent = budget.timeline_budget(run.horovod)
     exchange = communication.measure_communication(run)
-    stragglers, sizes, division = _stragglers(run, ticks)
+    shares = run.start.events_named("shares")
+    stragglers = stragglers_of(table, shares, run.config) if table is not None else None
+    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
+        stragglers = find_stragglers(rounds)
     blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
-    of_run = (start_up(run.journal) if run.journal is not None else None, changes(run))
-    facts = Facts(run, spent, exchange, blame, stragglers, *of_run, sizes, division)
+    begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
+    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
+    memory = run.newest("memory")
+    mib = numbers(as_mapping(memory.get("mib")))
+    name = run.path.name if run.path.name != ".." else ""
     return Analysis(
-        title=_title(run.path),
+        title=name or run.path.resolve().name or str(run.path),  # as the user named it, but for . and ..
         size=size,
         budget=spent,
         communication=exchange,
-        carriers=carriers.top_carriers(run),
+        carriers=communication.top_carriers(run),
         blame=blame,
         findings=find(facts),
-        lanes=lanes.window_lanes(run, turns(of_run[1], blame)),
-        memory=_memory(run.events.get("memory", {})),
+        lanes=lanes.window_lanes(run, turns(changed, blame)),
+        memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
         goodput=_goodput(run, spent),
         efficiency=efficiency(run, spent),
         scaling=scaling(run.starts),
         outer=_outer(run),
-        start_up=of_run[0],
-        changes=of_run[1],
-        over_time=over_time(run, of_run[1], blame),
+        start_up=begun,
+        changes=changed,
+        over_time=over_time(run, changed, blame),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(facts)],
     )
-
-
-def _title(path: Path) -> str:
-    """Return the name given by the user; for ``.`` and ``..`` the folder's own name."""
-    name = path.name if path.name != ".." else ""
-    return name or path.resolve().name or str(path)
-
-
-def _memory(event: Mapping[str, Any]) -> Memory | None:
-    known = numbers(as_mapping(event.get("mib")))
-    return Memory(str(event.get("where", "")), known) if known else None
 
 
 def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
@@ -111,7 +93,7 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     options = as_mapping(run.config.get("parallel"))
     workers = options.get("workers")
     found = []
-    for event in run.outer:
+    for event in run.start.events_named("outer_step"):
         cosines = [value for value in event.get("cosines") or () if isinstance(value, (int, float))]
         known = numbers({name: event.get(name) for name in ("sent_bytes", "wait_s", "drift")})
         if len(known) == 3 and len(cosines) == workers:
@@ -119,18 +101,6 @@ def _outer(run: RunTrace) -> OuterSteps | None:
     if not found or not isinstance(workers, int):
         return None
     return OuterSteps(str(options.get("sync")), workers, len(found), *map(float, np.mean(found, axis=0)))
-
-
-def _stragglers(
-    run: RunTrace, ticks: Sequence[HorovodTrace]
-) -> tuple[Stragglers | None, BatchSizes | None, Division | None]:
-    """Find them by stamps, or else by ticks; return also the effects of batch sizes and of unequal shares."""
-    passes = passes_by_rank(run.config, len(run.steps.hosts)) if run.steps is not None else []
-    found = stragglers_of(run.steps, run.shares, passes) if run.steps is not None else None
-    if found is not None:
-        return found
-    rounds = from_ticks(ticks)
-    return (find_stragglers(rounds) if rounds is not None else None), None, None
 
 
 def _regular(run: RunTrace) -> RunTrace:
@@ -160,13 +130,12 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
         for rank, host in enumerate(rounds.hosts)
     ]
     causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
-    order = {rank: place for place, rank in enumerate(stragglers.late)}
-    last = len(rows)
-    rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
-    spells = [_spell(rank, spell, rounds) for rank in stragglers.late for spell in stragglers.spells(rank)]
     late = list(stragglers.late)
-    together = _together(run, parts)
-    return Blame(rounds.source, rounds.work_ms.shape[1], rows, late, causes, stragglers.reason, spells, together)
+    order = {rank: place for place, rank in enumerate(late)}
+    rows.sort(key=lambda row: (order.get(row.rank, len(rows)), -row.cost_ms.value, -row.last_share))
+    spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
+    steps, together = rounds.work_ms.shape[1], _together(run, parts)
+    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from hvdtrain.observe.cost import Cost
-from hvdtrain.timeline.analysis.goodput import Goodput
 
 Count = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1.000001)]
@@ -88,11 +87,8 @@ class Communication:
 class Carrier:
     """The cost of a bucket or a tensor.
 
-    Attributes:
-        name: of the collective.
-        modules: those that own its gradients.
-        nbytes: per exchange.
-        ms: per step, from the first rank being ready to the result; `exposed_ms` is the exposed part.
+    `modules` own its gradients. Bytes are per exchange. Times are per step, from the first rank being ready to the
+    result.
     """
 
     name: str
@@ -106,11 +102,8 @@ class Carrier:
 class Cause:
     """A difference between a late rank and the others.
 
-    Attributes:
-        name: data, forward, backward, optimizer, gc, cpu (no core was free), steal, stopped, gpu clock, gpu throttle,
-            experts.
-        ms: per step, more than the median of the other ranks; None if the cause is not a time.
-        text: a sentence with the numbers.
+    Its name is data, forward, backward, optimizer, gc, cpu (no core was free), steal, stopped, gpu clock, gpu throttle
+    or experts; `ms`, per step, is more than the median of the other ranks, None if the cause is not a time.
     """
 
     name: str
@@ -144,12 +137,7 @@ class RankRow:
 class Spell:
     """Steps in which a rank was a straggler that was none in others.
 
-    Attributes:
-        first_step, last_step: numbers of recorded steps.
-        cost_ms: how much shorter each of these steps would be if the rank were like the others.
-        last_share: share of these steps in which it was the last to be ready, 0 to 1.
-        behind_ms: as of `RankRow`, in these steps.
-        lasts: whether it still was one in the last recorded step.
+    Figures are as of `RankRow`, in these steps. `lasts`: it still was one in the last recorded step.
     """
 
     rank: Count
@@ -176,8 +164,7 @@ class Change:
 
     Attributes:
         begins, lasts: whether it has the first step after the start-up, and the last of the run.
-        usual_ms, step_ms: a usual step, and one of these.
-        share: of the run's steps that are in it.
+        usual_ms, step_ms, share: of a usual step, of one of these, and the share of the run's steps that are in it.
         parts_ms: by how much longer parts of the step take, if they explain much of it.
         coincided: sentences about what else was different then.
     """
@@ -197,10 +184,8 @@ class Change:
 class Moment:
     """Neighbouring steps of a run, of any of its starts. By the clock of rank 0, in ms.
 
-    Attributes:
-        step_ms, median_ms: mean and median over them.
-        parts_ms: means; they sum to `step_ms`.
-        after_s: from the beginning of the run to that of these steps, with the time between starts; None if unknown.
+    Parts are means, which sum to the mean step. `after_s`: from the beginning of the run to that of these steps, with
+    the time between starts; None if unknown.
     """
 
     first_step: Count
@@ -297,9 +282,7 @@ class Finding:
 
     Attributes:
         kind: a fixed short name: straggler, exposed, input, gc, small_buckets, bandwidth, stall, ...
-        text: a sentence with the number.
         cost_ms: upper bound of the gain per step; None if unknown. Findings are ordered by it.
-        advice: what to do, with the option to try.
     """
 
     kind: str
@@ -333,10 +316,7 @@ class Lane:
 class Memory:
     """The memory of rank 0.
 
-    Attributes:
-        where: GPU or host.
-        mib: MiB by kind: parameters, buffers, exchange, gradients, optimizer, activations and rest. They sum to the
-            peak.
+    `where` is GPU or host. MiB by kind, such as gradients and rest, sum to the peak.
     """
 
     where: str
@@ -349,10 +329,8 @@ class OuterSteps:
 
     Attributes:
         sync: the option --parallel.sync.
-        workers: number of workers.
         count: number of outer steps.
-        sent_bytes: by rank 0 in each.
-        wait_ms: that rank 0 waited in each.
+        sent_bytes, wait_ms: of rank 0 in each.
         cosine: between the change of a worker and the mean change, the least of all workers.
         drift: distance of a worker from the mean, over the norm of the mean change.
     """
@@ -364,6 +342,30 @@ class OuterSteps:
     wait_ms: float
     cosine: float
     drift: float
+
+
+USEFUL = "training"
+"""The use of device-hours that counts."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What the device-hours of a run were used for.
+
+    Attributes:
+        hours: device-hours by use (`goodput.USES`). They sum to the device-hours of the run's cost.
+        energy: share of the measured energy of training that steps which count have used, 0 to 1, with the evaluations
+            and pauses between them; None if it was not measured in every start.
+    """
+
+    hours: Mapping[str, float]
+    energy: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The goodput: the share of `USEFUL`, 0 to 1."""
+        total = sum(self.hours.values())
+        return self.hours.get(USEFUL, 0.0) / total if total else 0.0
 
 
 @dataclass(frozen=True)
@@ -390,21 +392,16 @@ class Analysis:
     Attributes:
         size: number of ranks; 0 if unknown.
         budget: None if no step was measured.
-        communication: None if unknown.
-        carriers: most costly first, ten at most.
-        findings: most costly first.
+        carriers, findings: most costly first.
         lanes: a few steps.
         warnings: lines of Horovod, NCCL and the run.
         notes: data that is missing or was dropped, and the precision of the clocks.
-        memory: None if unknown.
-        cost: of all starts of the run; None if unknown.
-        goodput: of all starts; None if unknown.
+        cost, goodput, over_time: of all starts of the run.
         efficiency: None if the FLOPs of the model or the peak of the devices are unknown.
         scaling: None unless the run had starts on different numbers of ranks.
         outer: None if ranks exchange in every step.
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
-        over_time: of all starts; None without a journal.
     """
 
     title: str
@@ -440,18 +437,15 @@ def figures(analysis: Analysis) -> dict[str, float]:
     which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share, bus_gb_per_s, and PART_ms
     for each part of the budget (underscores for spaces).
     """
-    found: dict[str, float] = {}
-    if analysis.goodput is not None:
-        found["goodput"] = analysis.goodput.share
-    if analysis.efficiency is not None:
-        found["mfu"] = analysis.efficiency.mfu
-    if analysis.scaling is not None:
-        found["scaling_efficiency"] = analysis.scaling.efficiency
-    if analysis.blame.source != "none":
-        worst = analysis.blame.worst_ms()
-        found["straggler_ms"] = max(worst.values(), default=0.0)
-        if worst:
-            found["straggler_rank"] = float(max(worst, key=lambda rank: worst[rank]))
+    communication, blame = analysis.communication, analysis.blame
+    worst = blame.worst_ms()
+    found = {
+        "goodput": analysis.goodput.share if analysis.goodput else None,
+        "mfu": analysis.efficiency.mfu if analysis.efficiency else None,
+        "scaling_efficiency": analysis.scaling.efficiency if analysis.scaling else None,
+        "straggler_ms": max(worst.values(), default=0.0) if blame.source != "none" else None,
+        "straggler_rank": float(max(worst, key=lambda rank: worst[rank])) if worst else None,
+    }
     if (budget := analysis.budget) is not None:
         if budget.steps:
             found["step_ms"] = budget.step_ms.value
@@ -460,7 +454,6 @@ def figures(analysis: Analysis) -> dict[str, float]:
         found["exposed_share"] = sum(part.share for part in exposed)
         if budget.steps:
             found |= {part_figure(part.name): part.ms.value for part in budget.parts}
-    if (communication := analysis.communication) is not None:
-        known = {"hidden_share": communication.hidden_share, "bus_gb_per_s": communication.bus_gb_per_s}
-        found |= {name: value for name, value in known.items() if value is not None}
-    return found
+    if communication is not None:
+        found |= {"hidden_share": communication.hidden_share, "bus_gb_per_s": communication.bus_gb_per_s}
+    return {name: value for name, value in found.items() if value is not None}

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
-from hvdtrain.timeline.analysis.intervals import NOTHING, length, partition, union, within
-from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable
@@ -35,19 +34,8 @@ _LEAST = 1e-6
 _NAMES = {name: name for name in ("data", "forward", "backward", "optimizer")}
 _NAMES |= {"copy": "data", "clip": "optimizer", "gather": PARAMETERS, "activations": ACTIVATIONS, "aside": ASIDE}
 ORDER = (
-    "data",
-    PARAMETERS,
-    "forward",
-    "backward",
-    ACTIVATIONS,
-    LATE,
-    *reversed(PHASES),
-    EXCHANGE,
-    OTHER_EXCHANGE,
-    "optimizer",
-    ASIDE,
-    UNRECORDED,
-    REST,
+    *("data", PARAMETERS, "forward", "backward", ACTIVATIONS, LATE, *reversed(phases.PHASES), EXCHANGE, OTHER_EXCHANGE),
+    *("optimizer", ASIDE, UNRECORDED, REST),
 )
 
 
@@ -182,19 +170,19 @@ def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[st
     everything = {EXCHANGE: Estimate(1.0, 1.0, 1.0)}
     start, end = table.ready_us.max(axis=0), table.released_us[0]
     traced = np.zeros(len(start), bool)
-    for first, last in map(extent, horovod):
+    for first, last in map(phases.extent, horovod):
         traced |= (start >= first) & (start <= last) & (end > start)
     warm = traced & (np.arange(len(start)) >= warm_up(table))
     start, end = (times[warm if warm.any() else traced] for times in (start, end))
     waiting = end - start
     if not len(waiting):
         return everything
-    phases = by_kind(horovod)
-    cut = partition(union(start, end), {name: phases[name] for name in PHASES if name in phases})
+    in_phase = phases.by_kind(horovod)
+    cut = phases.partition(phases.union(start, end), {name: in_phase[name] for name in phases.PHASES})
     cut[OTHER_EXCHANGE] = cut.pop("")
-    if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # the Timeline has other tensors, or another clock
+    if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # the Timeline has other tensors, or another clock
         return everything
-    return {name: ratio_of(within(part, start, end), waiting) for name, part in cut.items()}
+    return {name: ratio_of(phases.within(part, start, end), waiting) for name, part in cut.items()}
 
 
 def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
@@ -202,21 +190,19 @@ def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
 
     If most tensors recur equally often, a step is one exchange of each. Else `steps` is 0, and times are totals.
     """
-    ends = [extent(trace) for trace in horovod]
+    ends = [phases.extent(trace) for trace in horovod]
     wall_us = sum(end - start for start, end in ends)
     if wall_us <= 0:
         return None
-    steps = sum(map(count_steps, horovod)) if all(map(count_steps, horovod)) else 0
+    steps = sum(map(phases.count_steps, horovod)) if all(map(phases.count_steps, horovod)) else 0
     parts: dict[str, float] = {}
     for trace, (start, end) in zip(horovod, ends, strict=True):
-        phases = by_kind([trace])
-        rest = [phases[kind] for kind in (OTHER, "") if kind in phases] or [NOTHING]
-        phases[OTHER] = union(np.concatenate([span[0] for span in rest]), np.concatenate([span[1] for span in rest]))
-        whole = (np.array([start]), np.array([end]))
-        cut = partition(whole, {name: phases[name] for name in (*PHASES, OTHER) if name in phases})
+        in_phase = phases.by_kind([trace])
+        in_phase[phases.OTHER] = phases.together([in_phase[phases.OTHER], in_phase.pop("")])
+        cut = phases.partition((np.array([start]), np.array([end])), in_phase)
         cut[IDLE] = cut.pop("")
         for name, part in cut.items():
-            parts[name] = parts.get(name, 0.0) + length(part) / max(1, steps) / 1e3
+            parts[name] = parts.get(name, 0.0) + phases.length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
     return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])

@@ -1,7 +1,8 @@
-"""The gradient exchange: duration, hidden share, bandwidth. Pure."""
+"""The gradient exchange: duration, hidden share, bandwidth; the most expensive buckets and tensors. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,9 +12,8 @@ from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.spans import EXCHANGE, MAIN
-from hvdtrain.timeline.analysis.analysis import Communication, Estimate, Part
-from hvdtrain.timeline.analysis.intervals import Span, common, length, union
-from hvdtrain.timeline.analysis.phases import PHASES, TRANSFER, by_kind, count_steps, extent, whole_collectives
+from hvdtrain.timeline.analysis import phases
+from hvdtrain.timeline.analysis.analysis import Carrier, Communication, Estimate, Part
 from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RankSpans, RunTrace, StepTable
 
 _UNKNOWN_SHARE = 0.02
@@ -48,20 +48,19 @@ def link_gb_per_s(link: Sequence[tuple[int, float]], size: int) -> float | None:
 
 
 def _of_timelines(run: RunTrace) -> Communication:
-    phases = by_kind(run.horovod)
+    in_phase = phases.by_kind(run.horovod)
     covered = [_steps_in(trace, run.steps) for trace in run.horovod]
     steps = sum(covered) if all(covered) else 0
     each = max(1, steps)
-    spans = [phases[name] for name in PHASES if name in phases]
-    busy = union(np.concatenate([s[0] for s in spans]), np.concatenate([s[1] for s in spans])) if spans else None
-    parts = [(name, ms) for name in PHASES if name in phases and (ms := length(phases[name]) / 1e3 / each) > 0]
-    busy_ms = length(busy) / 1e3 / each if busy is not None else None
+    busy = phases.together(in_phase[name] for name in phases.PHASES)
+    parts = [(name, ms) for name in phases.PHASES if (ms := phases.length(in_phase[name]) / 1e3 / each) > 0]
+    busy_ms = phases.length(busy) / 1e3 / each or None
     moved, on_bus = _bytes_of(run.horovod, run.size) or (None, None)
-    transfer = length(phases[TRANSFER]) / 1e6 if TRANSFER in phases else 0.0
+    transfer = phases.length(in_phase[phases.TRANSFER]) / 1e6
     return Communication(
         [Part(name, Estimate(ms, ms, ms), ms / busy_ms if busy_ms else 0.0) for name, ms in parts],
         busy_ms,
-        _hidden(busy, run.steps) if busy is not None and run.steps is not None else None,
+        _hidden(busy, run.steps) if run.steps is not None else None,
         (moved / each or None if moved is not None else _coded(run)) if steps else None,
         on_bus / transfer / 1e9 if transfer and on_bus else None,
         link_gb_per_s(run.link, run.size),
@@ -73,10 +72,10 @@ def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
 
     Stamps do not cover every step, but they detect tensors that recur several times per step.
     """
-    turns = count_steps(trace)
+    turns = phases.count_steps(trace)
     if table is None or not len(table.step):
         return turns
-    first, last = (_step_at(table, us) for us in extent(trace))
+    first, last = (_step_at(table, us) for us in phases.extent(trace))
     by_stamps = last - max(first, 1) + 1
     return turns if 0 < turns <= _TURNS_A_STEP * by_stamps + 1 or by_stamps < 1 else by_stamps
 
@@ -94,7 +93,7 @@ def _bytes_of(traces: Sequence[HorovodTrace], size: int) -> tuple[float, float] 
     """Return the bytes that a rank passed to collectives and those on the bus; None if too many are unknown."""
     moved = on_bus = took = unknown = 0.0
     for trace in traces:
-        whole = whole_collectives(trace)
+        whole = phases.whole_collectives(trace)
         for number in np.unique(trace.phase[whole]):
             name, mine = trace.phases[number], whole & (trace.phase == number)
             sized = mine & (trace.nbytes >= 0)
@@ -121,14 +120,14 @@ def handed_over(operation: str, nbytes: float, size: int) -> float | None:
     return nbytes / size if operation == "ALLGATHER" else nbytes * size
 
 
-def _hidden(busy: Span, table: StepTable) -> float | None:
+def _hidden(busy: phases.Span, table: StepTable) -> float | None:
     """Return the share of `busy` within recorded steps during which rank 0 did not wait."""
-    steps = union(table.start_us[0], table.end_us[0])
-    inside = common(busy, steps)
-    if not length(inside):
+    steps = phases.union(table.start_us[0], table.end_us[0])
+    inside = phases.common(busy, steps)
+    if not phases.length(inside):
         return None
-    waiting = union(table.ready_us[0], table.released_us[0])
-    return 1 - length(common(inside, waiting)) / length(inside)
+    waiting = phases.union(table.ready_us[0], table.released_us[0])
+    return 1 - phases.length(phases.common(inside, waiting)) / phases.length(inside)
 
 
 def _of_spans(run: RunTrace) -> Communication | None:
@@ -136,18 +135,18 @@ def _of_spans(run: RunTrace) -> Communication | None:
     if ours is None:
         return None
     mine = ours.track >= EXCHANGE
-    exchange, steps = union(ours.start_us[mine], ours.end_us[mine]), max(1, len(np.unique(ours.step[mine])))
-    busy = length(exchange) / 1e3 / steps
+    exchange, steps = phases.union(ours.start_us[mine], ours.end_us[mine]), max(1, len(np.unique(ours.step[mine])))
+    busy = phases.length(exchange) / 1e3 / steps
     if not busy:
         return None
-    waiting = length(common(exchange, waiting_of(ours))) / 1e3 / steps
+    waiting = phases.length(phases.common(exchange, waiting_of(ours))) / 1e3 / steps
     return Communication([], busy, 1 - waiting / busy, _handed_over(run), None, link_gb_per_s(run.link, run.size))
 
 
-def waiting_of(spans: RankSpans) -> Span:
+def waiting_of(spans: RankSpans) -> phases.Span:
     """Return the time during which the training thread waited for sums."""
     mine = spans.named("wait") & (spans.track == MAIN)
-    return union(spans.start_us[mine], spans.end_us[mine])
+    return phases.union(spans.start_us[mine], spans.end_us[mine])
 
 
 def _coded(run: RunTrace) -> float | None:
@@ -156,7 +155,7 @@ def _coded(run: RunTrace) -> float | None:
     names = [f"{facts.name}/" for facts in ours.buckets.values()] if ours is not None else []
     took = unknown = 0.0
     for trace in run.horovod:
-        whole = whole_collectives(trace)
+        whole = phases.whole_collectives(trace)
         others = np.array([not any(name in f"{tensor}/" for name in names) for tensor in trace.tensors], bool)
         took += float(trace.duration_us[whole].sum())
         unknown += float(trace.duration_us[whole & (trace.nbytes < 0) & others[trace.tensor]].sum())
@@ -180,3 +179,77 @@ def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
     except (ConfigError, KeyError):  # "auto", say, or a dtype of another version
         return None
     return sum(payload.values())
+
+
+MOST = 10
+_MOST_MODULES = 3
+
+
+def top_carriers(run: RunTrace) -> list[Carrier]:
+    """Return the ten most expensive, by exposed time and then duration; from our spans if there are any."""
+    ours = run.spans_of_rank_0
+    found = _carriers_of_spans(ours, run) if ours is not None else []
+    if not found:
+        found = [carrier for trace in run.horovod[-1:] for carrier in _carriers_of_timeline(trace)]
+    return sorted(found, key=lambda c: (-(c.exposed_ms or 0.0), -c.ms))[:MOST]
+
+
+def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
+    waiting = waiting_of(spans)
+    found = []
+    for track in np.unique(spans.track[spans.track >= EXCHANGE]):
+        mine = spans.track == track
+        steps = max(1, len(np.unique(spans.step[mine])))
+        under_way = phases.union(spans.start_us[mine], spans.end_us[mine])
+        facts: BucketFacts | None = spans.buckets.get(int(track))
+        found.append(
+            Carrier(
+                facts.name if facts else f"bucket {track - EXCHANGE}",
+                modules_of(facts.parameters) if facts else [],
+                payload_bytes(facts, run) if facts else None,
+                phases.length(under_way) / 1e3 / steps,
+                phases.length(phases.common(under_way, waiting)) / 1e3 / steps,
+            )
+        )
+    return found
+
+
+def _carriers_of_timeline(trace: HorovodTrace) -> list[Carrier]:
+    steps = max(1, phases.count_steps(trace))
+    mine = phases.of_kind(trace, "", phases.NEGOTIATION)
+    total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))
+    nbytes = np.full(len(trace.tensors), -1, np.int64)
+    np.maximum.at(nbytes, trace.tensor, trace.nbytes)
+    total[~phases.recurring(trace)] = 0.0
+    most = np.argsort(-total, kind="stable")[:MOST]
+    return [
+        Carrier(
+            trace.tensors[i],
+            [tensor_module(trace.tensors[i])],
+            int(nbytes[i]) if nbytes[i] >= 0 else None,
+            float(total[i]) / 1e3 / steps,
+            None,
+        )
+        for i in most
+        if total[i] > 0
+    ]
+
+
+def modules_of(parameters: Sequence[str]) -> list[str]:
+    """Return the modules of parameters, shortened to at most three names.
+
+    ``layers.0.attn.weight, layers.0.mlp.weight`` become ``layers.0``; a list that stays long ends in "and 4 more".
+    """
+    paths = [name.split(".")[:-1] or [name] for name in parameters]
+    for depth in range(max(map(len, paths), default=0), 0, -1):
+        names = list(dict.fromkeys(".".join(path[:depth]) for path in paths))
+        if len(names) <= _MOST_MODULES:
+            return names
+    return [*names[: _MOST_MODULES - 1], f"and {len(names) - _MOST_MODULES + 1} more"] if paths else []
+
+
+def tensor_module(name: str) -> str:
+    """Guess a parameter's module from the name of a Horovod tensor."""
+    bare = re.sub(r"^(allreduce|allgather|broadcast|alltoall|reducescatter)\.", "", name)
+    bare = re.sub(r"^(Distributed\w+?[./](Allreduce[./])?|grad\.|HorovodAllreduce_)", "", bare)
+    return bare.rsplit(".", 1)[0] if re.search(r"\.(weight|bias)$", bare) else bare

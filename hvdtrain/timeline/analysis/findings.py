@@ -10,18 +10,15 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
-from hvdtrain.timeline.analysis.findings_activations import activation_findings
-from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, exchange_findings
-from hvdtrain.timeline.analysis.findings_ranks import rank_findings
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
+from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
+from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 from hvdtrain.timeline.whatif.evidence import Change
 
-_SHARE = 0.02
-"""Share of a step: smaller costs are not reported."""
 _ASIDE_SHARE, _FINE = 0.1, 0.02
 """Of the time: evaluations and checkpoints that are reported, and that are not too many."""
 _MUCH = 0.2
@@ -33,44 +30,30 @@ _NEAR = 0.05
 _FEW, _MANY = 10, 50
 _TURNS_WITH_TICKS = 5
 _COMPILATIONS = (
-    (
-        "recompile",
-        "late",
-        "late_reasons",
-        "torch.compile compiled {} function(s) after step 1",
-        "use batches of one shape",
-    ),
-    (
-        "graph_break",
-        "graph_breaks",
-        "break_reasons",
-        "torch.compile broke {} graph(s)",
-        "remove from blocks what breaks them",
-    ),
+    ("recompile", "late", "late_reasons", "compiled {} function(s) after step 1", "use batches of one shape"),
+    ("graph_break", "graph_breaks", "break_reasons", "broke {} graph(s)", "remove from blocks what breaks them"),
 )
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*rank_findings(facts), *activation_findings(facts), *_stalls(facts), *_compilations(facts)]
-    found += [*_start_up(facts), *_changes(facts)]
+    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
-        for rule in (exchange_findings, _input, _collections, _aside, _cores):
-            found += rule(facts)
+        rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
-        found += _of_timelines(facts)
-    return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
+        rules.append(_of_timelines)
+    return sorted((found for rule in rules for found in rule(facts)), key=lambda finding: -(finding.cost_ms or 0.0))
 
 
 def _compilations(facts: Facts) -> Iterator[Finding]:
     """Report what torch.compile compiled too late, or could not compile as one graph."""
-    event = facts.run.events.get("compiled", {})
+    event = facts.run.newest("compiled")
     for kind, count, why, text, advice in _COMPILATIONS:
         number, reasons = event.get(count), event.get(why)
         if isinstance(number, int) and number > 0:
             first = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
-            yield Finding(kind, f"{text.format(number)}{first}", None, advice)
+            yield Finding(kind, f"torch.compile {text.format(number)}{first}", None, advice)
 
 
 def _start_up(facts: Facts) -> Iterator[Finding]:
@@ -111,7 +94,7 @@ def _changes(facts: Facts) -> Iterator[Finding]:
 def _input(facts: Facts) -> Iterator[Finding]:
     """Report the wait for data, and copying it to the device."""
     waited, copied = _fed_ms(facts)
-    if waited >= _SHARE * facts.step_ms:
+    if waited >= LEAST_SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
         text = f"waiting for data takes {facts.per_step(waited)}"
         advice = f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}"
@@ -121,7 +104,7 @@ def _input(facts: Facts) -> Iterator[Finding]:
             waited,
             facts.confirmed(advice, Change(data_ms=0.0), waited) or "no gain is predicted from faster loading",
         )
-    if copied >= _SHARE * facts.step_ms:
+    if copied >= LEAST_SHARE * facts.step_ms:
         text = f"copying batches to the device takes {facts.per_step(copied)}"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
         if facts.option("loader", "pin_memory") == "off":
@@ -131,15 +114,13 @@ def _input(facts: Facts) -> Iterator[Finding]:
 
 def _fed_ms(facts: Facts) -> tuple[float, float]:
     """Return the wait for data and its copy to the device, without stragglers, which are reported on their own."""
-    table, part = facts.run.steps, facts.part("data")
+    table = facts.run.steps
     assert table is not None
-    if part is None:
-        return 0.0, 0.0
     usual = [rank for rank in range(len(table.hosts)) if rank not in facts.blame.late]
     data, copy = (float(np.nansum(table.parts_us[name][usual, warm_up(table) :])) for name in ("data", "copy"))
     share = copy / (data + copy) if data + copy > 0 else 0.0
     fed = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
-    fed_ms = float(np.median(fed or [part.ms.value]))
+    fed_ms = float(np.median(fed or [facts.ms("data")]))
     return fed_ms * (1 - share), fed_ms * share
 
 
@@ -152,7 +133,7 @@ def _collections(facts: Facts) -> Iterator[Finding]:
     # A collection on any rank delays all: the longest of each step counts.
     longest_ms = np.nan_to_num(table.parts_us["gc"][:, sample.columns]).max(axis=0) / 1e3
     ms = float(np.average(longest_ms, weights=sample.weights))
-    if ms >= _SHARE * facts.step_ms:
+    if ms >= LEAST_SHARE * facts.step_ms:
         text = f"Python's garbage collector takes {facts.per_step(ms)} on the slowest rank"
         advice = "call gc.freeze() after creating model and data, or create fewer objects per step"
         yield Finding("gc", text, ms, advice)
@@ -160,13 +141,18 @@ def _collections(facts: Facts) -> Iterator[Finding]:
 
 def _aside(facts: Facts) -> Iterator[Finding]:
     """Report evaluations and checkpoints that take much of the time, with periods at which they take `_FINE` each."""
-    part, journal = facts.part(ASIDE), facts.run.journal
-    if part is None or part.share < _ASIDE_SHARE:
+    share, journal = facts.share(ASIDE), facts.run.journal
+    if share < _ASIDE_SHARE:
         return
-    shares = {ASIDE: part.share}
-    if facts.run.evaluation_s is not None and journal is not None:
-        evaluations = min(part.share, 1e3 * facts.run.evaluation_s / journal.count / facts.step_ms)
-        shares = {"evaluations": evaluations, "checkpoints": part.share - evaluations}
+    shares = {ASIDE: share}
+    start = facts.run.start
+    first, last = start.first_step or 0, start.last_step
+    at_steps = [(event.get("at_step"), event.get("seconds")) for event in start.events_named("evaluation")]
+    between = [seconds for at, seconds in at_steps if isinstance(at, int) and first <= at < last]
+    known = [float(seconds) for seconds in between if isinstance(seconds, (int, float))]
+    if len(known) == len(between) and journal is not None:
+        evaluations = min(share, 1e3 * sum(known) / journal.count / facts.step_ms)
+        shares = {"evaluations": evaluations, "checkpoints": share - evaluations}
     saved_every = facts.option("checkpoint", "every")
     every = {
         "evaluations": ("--train.eval_every", facts.option("train", "eval_every") or saved_every),
@@ -182,7 +168,7 @@ def _aside(facts: Facts) -> Iterator[Finding]:
     advice = f"run them less often: {less}" if fewer else "run them less often"
     if "checkpoints" not in costly:
         advice += ", or evaluate fewer samples: --train.eval_samples 16"
-    yield Finding("aside", text, part.ms.value, advice)
+    yield Finding("aside", text, facts.ms(ASIDE), advice)
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:

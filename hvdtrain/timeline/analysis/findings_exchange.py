@@ -1,32 +1,32 @@
-"""Findings about the exchange of gradients and parameters, with what to try. Pure."""
+"""Findings about exchanges: of gradients and parameters, and of the activations of other ranks. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
+
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, LATE, OTHER_EXCHANGE, PARAMETERS
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, LATE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
+from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
+from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.predict import choose_compression, nothing_measured
 
-_SHARE = 0.02
-"""Share of a step: smaller costs are not reported."""
+_LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
 LITTLE_BYTES = 1 << 20
 """A step that sends less is bound by latency."""
 _SLOW_BUS = 0.5
 _MOST = 0.5
 """Share of a step: a costlier exchange should be rarer."""
-
-
-def exchange_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings of a run with stamps: exposed communication, and a bus that is slower than its link."""
-    yield from _exposed(facts)
-    yield from _bandwidth(facts)
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
     if facts.blame.late and PARAMETERS in costs:  # the others wait for a straggler in each block
         costs[PARAMETERS] = min(row.parts_ms.get(PARAMETERS, 0.0) for row in facts.blame.ranks)
     cost = sum(costs.values())
-    if cost < _SHARE * facts.step_ms:
+    if cost < LEAST_SHARE * facts.step_ms:
         return
     largest = max(costs, key=lambda name: costs[name])
     mostly = f", mostly {largest}" if len(pieces) > 1 else ""
@@ -82,9 +82,24 @@ def _less(facts: Facts, cost_ms: float) -> str:
 
 
 def _buckets(facts: Facts, factor: float, why: str, cost_ms: float) -> str:
-    """Return advice for buckets `factor` times as large; empty if that changes nothing."""
-    mib = facts.bucket_mib(factor)
-    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms) if mib else ""
+    """Return advice for buckets `factor` times as large; empty if that changes nothing.
+
+    The current size is that of the largest bucket, or the option if that is smaller.
+    """
+    buckets = [bucket for spans in facts.run.spans for bucket in spans.buckets.values()]
+    has_one = max((len(spans.buckets) for spans in facts.run.spans), default=0) == 1
+    has_none = facts.option("parallel", "engine") == "fsdp" and not facts.option("parallel", "dp_shard")
+    if has_none or (factor > 1 and has_one):
+        return ""
+    size = max((bucket.length * ITEM_BYTES.get(bucket.dtype, 4) for bucket in buckets), default=0) / (1 << 20)
+    asked = facts.option("parallel", "bucket_mib")
+    if isinstance(asked, (int, float)) and asked > 0:
+        size = min(size or math.inf, asked)
+    size = size or _USUAL_MIB
+    mib = max(_LEAST_MIB, min(_MOST_MIB, 2.0 ** round(math.log2(size * factor))))
+    if (mib - size) * (factor - 1) <= 0:
+        return ""
+    return facts.confirmed(f"{why}: --parallel.bucket_mib {mib:g}", Change(bucket_mib=mib), cost_ms)
 
 
 def _more_samples(facts: Facts) -> str:
@@ -99,14 +114,93 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
     found = facts.communication
     if found is None or found.bus_gb_per_s is None or found.link_gb_per_s is None:
         return
-    transfer = facts.part(TRANSFER)
     if found.bytes_per_step is None or found.bytes_per_step < LITTLE_BYTES:
         return
-    if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
+    if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and facts.share(TRANSFER) >= LEAST_SHARE:
         alone = wording.speed(found.link_gb_per_s)
         text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
-        gain = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
+        gain = facts.ms(TRANSFER) * (1 - found.bus_gb_per_s / found.link_gb_per_s)
         advice = (
             _buckets(facts, 4, "use larger buckets, or free CPU cores", gain) or "backward needs the same CPU cores"
         )
         yield Finding("bandwidth", text, gain, advice)
+
+
+_IDLE = 0.05
+"""Of a step, or of forward and backward: shorter waits are not reported."""
+_GAIN = 0.005
+"""Part of the time a sample that a change must save to be advised."""
+_HALF = 0.5
+
+
+def _pipeline(facts: Facts) -> Iterator[Finding]:
+    """Report how long the stages of a pipeline wait; if that is unknown, the least: while it fills and empties."""
+    stages, size = facts.option("parallel", "pp"), facts.run.size
+    batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
+    tp, cp, chunks = (facts.option("parallel", name) or 1 for name in ("tp", "cp", "virtual_stages"))
+    if (
+        not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch, tp, cp, chunks))
+        or stages < 2
+    ):
+        return
+    later = facts.option("parallel", "zero_bubble") is True
+    dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks, zero_bubble=later)
+    every = -(-batch // micro_batch)
+    passes, share = dimensions.own_passes(size, every), dimensions.bubble(size, every)
+    least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
+    advice = []
+
+    def advise(change: str, share_then: float) -> None:
+        if (gain := 1 - (1 - share) / (1 - share_then)) >= _GAIN:
+            advice.append(f"{change} up to {gain:.0%} less time a sample")
+
+    smaller = "a smaller --train.micro_batch, or " if micro_batch > 1 else ""
+    more = f"more micro-batches: {smaller}a larger --train.global_batch; with twice as many,"
+    advise(more, dimensions.bubble(size, 2 * every))
+    by_fsdp = facts.option("parallel", "engine") == "fsdp"  # without zero bubble and virtual stages
+    if not (later or by_fsdp or facts.option("train", "compile")):  # nor is it for compiled blocks
+        advise("--parallel.zero_bubble true:", replace(dimensions, zero_bubble=True).bubble(size, every))
+    waits = _waits_for_activations(facts)
+    if waits is not None:
+        cost = float(waits.mean())
+        text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
+        by_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
+        is_known = facts.run.steps is not None and facts.run.steps.stages == stages  # older runs had another order
+        if is_known and by_stage.max() - by_stage.min() >= _HALF * cost:
+            text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
+    elif share >= _IDLE:
+        cost = share * facts.ms("forward", "backward")
+        text = f"the {stages} stages of a pipeline wait for each other: {least}"
+        if not by_fsdp:  # on CPUs, they make steps longer
+            advice.append(f"more --parallel.virtual_stages than {chunks}")
+    else:
+        return
+    yield Finding("pipeline", text, cost, "; or ".join(advice) or "find out what slows the stage that waits least")
+
+
+def _divided_passes(facts: Facts) -> Iterator[Finding]:
+    """Report how long ranks that divide experts or sequences wait for activations, and for which rank."""
+    waits = _waits_for_activations(facts)
+    if waits is None or (facts.option("parallel", "pp") or 1) > 1:
+        return
+    cost, least = float(waits.mean()), int(waits.argmin())
+    text = f"ranks wait for activations of other ranks for {facts.per_step(cost)}"
+    advice = "a faster link, or fewer ranks that divide the experts or the sequences"
+    if cost - waits[least] >= _HALF * cost:
+        assert facts.run.steps is not None
+        who = wording.ranks([least], facts.run.steps.hosts)
+        text += f"; {who} waits least, for {wording.ms(waits[least])} ms: the others wait for it"
+        advice = f"find out what slows {who}: more tokens for its experts, or its host"
+    yield Finding("activations", text, cost, advice)
+
+
+def _waits_for_activations(facts: Facts) -> Floats | None:
+    """Return the mean wait of each rank in a step, ms; None if it is short or not measured."""
+    if facts.run.steps is None or facts.share(ACTIVATIONS) < _IDLE:
+        return None
+    return parts_by_rank(facts.run.steps)[ACTIVATIONS]
+
+
+RULES_OF_EXCHANGES = (_exposed, _bandwidth)
+"""Of a run with stamps: exposed communication, and a bus that is slower than its link."""
+RULES_OF_ACTIVATIONS = (_pipeline, _divided_passes)

@@ -10,12 +10,10 @@ import numpy as np
 from hvdtrain.data.order import even_options
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
-from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares
-from hvdtrain.timeline.analysis.stragglers import Pause, Stragglers
+from hvdtrain.timeline.analysis.stragglers import Pause
 
-_SHARE, _LEAST_MS = 0.02, 0.2
-"""Share of a step and milliseconds: smaller costs are not reported."""
 _MANY_PAUSES = 3
 _REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
 _MANY_STEPS = 4
@@ -40,19 +38,6 @@ _CURES = {
     "sums": "check that host's link: its speed, its errors, other traffic",
     "between steps": "check what that rank does between steps: logging, saving, callbacks",
 }
-
-
-def rank_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings about stragglers, pauses and jitter."""
-    yield from _late(facts)
-    yield from _shares(facts)
-    yield from _division(facts)
-    yield from _sizes(facts)
-    yield from _padding(facts)
-    yield from _stopped(facts)
-    if facts.stragglers is not None:
-        yield from _pauses(facts, facts.stragglers)
-        yield from _jitter(facts, facts.stragglers)
 
 
 def _late(facts: Facts) -> Iterator[Finding]:
@@ -87,7 +72,8 @@ def _late(facts: Facts) -> Iterator[Finding]:
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
-        if causes and _may_balance(facts, causes[0].name):
+        equal = facts.option("parallel", "balance") in (None, "equal")
+        if causes and causes[0].name in _COMPUTING and equal and facts.may_train_apart():
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
         yield Finding("straggler", text, cost.value, advice)
 
@@ -104,15 +90,9 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     return Finding("straggler", text, cost, advice)
 
 
-def _may_balance(facts: Facts, cause: str) -> bool:
-    """Return whether shares by speed may help a rank that is late because of `cause`."""
-    equal = facts.option("parallel", "balance") in (None, "equal")
-    return cause in _COMPUTING and equal and facts.may_train_apart()
-
-
 def _shares(facts: Facts) -> Iterator[Finding]:
     """Report the last shares by speed, and the slowest rank, for which the others no longer wait."""
-    last = last_shares(facts.run.shares, facts.run.size)
+    last = last_shares(facts.run.start.events_named("shares"), facts.run.size)
     if last is None:
         return
     slow, fast = int(np.argmax(last.pass_ms)), int(np.argmin(last.pass_ms))
@@ -126,7 +106,8 @@ def _shares(facts: Facts) -> Iterator[Finding]:
 
 def _division(facts: Facts) -> Iterator[Finding]:
     """Report that ranks wait for those that have more micro-batches."""
-    if (found := facts.division) is None:
+    found = facts.stragglers.division if facts.stragglers else None
+    if found is None:
         return
     by_count = sorted(Counter(found.passes).items(), reverse=True)
     who = ", ".join(f"{number} rank(s) with {count}" for count, number in by_count)
@@ -138,7 +119,8 @@ def _division(facts: Facts) -> Iterator[Finding]:
 
 def _sizes(facts: Facts) -> Iterator[Finding]:
     """Report that ranks wait for the one with the largest batch."""
-    if (found := facts.sizes) is None:
+    found = facts.stragglers.sizes if facts.stragglers else None
+    if found is None:
         return
     text = (
         f"batches of unequal size cost {_ms(found.cost_ms)} per step: the largest of a step has {found.more:.0%} more"
@@ -154,7 +136,7 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
         return
     rows = [[float(us or 0.0) for us in values] for block in table.facts if (values := block.get("stopped_us"))]
     per_step = np.sum(np.array(rows), axis=0) / 1e3 / len(table.step) if rows else np.zeros(0)
-    least = max(_SHARE * facts.step_ms, _LEAST_MS)
+    least = max(LEAST_SHARE * facts.step_ms, LEAST_MS)
     named = [rank for rank, causes in facts.blame.causes.items() if any(cause.name == "stopped" for cause in causes)]
     ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
@@ -168,28 +150,27 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
 def _padding(facts: Facts) -> Iterator[Finding]:
     """Report positions of texts that are only computed. Forward and backward count as proportional to positions."""
     table, journal = facts.run.steps, facts.run.journal
-    if table is None or journal is None or not table.elements.any() or facts.run.unit != "tokens":
+    if table is None or journal is None or not table.elements.any() or facts.run.start.started.get("unit") != "tokens":
         return
     share = 1 - float(np.nanmean(journal.tokens)) / float(table.elements.sum(axis=0).mean())
     if share >= _PADDING:
-        cost = share * sum(part.ms.value for name in ("forward", "backward") if (part := facts.part(name)) is not None)
+        cost = share * facts.ms("forward", "backward")
         text = f"{share:.0%} of the positions of batches have no loss: padding, or text that is only read"
         yield Finding("padding", text, cost, f"if it is padding: {_ALIKE_BATCHES}")
 
 
 def _cure(facts: Facts, cause: str) -> str | None:
-    if cause == "data":
-        workers = int(facts.option("loader", "workers") or 0)
-        if workers:
-            return (
-                f"check that host's disk and free cores, or use more loader processes: --loader.workers {2 * workers}"
-            )
-        return "load ahead of the step: --loader.workers 1; check that host's disk"
-    return _CURES.get(cause)
+    if cause != "data":
+        return _CURES.get(cause)
+    if workers := int(facts.option("loader", "workers") or 0):
+        return f"check that host's disk and free cores, or use more loader processes: --loader.workers {2 * workers}"
+    return "load ahead of the step: --loader.workers 1; check that host's disk"
 
 
-def _pauses(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
+def _pauses(facts: Facts) -> Iterator[Finding]:
     """Report pauses of each rank. Ranks that paused in the same steps, as on a suspended host, share a finding."""
+    if (stragglers := facts.stragglers) is None:
+        return
     by_rank: dict[int, list[Pause]] = {}
     for pause in stragglers.pauses:
         by_rank.setdefault(pause.rank, []).append(pause)
@@ -240,14 +221,19 @@ def _stopped_ms(facts: Facts, rank: int, step: int) -> float:
     return float(values[rank] or 0.0) / 1e3 if rank < len(values) else 0.0
 
 
-def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
-    cost = stragglers.jitter_ms
-    if cost.low <= max(_SHARE * stragglers.rounds.step_ms, _LEAST_MS):
+def _jitter(facts: Facts) -> Iterator[Finding]:
+    if (stragglers := facts.stragglers) is None:
         return
-    rank, share = _most_of_it(stragglers)
+    cost = stragglers.jitter_ms
+    if cost.low <= max(LEAST_SHARE * stragglers.rounds.step_ms, LEAST_MS):
+        return
+    work = stragglers.rounds.work_ms
+    beyond = work.max(axis=0) - np.median(work, axis=0)
+    waited = np.bincount(np.argmax(work, axis=0), weights=beyond, minlength=len(work))  # for each rank
+    share = float(waited.max() / max(1e-12, waited.sum()))
     cause = "different ranks are late in different steps"
-    if share >= _MOSTLY:
-        cause = f"{share:.0%} of it in steps that wait for rank {rank}, perhaps by chance"
+    if share >= _MOSTLY and not stragglers.late:
+        cause = f"{share:.0%} of it in steps that wait for rank {np.argmax(waited)}, perhaps by chance"
     advice = (
         "use fewer threads than cores, bind ranks to cores (mpirun --bind-to core), stop other programs on the hosts"
     )
@@ -256,18 +242,12 @@ def _jitter(facts: Facts, stragglers: Stragglers) -> Iterator[Finding]:
     yield Finding("jitter", f"jitter costs {_ms(cost)} per step: {cause}", cost.value, advice)
 
 
-def _most_of_it(stragglers: Stragglers) -> tuple[int, float]:
-    """Return the rank for which the others wait most, and its share of that; 0 if there is a straggler."""
-    work = stragglers.rounds.work_ms
-    beyond = work.max(axis=0) - np.median(work, axis=0)
-    by_rank = np.bincount(np.argmax(work, axis=0), weights=beyond, minlength=len(work))
-    rank = int(np.argmax(by_rank))
-    return rank, 0.0 if stragglers.late else float(by_rank[rank] / max(1e-12, by_rank.sum()))
-
-
 def _ms(estimate: Estimate) -> str:
-    return f"{wording.ms(estimate.value)} ms {wording.interval(estimate)}".rstrip()
+    return wording.quantity(estimate, unit=" ms")
 
 
 def _seconds(ms: float) -> str:
     return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
+
+
+RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)

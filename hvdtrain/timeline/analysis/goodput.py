@@ -1,24 +1,26 @@
-"""Goodput: what the device-hours of a run were used for, over all its starts. From its journal. Pure.
+"""What the devices' time and peak were used for: goodput, over all starts of a run; efficiency; scaling. Pure.
 
-The term is that of Google's ML Goodput Measurement: https://github.com/AI-Hypercomputer/ml-goodput-measurement. Its
-library is not used: it keeps its records in Google Cloud Logging.
+The term goodput is that of Google: https://github.com/AI-Hypercomputer/ml-goodput-measurement. Its library is not used:
+it keeps its records in Google Cloud Logging.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.observe.cost import S_PER_HOUR, as_mapping, cost_of, devices_of, hours_before, known_starts
 from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.observe.scalars import numbers
+from hvdtrain.timeline.analysis.analysis import USEFUL, Budget, Efficiency, Goodput, Scaling
+from hvdtrain.timeline.analysis.budget import ASIDE, LATE
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.columns import Floats, RunTrace
 
-USEFUL, LATE, STALLS = "training", "waiting for late ranks", "stalled steps"
+STALLS = "stalled steps"
 START_UP, RESTARTS, REPEATED = "start-up", "restarts", "repeated steps"
 EVALUATIONS, PAUSES = "evaluations", "checkpoints and other pauses"
 USES = (USEFUL, LATE, STALLS, START_UP, RESTARTS, REPEATED, EVALUATIONS, PAUSES)
@@ -26,26 +28,6 @@ USES = (USEFUL, LATE, STALLS, START_UP, RESTARTS, REPEATED, EVALUATIONS, PAUSES)
 _STALL = 10.0
 """Times a usual step: what a step takes more than one, if it takes longer than this, is a stall."""
 _ENDED = ("finished", "stopped")
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """What the device-hours of a run were used for.
-
-    Attributes:
-        hours: device-hours by use (`USES`). They sum to the device-hours of the run's cost.
-        energy: share of the measured energy of training that steps which count have used, 0 to 1, with the evaluations
-            and pauses between them; None if it was not measured in every start.
-    """
-
-    hours: Mapping[str, float]
-    energy: float | None = None
-
-    @property
-    def share(self) -> float:
-        """The goodput: the share of `USEFUL`, 0 to 1."""
-        total = sum(self.hours.values())
-        return self.hours.get(USEFUL, 0.0) / total if total else 0.0
 
 
 def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None = None) -> Goodput | None:
@@ -80,7 +62,7 @@ def _energy(starts: Sequence[JournalStart], kept: Sequence[NDArray[np.bool_]]) -
             values = [[as_mapping(event.get("joules")).get(kind) for kind in kinds] for event in events]
             joules = [sum(value for value in found if isinstance(value, (int, float))) for found in values]
             at_steps = [event["at_step"] for event in events]
-            steps = np.frombuffer(start.steps, np.int64)
+            steps = np.array(start.steps)
             # Each step of the ten seconds between two events has used the same.
             known = np.interp(np.append(steps[0] - 1, steps), [steps[0] - 1, *at_steps], [0.0, *joules])
             used.append(np.maximum(np.diff(known), 0.0))
@@ -94,7 +76,7 @@ def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:
     found: list[NDArray[np.bool_]] = []
     later = np.iinfo(np.int64).max
     for start in reversed(starts):
-        steps = np.frombuffer(start.steps, np.int64) if len(start.steps) else np.zeros(0, np.int64)
+        steps = np.array(start.steps, np.int64)
         least = np.minimum.accumulate(np.append(steps, later)[::-1])[::-1]  # of this step and all later ones
         counts = steps < least[1:]
         counts[start.skipped] = False
@@ -104,13 +86,13 @@ def _kept(starts: Sequence[JournalStart]) -> list[NDArray[np.bool_]]:
 
 
 def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) -> dict[str, float]:
-    """Return the seconds of a start by use."""
+    """Return the seconds of a start by use; the rest are pauses."""
     beginning = START_UP if is_first else RESTARTS
     total = max(0.0, start.last_time - start.started["time"])
     found = dict.fromkeys(USES, 0.0)
     if not len(start.steps):
         return {**found, beginning: total}
-    seconds = np.frombuffer(start.seconds)
+    seconds = np.array(start.seconds)
     before, after = list(_evaluations(start, first=True)), list(_evaluations(start, first=False))
     # Lines of workers that train apart are written together, after several steps.
     begin = min(time - float(seconds[: n + 1].sum()) for n, time in enumerate(start.first_times))
@@ -120,7 +102,10 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow
     if not any(start.events_named(name) for name in _ENDED):
         found[RESTARTS] += max(0.0, start.last_time - start.last_step_time)
-    return _whole(found, total)
+    known = sum(found.values())
+    if known > total:  # a clock was set
+        return {use: seconds * total / known for use, seconds in found.items()}
+    return {**found, PAUSES: total - known}
 
 
 def _of_steps(seconds: Floats, kept: NDArray[np.bool_]) -> tuple[float, float, float]:
@@ -141,9 +126,62 @@ def _evaluations(start: JournalStart, *, first: bool) -> Iterator[float]:
             yield float(value)
 
 
-def _whole(found: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return seconds that sum to `total`; the rest are pauses. Where a clock was set, all are scaled."""
-    known = sum(found.values())
-    if known > total:
-        return {use: seconds * total / known for use, seconds in found.items()}
-    return {**found, PAUSES: total - known}
+_COMPUTE = ("forward", "backward")
+_FULL = 4 / 3
+"""FLOPs of forward, backward and a second forward pass, over those of the first two."""
+_LEAST_STEPS = 16
+
+
+def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
+    """Return the share of the peak that training uses (MFU), and what the rest is lost to; None if it is unknown.
+
+    MFU, as PaLM defines it (https://arxiv.org/abs/2204.02311), counts the FLOPs of the model alone.
+    """
+    known = numbers({key: run.newest("flops").get(key) for key in ("per_sample", "peak_per_s")})
+    samples = as_mapping(run.config.get("train")).get("global_batch")
+    if budget is None or not budget.steps or len(known) < 2 or not isinstance(samples, int):
+        return None
+    step_s = budget.step_ms.value / 1e3
+    used = known["per_sample"] * samples / (known["peak_per_s"] * step_s) if known["peak_per_s"] * step_s > 0 else 0.0
+    shares = {part.name: part.share for part in budget.parts}
+    computing = sum(shares.get(name, 0.0) for name in _COMPUTE)
+    again = 0.0
+    if as_mapping(run.config.get("memory")).get("checkpointing") == "full":
+        again = computing * (1 - 1 / _FULL)
+    lost = {
+        "kernels below the peak": computing - again - used,
+        "recomputation": again,
+        "exposed communication": sum(share for n, share in shares.items() if n in budget.exposed and n != LATE),
+        LATE: shares.get(LATE, 0.0),
+        "input": shares.get("data", 0.0),
+        "optimizer": shares.get("optimizer", 0.0),
+        ASIDE: shares.get(ASIDE, 0.0),
+    }
+    lost["rest"] = max(0.0, 1 - used - sum(lost.values()))
+    if not 0 < used < 1 or lost["kernels below the peak"] < 0:  # the peak is not that of these devices
+        return None
+    return Efficiency(used, {name: share for name, share in lost.items() if share > 0})
+
+
+def scaling(starts: Sequence[JournalStart]) -> Scaling | None:
+    """Compare the speed of a device in the last start with that in a start of fewer devices of the same run.
+
+    A step has the same samples in all starts, so the speed of a device is 1 / (devices x median step).
+    None if all starts have equally many ranks.
+    """
+    speeds: dict[int, float] = {}
+    for start in starts:
+        size = start.started.get("size")
+        seconds = np.array(start.seconds)
+        seconds = seconds[start_up_steps(seconds) :] if len(seconds) >= _LEAST_STEPS else seconds[:0]
+        if isinstance(size, int) and size > 0 and len(seconds) and (usual := float(np.median(seconds))) > 0:
+            speeds[size] = 1 / (size * usual)
+            last = size
+    if len(speeds) < 2 or last == (fewest := min(speeds)):
+        return None
+    return Scaling(fewest, last, speeds[last] / speeds[fewest])
+
+
+def rows(found: Efficiency) -> Mapping[str, float]:
+    """Return shares of the peak that sum to 1, from what training uses on."""
+    return {"training (MFU)": found.mfu, **found.lost}

@@ -10,26 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Part, StartUp
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes
-from hvdtrain.timeline.analysis.shares import Division
+from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, StartUp
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.predict import predict
 
+LEAST_SHARE, LEAST_MS = 0.02, 0.2
+"""Share of a step and milliseconds: smaller costs are not reported."""
 _CPU_SHARE = 0.05
 """Share of a step."""
 _MOST = 0.5
 _WORTH_SHARE = 0.01
 """Of a step: advice that gains less is not given."""
-_LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class Facts:
     stragglers: Stragglers | None
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
-    sizes: BatchSizes | None = None
-    division: Division | None = None
 
     def confirmed(self, advice: str, change: Setting, most_ms: float = math.inf) -> str:
         """Return advice with the gain that a what-if predicts, `most_ms` at most; empty if it predicts none.
@@ -75,9 +71,13 @@ class Facts:
         """Wall time of a step."""
         return self.budget.step_ms.value if self.budget else 0.0
 
-    def part(self, name: str) -> Part | None:
-        """Return a part of the budget."""
-        return next((part for part in self.budget.parts if part.name == name), None) if self.budget else None
+    def ms(self, *names: str) -> float:
+        """Return the time of parts of the budget."""
+        return sum(part.ms.value for part in self.budget.parts if part.name in names) if self.budget else 0.0
+
+    def share(self, name: str) -> float:
+        """Return the share of a part of the budget."""
+        return sum(part.share for part in self.budget.parts if part.name == name) if self.budget else 0.0
 
     def option(self, section: str, name: str) -> Any:
         """Return an option of the run; None if unknown."""
@@ -113,7 +113,7 @@ class Facts:
     def for_cores(self) -> str:
         """Return advice for ranks that wait for CPU cores: often the job's own ranks need more than there are."""
         advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
-        host = as_mapping(as_mapping(self.run.machine).get("busiest_host"))
+        host = as_mapping(as_mapping(self.run.start.started.get("machine")).get("busiest_host"))
         counts: list[Any] = [host.get(name) for name in ("cores", "ranks", "threads")]
         cores, ranks, threads = counts if all(isinstance(count, int) for count in counts) else (1, 0, 0)
         if ranks * threads > cores:
@@ -130,22 +130,3 @@ class Facts:
     def may_train_apart(self) -> bool:
         """Return whether the run exchanges in each step, by an engine that supports workers which train apart."""
         return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP, AUTO_SYNC)
-
-    def bucket_mib(self, factor: float) -> float | None:
-        """Return the option for buckets `factor` times as large; None if it would change nothing.
-
-        The current size is that of the largest bucket, or the option if that is smaller.
-        """
-        if self.option("parallel", "engine") == "fsdp" and not self.option("parallel", "dp_shard"):  # it has none
-            return None
-        count = max((len(spans.buckets) for spans in self.run.spans), default=0)
-        if factor > 1 and count == 1:
-            return None
-        buckets = [bucket for spans in self.run.spans for bucket in spans.buckets.values()]
-        size = max((bucket.length * ITEM_BYTES.get(bucket.dtype, 4) for bucket in buckets), default=0) / (1 << 20)
-        asked = self.option("parallel", "bucket_mib")
-        if isinstance(asked, (int, float)) and asked > 0:
-            size = min(size or math.inf, asked)
-        size = size or _USUAL_MIB
-        nearest = max(_LEAST_MIB, min(_MOST_MIB, 2.0 ** round(math.log2(size * factor))))
-        return nearest if (nearest - size) * (factor - 1) > 0 else None

@@ -10,8 +10,7 @@ import numpy as np
 
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Lane, Slice
-from hvdtrain.timeline.analysis.intervals import union
-from hvdtrain.timeline.analysis.phases import TRANSFER, of_kind
+from hvdtrain.timeline.analysis.phases import TRANSFER, by_kind, union
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, RankSpans, RunTrace
 
 STEPS = 4
@@ -49,7 +48,9 @@ def window_lanes(run: RunTrace, turns: Iterable[int] = ()) -> list[Lane]:
             for label, slices in _of_rank(spans, window, place):
                 found[label] += slices
         for trace in horovod:
-            found["Horovod"] += _transfers(trace, window, place)
+            start, end = by_kind([trace])[TRANSFER]
+            unknown = np.zeros(len(start), np.int32)
+            found["Horovod"] += _slices(window, place, ["transfer"] * len(start), unknown, start, end)
         before, place = length, place + length
     return [Lane(label, slices) for label, slices in found.items() if slices]
 
@@ -108,12 +109,6 @@ def _of_rank(spans: RankSpans, window: _Window, place: float) -> Iterator[tuple[
     start, end = union(spans.start_us[mine], spans.end_us[mine])
     step = np.sort(spans.step[mine])[np.searchsorted(np.sort(spans.start_us[mine]), start)]
     yield f"rank {spans.rank}, exchange", _slices(window, place, ["exchange"] * len(start), step, start, end)
-
-
-def _transfers(trace: HorovodTrace, window: _Window, place: float) -> list[Slice]:
-    mine = of_kind(trace, TRANSFER)
-    start, end = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
-    return _slices(window, place, ["transfer"] * len(start), np.zeros(len(start), np.int32), start, end)
 
 
 def _slices(window: _Window, place: float, names: Sequence[str], step: Ints, start: Floats, end: Floats) -> list[Slice]:

@@ -1,15 +1,14 @@
-"""Kinds of Horovod's phases, and the steps of a Timeline. Pure."""
+"""Sets of intervals; kinds of Horovod's phases, and the steps of a Timeline. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.timeline.analysis.intervals import Span, union
-from hvdtrain.timeline.columns import HorovodTrace
+from hvdtrain.timeline.columns import Floats, HorovodTrace
 
 TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
 PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
@@ -38,12 +37,11 @@ def kind_of(phase: str) -> str:
 
 def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
     """Return when each kind of phase was in progress for any tensor; "" for whole collectives."""
+    ends = [trace.start_us + trace.duration_us for trace in traces]
     found = {}
-    for kind in {kind_of(name) for trace in traces for name in trace.phases}:
+    for kind in (*PHASES, OTHER, ""):
         mine = [of_kind(trace, kind) for trace in traces]
-        start = np.concatenate([trace.start_us[m] for trace, m in zip(traces, mine, strict=True)])
-        duration = np.concatenate([trace.duration_us[m] for trace, m in zip(traces, mine, strict=True)])
-        found[kind] = union(start, start + duration)
+        found[kind] = together((t.start_us[m], end[m]) for t, end, m in zip(traces, ends, mine, strict=True))
     return found
 
 
@@ -103,3 +101,77 @@ def extent(trace: HorovodTrace) -> tuple[float, float]:
     if not len(trace.start_us):
         return 0.0, 0.0
     return float(trace.start_us.min()), float((trace.start_us + trace.duration_us).max())
+
+
+Span = tuple[Floats, Floats]
+"""Starts and ends of disjoint intervals, ascending [n]."""
+
+NOTHING: Span = (np.zeros(0), np.zeros(0))
+
+
+def union(start: Floats, end: Floats) -> Span:
+    """Return the union of intervals in any order; empty ones are dropped."""
+    good = end > start
+    start, end = np.asarray(start, float)[good], np.asarray(end, float)[good]
+    if not len(start):
+        return NOTHING
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    reach = np.maximum.accumulate(end)
+    first = np.concatenate([[True], start[1:] > reach[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return start[first], reach[last]
+
+
+def together(spans: Iterable[Span]) -> Span:
+    """Return the union of intervals of several sets, in any order."""
+    every = [NOTHING, *spans]
+    return union(np.concatenate([start for start, _ in every]), np.concatenate([end for _, end in every]))
+
+
+def length(span: Span) -> float:
+    """Return the total length."""
+    return float(np.sum(span[1] - span[0]))
+
+
+def within(span: Span, start: Floats, end: Floats) -> Floats:
+    """Return the length of a set between each start and its end [n]."""
+    if not len(span[0]):
+        return np.zeros(len(start))
+    before = np.concatenate([[0.0], np.cumsum(span[1] - span[0])])
+
+    def until(moments: Floats) -> Floats:
+        begun = np.searchsorted(span[0], moments)  # intervals that begin before
+        inside = np.clip(span[1][begun - 1] - moments, 0.0, None)
+        return np.where(begun > 0, before[begun] - inside, 0.0)
+
+    found: Floats = until(end) - until(start)
+    return found
+
+
+def common(a: Span, b: Span) -> Span:
+    """Return the intersection."""
+    if not len(a[0]) or not len(b[0]):
+        return NOTHING
+    first = np.searchsorted(b[1], a[0], side="right")
+    count = np.maximum(0, np.searchsorted(b[0], a[1], side="left") - first)
+    of_a = np.repeat(np.arange(len(count)), count)
+    of_b = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    return union(np.maximum(a[0][of_a], b[0][of_b]), np.minimum(a[1][of_a], b[1][of_b]))
+
+
+def without(a: Span, b: Span) -> Span:
+    """Return the difference `a` minus `b`."""
+    if not len(a[0]) or not len(b[0]):
+        return a
+    gaps = np.concatenate([[-np.inf], b[1]]), np.concatenate([b[0], [np.inf]])
+    return common(a, gaps)
+
+
+def partition(whole: Span, parts: Mapping[str, Span]) -> dict[str, Span]:
+    """Split `whole`: each moment belongs to the first of `parts` that contains it, else to ""."""
+    found: dict[str, Span] = {}
+    for name, part in parts.items():
+        found[name] = common(whole, part)
+        whole = without(whole, part)
+    return {**found, "": whole}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,19 +51,15 @@ class Rounds:
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""
-        column, step, weight = self.column[places], self.step[places], self.weight[places]
-        return replace(self, work_ms=self.work_ms[:, places], column=column, step=step, weight=weight)
+        columns: dict[str, Any] = {name: getattr(self, name)[places] for name in ("column", "step", "weight")}
+        return replace(self, work_ms=self.work_ms[:, places], **columns)
 
     def joined(self, later: Sequence[Rounds]) -> Rounds:
         """Return these rounds and later ones."""
         every = (self, *later)
-        return replace(
-            self,
-            work_ms=np.concatenate([each.work_ms for each in every], axis=1),
-            column=np.concatenate([each.column for each in every]),
-            step=np.concatenate([each.step for each in every]),
-            weight=np.concatenate([each.weight for each in every]),
-        )
+        names = ("column", "step", "weight")
+        columns: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in every]) for name in names}
+        return replace(self, work_ms=np.concatenate([each.work_ms for each in every], axis=1), **columns)
 
 
 def warm_up(table: StepTable) -> int:

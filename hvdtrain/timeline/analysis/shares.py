@@ -1,4 +1,4 @@
-"""Micro-batches by the speed of ranks, and the stragglers of a start that may have them. Pure."""
+"""Stragglers of a start without the effect of unequal work: micro-batches by speed, batches of other sizes. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.config.sync import EVERY_STEP
 from hvdtrain.data.order import rank_share
 from hvdtrain.observe.cost import as_mapping
-from hvdtrain.timeline.analysis.batch_sizes import BatchSizes, without_sizes
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import StepTable
+from hvdtrain.timeline.analysis.stats import mean_of
+from hvdtrain.timeline.analysis.stragglers import BatchSizes, Division, Stragglers, find_stragglers
+from hvdtrain.timeline.columns import Floats, StepTable
 
 
 class Shares(NamedTuple):
@@ -35,13 +35,6 @@ def last_shares(events: Sequence[Mapping[str, Any]], size: int) -> Shares | None
         if isinstance(at_step, int) and len(numbers) == 2 * size:
             return Shares(at_step, numbers[:size], [1e3 * each for each in numbers[size:]])
     return None
-
-
-class Division(NamedTuple):
-    """Micro-batches of each rank in a step, which are unequal, and the mean wait of a rank for those with the most."""
-
-    passes: Sequence[int]
-    cost_ms: float
 
 
 def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
@@ -72,9 +65,9 @@ def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Divis
 
 
 def stragglers_of(
-    table: StepTable, shares: Sequence[Mapping[str, Any]], passes: Sequence[int] = ()
-) -> tuple[Stragglers, BatchSizes | None, Division | None] | None:
-    """Find the stragglers of a start without the effect of batch sizes, or of unequal `passes`; return also that.
+    table: StepTable, shares: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> Stragglers | None:
+    """Find the stragglers of a start without the effect of batch sizes, or of unequal passes, which are noted.
 
     Where micro-batches follow the speed of ranks, sizes are no chance, and stay; what was before does not count.
     None if the stamps do not compare ranks.
@@ -82,15 +75,49 @@ def stragglers_of(
     rounds = from_stamps(table)
     if rounds is None:
         return None
-    if passes:
+    if passes := passes_by_rank(config, len(table.hosts)):
         rounds, division = without_passes(rounds, passes)
-        return find_stragglers(rounds), None, division
+        return replace(find_stragglers(rounds), division=division)
     if not shares:
         rounds, sizes = without_sizes(rounds, table)
-        return find_stragglers(rounds), sizes, None
+        return replace(find_stragglers(rounds), sizes=sizes)
     last = last_shares(shares, len(table.hosts))
     begun = min((at for event in shares if isinstance(at := event.get("at_step"), int)), default=0)
     kept = np.flatnonzero(rounds.step > begun)
     if last is None or not len(kept):
-        return find_stragglers(rounds), None, None
-    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms), None, None
+        return find_stragglers(rounds)
+    return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms)
+
+
+_WORTH_MS, _WORTH_SHARE = 0.2, 0.01
+
+
+def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes | None]:
+    """Return rounds with the times that ranks would have with batches of equal size, and the effect of sizes.
+
+    The time of an element is the slope of a regression with fixed effects of ranks and steps, so that a slow rank or a
+    slow step does not change it. Unless the low end of the cost's interval matters, rounds stay as they are.
+
+    `rounds` are those of the stamps in `table`, which may lack sizes.
+    """
+    if not len(table.elements):
+        return rounds, None
+    work, elements = rounds.work_ms, table.elements[:, rounds.column]
+    sizes, times = _within(elements), _within(work)
+    power = float(np.sum(sizes**2))
+    if power <= 0:
+        return rounds, None
+    slope = float(np.sum(sizes * times)) / power
+    mean = elements.mean(axis=0)
+    equal = work - slope * (elements - mean)
+    cost = mean_of(work.max(axis=0) - equal.max(axis=0), rounds.weight)
+    if slope <= 0 or cost.low < max(_WORTH_MS, _WORTH_SHARE * rounds.step_ms):
+        return rounds, None
+    more = float(np.median(elements.max(axis=0) / np.maximum(mean, 1e-9))) - 1
+    return replace(rounds, work_ms=equal), BatchSizes(cost, 1e3 * slope, more)
+
+
+def _within(values: Floats) -> Floats:
+    """Return values without the means of their rows and columns."""
+    found: Floats = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
+    return found

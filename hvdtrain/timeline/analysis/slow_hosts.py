@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.observe.cost import S_PER_HOUR
-from hvdtrain.timeline.analysis.shares import passes_by_rank, stragglers_of
+from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import StepTable
@@ -35,48 +35,30 @@ class Place:
     causes: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True)
-class SlowHosts:
-    """Hosts, devices and groups of hosts, most costly first."""
-
-    hosts: Sequence[Place]
-    devices: Sequence[Place]
-    groups: Sequence[Place]
-
-
 def slow_hosts(
     starts: Iterable[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]], group_of: Mapping[str, str]
-) -> SlowHosts:
-    """Judge each start on its own, and add up.
+) -> dict[str, list[Place]]:
+    """Judge each start on its own, and add up: `hosts`, `devices` and `groups` of hosts, most costly first.
 
     Args:
         starts: the stamps of each, its events ``shares``, and its config.
         group_of: of a host, such as its rack.
     """
-    hosts: dict[str, Place] = {}
-    devices: dict[str, Place] = {}
-    groups: dict[str, Place] = {}
+    kinds: dict[str, dict[str, Place]] = {"hosts": {}, "devices": {}, "groups": {}}
     for table, shares, config in starts:
-        judged = stragglers_of(table, shares, passes_by_rank(config, len(table.hosts)))
-        if judged is None or len(judged[0].rounds.step) < _LEAST_STEPS:
+        found = stragglers_of(table, shares, config)
+        if found is None or len(found.rounds.step) < _LEAST_STEPS:
             continue
-        found = judged[0]
         of_rank = []
-        for host, device in zip(table.hosts, _devices(table), strict=True):
-            places = [hosts.setdefault(host, Place(host, host))]
+        for host, device in zip(table.hosts, table.devices or [""] * len(table.hosts), strict=True):
+            places = [kinds["hosts"].setdefault(host, Place(host, host))]
             if device:
-                places.append(devices.setdefault(device, Place(device, host)))
+                places.append(kinds["devices"].setdefault(device, Place(device, host)))
             if group := group_of.get(host):
-                places.append(groups.setdefault(group, Place(group, "")))
+                places.append(kinds["groups"].setdefault(group, Place(group, "")))
             of_rank.append(places)
         _add(found, table, of_rank)
-    return SlowHosts(
-        *(sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for each in (hosts, devices, groups))
-    )
-
-
-def _devices(table: StepTable) -> Sequence[str]:
-    return table.devices or [""] * len(table.hosts)
+    return {kind: sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for kind, each in kinds.items()}
 
 
 def _add(found: Stragglers, table: StepTable, of_rank: Sequence[Sequence[Place]]) -> None:

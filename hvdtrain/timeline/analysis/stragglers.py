@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
-from hvdtrain.timeline.analysis.changes import change_points
 from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.analysis.rank_steps import Rounds
-from hvdtrain.timeline.analysis.stats import mean_of
+from hvdtrain.timeline.analysis.stats import change_points, mean_of
 from hvdtrain.timeline.columns import Floats
 
 _PAUSE_STEPS = 3.0
@@ -42,6 +42,28 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class BatchSizes:
+    """The effect of sizes, which count elements of the largest tensor of a batch.
+
+    Attributes:
+        cost_ms: how much shorter a step would be if all ranks had equally much in it.
+        ms_per_1000: time of 1,000 elements.
+        more: by how much the largest size of a step exceeds the mean of the ranks, as a share: median over steps.
+    """
+
+    cost_ms: Estimate
+    ms_per_1000: float
+    more: float
+
+
+class Division(NamedTuple):
+    """Micro-batches of each rank in a step, which are unequal, and the mean wait of a rank for those with the most."""
+
+    passes: Sequence[int]
+    cost_ms: float
+
+
+@dataclass(frozen=True)
 class Stragglers:
     """The result of the search for stragglers.
 
@@ -55,6 +77,7 @@ class Stragglers:
         pauses: longest first.
         reason: why there is no straggler.
         segments: the same of the steps between changes, in order; empty if ranks were equally late all the time.
+        sizes, division: effects of unequal work, which makes no stragglers.
     """
 
     rounds: Rounds
@@ -66,6 +89,8 @@ class Stragglers:
     pauses: Sequence[Pause]
     reason: str
     segments: Sequence[Stragglers] = ()
+    sizes: BatchSizes | None = None
+    division: Division | None = None
 
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""

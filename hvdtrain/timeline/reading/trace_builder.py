@@ -1,32 +1,20 @@
-"""Builds the columns of a `HorovodTrace` from the text of a Timeline, a chunk at a time."""
+"""Builds the columns of a `HorovodTrace` from the text of a Timeline, a chunk at a time; large ones are on disk."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import Counter, defaultdict
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading.events import (
-    NAME,
-    NAME_HEAD,
-    Begin,
-    End,
-    Event,
-    Mark,
-    Metadata,
-    Tick,
-    as_event,
-    decode,
-    nbytes,
-    salvage,
-)
-from hvdtrain.timeline.reading.growing import Column
+from hvdtrain.timeline.reading import events as trace_text
+from hvdtrain.timeline.reading.events import Begin, End, Event, Mark, Metadata, Tick
 from hvdtrain.timeline.wording import counted
 
 _EXCERPT_BYTES = 40
@@ -115,7 +103,7 @@ class TraceBuilder:
 
     def add(self, chunk: bytes) -> None:
         """Add whole events."""
-        if NAME_HEAD not in chunk:
+        if trace_text.NAME_HEAD not in chunk:
             self._add_text(chunk)
             return
         cuts = [0, *(found.start() for found in _NEXT_TIMELINE.finditer(chunk)), len(chunk)]
@@ -126,7 +114,7 @@ class TraceBuilder:
                 self._shift_us = 0.0
                 self._tensors.clear()
             plain = bytearray(text)
-            for found in NAME.finditer(text):
+            for found in trace_text.NAME.finditer(text):
                 self._tensors.set_name(int(found[1]), found[2].decode("utf-8", "replace"))
                 plain[found.start() : found.end()] = b" " * len(found[0])
             self._add_text(bytes(plain))
@@ -161,11 +149,11 @@ class TraceBuilder:
         return lines + [f"{counted(number, noun)} {what}" for number, noun, what in ignored if number]
 
     def _add_text(self, text: bytes) -> None:
-        events = decode(text)
+        events = trace_text.decode(text)
         if events is None:
             events = []
-            for begin, end, fields in salvage(text):
-                if (event := as_event(fields)) is None:
+            for begin, end, fields in trace_text.salvage(text):
+                if (event := trace_text.as_event(fields)) is None:
                     self.is_foreign |= "tid" in fields or "cat" in fields
                     self._skip(self.size_bytes + begin, text[begin:end])
                 else:
@@ -193,7 +181,7 @@ class TraceBuilder:
                 number = tensors[event.pid]
                 if still_open[number]:
                     begin = still_open[number].pop()
-                    size = -1 if event.args is None else nbytes(event.args)
+                    size = -1 if event.args is None else trace_text.nbytes(event.args)
                     spans += number, phases[begin.name], begin.ts, event.ts - begin.ts, size
                 else:
                     self._ignored["orphans"] += tensors.names[number] not in _ONLY_ENDED
@@ -228,3 +216,41 @@ class TraceBuilder:
                 self._shift_us = epoch_us - self._epoch_us
         elif isinstance(tensor, str):
             self._tensors.set_name(event.pid, tensor)
+
+
+class Column:
+    """A column to which arrays are added; one larger than `in_memory_bytes` is written to disk."""
+
+    def __init__(self, dtype: DTypeLike, in_memory_bytes: int = 1 << 23) -> None:
+        self._dtype = np.dtype(dtype)
+        self._limit = in_memory_bytes
+        self._in_memory = bytearray()
+        self._file: IO[bytes] | None = None
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Append a copy of `values`."""
+        self._in_memory += values.astype(self._dtype).tobytes()
+        if len(self._in_memory) > self._limit:
+            self._spill()
+
+    def finish(self) -> NDArray[Any]:
+        """Return the whole column: an array in memory, or one that maps the file."""
+        if self._file is not None:
+            self._spill()
+            with self._file:
+                if not self._in_memory:
+                    mapped: NDArray[Any] = np.memmap(self._file, self._dtype, mode="c")
+                    return mapped.view(np.ndarray)
+                self._file.seek(0)  # the disk is full
+                self._in_memory[:0] = self._file.read()
+        return np.frombuffer(self._in_memory, self._dtype)
+
+    def _spill(self) -> None:
+        """Move the bytes in memory to disk; they stay in memory if the disk is full."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="hvdtrain-", buffering=0)  # noqa: SIM115 - until `finish`
+            while self._in_memory:
+                del self._in_memory[: self._file.write(self._in_memory)]
+        except OSError:
+            self._limit = 1 << 62

@@ -19,19 +19,10 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _CLAUSE = re.compile(rf"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*(?:({_NUMBER})(\s*\*\s*base)?|(base))\s*")
 _OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
 """Parts of a step. An absent part is 0."""
-_OF_STEP = (
-    "goodput",
-    "mfu",
-    "scaling_efficiency",
-    "step_ms",
-    "straggler_ms",
-    "straggler_rank",
-    "exposed_ms",
-    "exposed_share",
-    "hidden_share",
-    "bus_gb_per_s",
+KNOWN = (
+    *("goodput", "mfu", "scaling_efficiency", "step_ms", "straggler_ms", "straggler_rank"),
+    *("exposed_ms", "exposed_share", "hidden_share", "bus_gb_per_s", *_OF_PARTS),
 )
-KNOWN = (*_OF_STEP, *_OF_PARTS)
 """Names of figures."""
 
 
@@ -84,12 +75,11 @@ def holds(clauses: list[Clause], figures: Mapping[str, float], base: Mapping[str
     Errors:
         ConfigError: one of the figures is missing, or not a number.
     """
-    found = [(_figure(clause.name, figures), _limit(clause, base or {}), clause) for clause in clauses]
-    return all(value is not None and _COMPARE[clause.compare](value, limit) for value, limit, clause in found)
-
-
-def _limit(clause: Clause, base: Mapping[str, float]) -> float:
-    return clause.number * (_figure(clause.name, base) or 0.0) if clause.of_base else clause.number
+    found = [
+        (clause, _figure(clause.name, figures), (_figure(clause.name, base or {}) or 0.0) if clause.of_base else 1.0)
+        for clause in clauses
+    ]
+    return all(value is not None and _COMPARE[c.compare](value, c.number * factor) for c, value, factor in found)
 
 
 def met_text(clauses: list[Clause], figures: Mapping[str, float]) -> str:

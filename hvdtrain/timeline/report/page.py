@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import re
 from collections import defaultdict
@@ -15,21 +14,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
+from hvdtrain.observe.cost import money, number
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.analysis.efficiency import rows as waterfall
-from hvdtrain.timeline.report.over_time_view import over_time_view
-from hvdtrain.timeline.report.page_view import (
-    MORE,
-    blame_view,
-    budget_view,
-    communication_facts,
-    cost_facts,
-    finding_pieces,
-    goodput_rows,
-    hue,
-    shares_view,
-)
+from hvdtrain.timeline.analysis.goodput import rows as waterfall
+from hvdtrain.timeline.report import page_view
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -44,8 +33,9 @@ _MOST_LANES = 256
 _MOST_NAMES = 10
 _US = 1e3  # in a millisecond
 _FILTERS = (
-    *(cost_facts, hue, wording.decimals, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
-    *(wording.scaling,),
+    *(wording.decimals, wording.elapsed, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
+    *(wording.scaling, wording.speed, wording.spells, money, number, page_view.finding_pieces, page_view.heat),
+    *(page_view.hue, page_view.shares_view),
 )
 """Functions of the templates."""
 
@@ -93,35 +83,28 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     """Return the variables of the templates."""
     lanes = shown_lanes(analysis)
     names, rows = summary(lanes)
-    shown = [one.name for lane in lanes for one in lane.slices]
-    step_ms = analysis.budget.step_ms.value if analysis.budget else None
+    shown = dict.fromkeys(one.name for lane in lanes for one in lane.slices)
+    legend = [(page_view.hue(name), name) for name in shown]
     steps = analysis.budget is None or analysis.budget.steps > 0
-    pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
+    parts, exposed = (analysis.budget.parts, analysis.budget.exposed) if analysis.budget else ((), ())
     return {
         "analysis": analysis,
         "headline": headline(analysis),
-        "budget": budget_view(analysis.budget) if analysis.budget else None,
-        "findings": list(zip(analysis.findings, pieces, strict=True)),
-        "blame": blame_view(analysis.blame, step_ms),
-        "communication_facts": communication_facts(analysis.communication, steps=steps),
-        "over_time": over_time_view(analysis.over_time) if analysis.over_time else None,
-        "efficiency": shares_view(waterfall(analysis.efficiency).items()) if analysis.efficiency else (),
-        "goodput_rows": goodput_rows(analysis.goodput, analysis.cost) if analysis.goodput else (),
+        "segments": page_view.shares_view([(part.name, part.ms.value) for part in parts], exposed),
+        "blame": page_view.blame_view(analysis.blame, analysis.budget.step_ms.value if analysis.budget else None),
+        "over_time": page_view.over_time_view(analysis.over_time) if analysis.over_time else None,
+        "efficiency": waterfall(analysis.efficiency) if analysis.efficiency else {},
+        "steps": steps,
         "each_ms": "ms per step" if steps else "ms",
-        "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
-        "lanes": _for_script(packed(lanes)),
-        "legend": [(hue(name), name) for name in dict.fromkeys(shown) if hue(name) not in MORE][:16],
+        "figures": figures(analysis),
+        "lanes": packed(lanes),
+        "legend": [each for each in legend if each[0] not in page_view.MORE][:16],
         "lane_names": names,
         "lane_rows": rows[:100],
         "lanes_shown": len(lanes),
         "lanes_left": len(analysis.lanes) - len(lanes),
+        "seen_ms": page_view.SEEN_MS,
     }
-
-
-def _for_script(value: Any) -> str:
-    """Return JSON that cannot end its HTML element nor begin a comment in it."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(style: str, scripts: list[str]) -> str:
@@ -139,6 +122,8 @@ def _environment() -> Environment:
     loader = PackageLoader("hvdtrain.timeline.report", "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    found.tests["finite"] = math.isfinite
     found.filters |= {each.__name__: each for each in _FILTERS}
     return found
 
@@ -184,7 +169,7 @@ def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
             before, end = start, max(end, until)
         steps = [(step, len(list(those))) for step, those in groupby(one.step for one in ordered)]
         found.append([lane.label, row, [number for pair in steps for number in pair]])
-    return {"names": [[name, hue(name)] for name in numbers], "lanes": found, "end": end}
+    return {"names": [[name, page_view.hue(name)] for name in numbers], "lanes": found, "end": end}
 
 
 def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:

@@ -1,4 +1,4 @@
-"""An analysis as the page's templates need it: numbers as text, widths as shares, colours by name. Pure.
+"""What the page's templates cannot compute: shares of bars, heat, commands in texts, colours, paths of SVG. Pure.
 
 Colours are cool for work, warm for waiting, amber for input, grey for the rest.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
-from statistics import median
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from statistics import median, quantiles
 from typing import Any
 
-from hvdtrain.observe.cost import Cost, money, number
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import goodput
-from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, RankRow
-from hvdtrain.timeline.analysis.goodput import Goodput
+from hvdtrain.timeline.analysis.analysis import Blame, OverTime
+from hvdtrain.timeline.analysis.budget import ACTIVATIONS, ASIDE, IDLE, LATE, PARAMETERS
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
 
-_SEEN_MS = 0.0005
+SEEN_MS = 0.0005
+"""Shorter times are not shown."""
 _HEAT = (0.005, 0.02, 0.05)
 """Differences from the median, as shares of a step, for the first, second and third shade."""
 
@@ -34,71 +34,28 @@ _CODE = re.compile(
     r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all|speed)\b))?)"
 )
 
-_OWN = ("data", "copy", "forward", "backward", "optimizer", "clip", "negotiation", "queue", "transfer", "other", "gc")
-_HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
-    "wait": "transfer",
-    "gather": "transfer",
-    "parameter gather": "transfer",
-    "activations": "transfer",
-    "exchange of activations": "transfer",
-    "waiting for late ranks": "late",
-    "fusion copies": "copies",
-    "evaluation": "aside",
-    "checkpoint": "aside",
-    "evaluations and checkpoints": "aside",
-    "longer steps without stamps": "queue",
-    "nothing under way": "rest",
-    "exchange": "queue",
-    "other exchange": "other",
-    goodput.USEFUL: "forward",
-    "training (MFU)": "forward",
-    "kernels below the peak": "backward",
-    "recomputation": "gc",
-    "exposed communication": "transfer",
-    "input": "data",
-    goodput.STALLS: "transfer",
-    goodput.START_UP: "copy",
-    goodput.RESTARTS: "queue",
-    goodput.REPEATED: "gc",
-    goodput.PAUSES: "rest",
+_HUES = {
+    "data": ("data", "input"),
+    "copy": ("copy", goodput.START_UP),
+    "forward": ("forward", goodput.USEFUL, "training (MFU)"),
+    "backward": ("backward", "kernels below the peak"),
+    "optimizer": ("optimizer",),
+    "clip": ("clip",),
+    "negotiation": ("negotiation",),
+    "queue": ("queue", "exchange", "longer steps without stamps", goodput.RESTARTS),
+    "copies": ("fusion copies",),
+    "transfer": ("transfer", "wait", "gather", PARAMETERS, "activations", ACTIVATIONS, "exposed communication"),
+    "late": (LATE,),
+    "other": ("other", "other exchange"),
+    "gc": ("gc", "recomputation", goodput.REPEATED),
+    "aside": ("aside", "evaluation", "checkpoint", ASIDE),
+    "step": ("step",),
+    "rest": ("rest", IDLE, goodput.PAUSES),
 }
+"""Colours of the style sheet, and the names that have each."""
+_HUE_OF = {name: hue for hue, names in _HUES.items() for name in names} | {goodput.STALLS: "transfer"}
 MORE = ("a", "b", "c", "d")
 """Colours of unknown names."""
-
-
-def budget_view(budget: Budget) -> dict[str, Any]:
-    """Return segments of the bar [x and width in percent], the bracket over exposed communication, and table rows."""
-    total = sum(part.ms.value for part in budget.parts)
-    places = wording.decimals(budget.step_ms.value)
-    segments = shares_view([(part.name, part.ms.value / (total or 1.0)) for part in budget.parts])
-    rows = [
-        {
-            **segment,
-            "hue": hue(part.name, exposed=part.name in budget.exposed),
-            "exposed": part.name in budget.exposed,
-            "ms": wording.ms(part.ms.value, places),
-            "interval": wording.interval(part.ms, places),
-            "share": wording.percent(part.share),
-        }
-        for part, segment in zip(budget.parts, segments, strict=True)
-    ]
-    return {
-        "rows": rows,
-        "sum": wording.ms(total, places),
-        "step": wording.ms(budget.step_ms.value, places),
-        "step_interval": wording.interval(budget.step_ms, places),
-        "bracket": _bracket(rows),
-        "intervals": any(row["interval"] for row in rows),
-    }
-
-
-def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Return where exposed communication is in the bar; None if there is none or it is not contiguous."""
-    marked = [at for at, row in enumerate(rows) if row["exposed"]]
-    if not marked or marked[-1] - marked[0] + 1 != len(marked):
-        return None
-    first, last = rows[marked[0]], rows[marked[-1]]
-    return {"x": first["x"], "end": last["x"] + last["width"]}
 
 
 def finding_pieces(advice: str) -> list[tuple[str, bool]]:
@@ -113,125 +70,105 @@ def finding_pieces(advice: str) -> list[tuple[str, bool]]:
 
 
 def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
-    """Return rows of ranks with whiskers [percent of the widest] and heat, their parts, and the omitted ranks."""
+    """Return rows of ranks with whiskers [percent of the widest], the usual time of each part, and what is left out."""
     late = set(blame.late)
     shown = [row for at, row in enumerate(blame.ranks) if at < MOST_RANKS or row.rank in late]
-    left = [row for at, row in enumerate(blame.ranks) if at >= MOST_RANKS and row.rank not in late]
+    left = [row.cost_ms.value for at, row in enumerate(blame.ranks) if at >= MOST_RANKS and row.rank not in late]
     found = dict.fromkeys(name for row in shown for name in row.parts_ms)
-    names = [name for name in found if any(row.parts_ms.get(name, 0.0) >= _SEEN_MS for row in shown)]
+    names = [name for name in found if any(row.parts_ms.get(name, 0.0) >= SEEN_MS for row in shown)]
     medians = {n: median([row.parts_ms[n] for row in blame.ranks if n in row.parts_ms]) for n in names}
-    whole = step_ms or sum(medians.values()) or 1.0
     costs = [cost for row in shown for cost in (row.cost_ms.high, row.cost_ms.value)]
     most = max([cost for cost in costs if math.isfinite(cost)] + [1e-9])
-    return {
-        "names": names,
-        "rows": [_rank(row, medians, whole, most, blame) for row in shown],
-        "left": len(left),
-        "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
-        "compared": all(math.isfinite(row.clock_error_ms) for row in blame.ranks),
-        "clocks": _clocks([row.clock_error_ms for row in blame.ranks]),
-    }
 
-
-def _rank(row: RankRow, medians: Mapping[str, float], whole: float, most: float, blame: Blame) -> dict[str, Any]:
-    def at(value: float) -> float:
+    def place(value: float) -> float:
         return min(100.0, max(0.0, 100 * value / most)) if math.isfinite(value) else 0.0
 
-    cells = []
-    for name, usual in medians.items():
-        value = row.parts_ms.get(name)
-        more = 0.0 if value is None else value - usual
-        cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
-        cells[-1]["more"] = f"{more:+.2f} ms from the median" if cells[-1]["heat"] else ""
-        cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
+    ends = ("value", "low", "high")
     return {
-        **vars(row),
-        "late": row.rank in blame.late,
-        "costs": row.cost_ms.value >= _SEEN_MS,
-        "bar": at(row.cost_ms.value),
-        "low": at(row.cost_ms.low),
-        "high": at(row.cost_ms.high),
-        "cells": cells,
-        "clock": _clock(row.clock_error_ms),
-        "causes": blame.causes.get(row.rank, ()),
-        "spells": wording.spells(blame.spells_of(row.rank)).strip(),
+        "medians": medians,
+        "rows": [{**vars(row), **{end: place(getattr(row.cost_ms, end)) for end in ends}} for row in shown],
+        "whole": step_ms or sum(medians.values()) or 1.0,
+        "left": len(left),
+        "left_ms": max(left, default=0.0),
+        "clock_error_ms": max((row.clock_error_ms for row in blame.ranks), default=0.0),
     }
 
 
-def _clocks(errors_ms: Sequence[float]) -> str:
-    """Say how well the ranks' clocks agree."""
-    worst = max(errors_ms, default=0.0)
-    if not math.isfinite(worst):
-        return "the clocks of some ranks were never compared with rank 0's"
-    return (
-        f"the ranks' clocks agree to within {wording.ms(worst)} ms" if worst >= _SEEN_MS else "the ranks share a clock"
-    )
-
-
-def _clock(error_ms: float) -> str:
-    """Say how precise a rank's clock is; empty for rank 0."""
-    if not math.isfinite(error_ms):
-        return "its clock was never compared with rank 0's"
-    return f"its clock agrees with rank 0's to within {wording.ms(error_ms)} ms" if error_ms >= _SEEN_MS else ""
-
-
-def _heat(share: float) -> str:
-    """Return ``more-2`` or ``less-1``; empty near the median."""
+def heat(share: float) -> str:
+    """Return the class of a difference from the median, ``more-2`` or ``less-1``; empty near it."""
     level = sum(abs(share) >= bound for bound in _HEAT)
     return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
 
 
-def communication_facts(found: Communication | None, *, steps: bool = True) -> list[tuple[str, str, str]]:
-    """Return the known figures, each with its name and a comparison; per step if `steps`, else of the whole trace."""
-    facts: list[tuple[str, str, str]] = []
-    if found is None:
-        return facts
-    if found.busy_ms is not None:
-        name = "of communication per step" if steps else "of communication in total"
-        facts.append((f"{wording.ms(found.busy_ms)} ms", name, ""))
-    if found.hidden_share is not None:
-        facts.append((wording.percent(found.hidden_share), "hidden behind computation", ""))
-    if found.bytes_per_step is not None:
-        name = "per rank and step" if steps else "per rank in total"
-        facts.append((wording.nbytes(found.bytes_per_step), name, ""))
-    if found.bus_gb_per_s is not None:
-        of_link = ""
-        if found.link_gb_per_s:
-            share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
-            of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
-        facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
-    return facts
-
-
-def shares_view(shares: Collection[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Return segments of a bar [x and width in percent], by name; the shares sum to 1."""
-    begins = accumulate((share for _, share in shares), initial=0.0)
+def shares_view(amounts: Collection[tuple[str, float]], exposed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return segments of a bar [x and width in percent], by name, which divide it as `amounts` do."""
+    whole = sum(amount for _, amount in amounts) or 1.0
+    begins = accumulate((100 * amount / whole for _, amount in amounts), initial=0.0)
     return [
-        {"name": name, "hue": hue(name), "share": wording.percent(share), "x": 100 * begin, "width": 100 * share}
-        for (name, share), begin in zip(shares, begins, strict=False)
+        {
+            "name": name,
+            "hue": hue(name, exposed=name in exposed),
+            "exposed": name in exposed,
+            "share": wording.percent(amount / whole),
+            "x": begin,
+            "width": 100 * amount / whole,
+        }
+        for (name, amount), begin in zip(amounts, begins, strict=False)
     ]
-
-
-def goodput_rows(found: Goodput, cost: Cost | None) -> list[dict[str, Any]]:
-    """Return segments of the bar, with device-hours and money as text."""
-    total = sum(found.hours.values())
-    paid = cost.money / total if cost is not None and cost.money is not None else None
-    segments = shares_view([(use, hours / total) for use, hours in found.hours.items()])
-    return [
-        {**row, "hours": number(hours), "money": money(paid * hours) if paid is not None else ""}
-        for row, hours in zip(segments, found.hours.values(), strict=True)
-    ]
-
-
-def cost_facts(cost: Cost) -> list[tuple[str, str]]:
-    """Return the known figures of a cost, each with its name."""
-    facts = [(number(cost.device_hours), "device-hours")]
-    facts += [(number(kwh), f"kWh of {kind}") for kind, kwh in cost.energy_kwh.items()]
-    if cost.money is not None:
-        facts.append((money(cost.money), "money, at the price of --observe.price_per_hour"))
-    return facts
 
 
 def hue(name: str, *, exposed: bool = False) -> str:
     """Return the name of a colour of the style sheet. An unknown name always gets the same one."""
-    return _HUES.get(name) or ("other" if exposed else MORE[zlib.crc32(name.encode(errors="replace")) % len(MORE)])
+    return _HUE_OF.get(name) or ("other" if exposed else MORE[zlib.crc32(name.encode(errors="replace")) % len(MORE)])
+
+
+WIDTH, HEIGHT = 1000.0, 160.0
+_ROOM = 1.15
+_TICKS = 4
+_SEEN = 0.002
+"""Of a step: a part that never takes more is left out."""
+
+
+def over_time_view(found: OverTime) -> dict[str, Any]:
+    """Return areas of parts from bottom to top, the line of medians, bands, edges of moments, and marks.
+
+    The top of the axis leaves few exceptional moments out.
+    """
+    moments = found.moments
+    first, last = moments[0].first_step, moments[-1].last_step
+    step_ms = [moment.step_ms for moment in moments]
+    most = _ROOM * max(quantiles(step_ms, n=50)[-1] if len(moments) > 1 else step_ms[0], 1e-6)
+    names = [n for n in moments[0].parts_ms if any(m.parts_ms[n] > _SEEN * m.step_ms for m in moments)]
+
+    def x(step: int) -> float:
+        return WIDTH * (step - first) / (last - first + 1)
+
+    edges = [*(x(moment.first_step) for moment in moments), WIDTH]
+    marks = [{**vars(mark), "x": x(mark.step)} for mark in found.marks if first <= mark.step <= last]
+    starts = [mark["x"] for mark in marks if mark["kind"] == "start"]
+    below, areas = [0.0] * len(moments), []
+    for name in names:
+        above = [low + moment.parts_ms[name] for low, moment in zip(below, moments, strict=True)]
+        places = zip(below[::-1], edges[-2::-1], strict=True)
+        back = [f"V{_y(value, most)}H{begin:.1f}" for value, begin in places]
+        areas.append({"name": name, "hue": hue(name), "path": f"{_line(edges, above, most)}{''.join(back)}Z"})
+        below = above
+    return {
+        "areas": areas,
+        "median": _line(edges, [moment.median_ms for moment in moments], most),
+        "bands": [{"x": x, "width": end - x} for x, end in list(pairwise([*starts, WIDTH]))[1::2]],
+        "edges": edges,
+        "marks": marks,
+        "ticks": [moments[number * len(moments) // _TICKS] for number in range(_TICKS)],
+        "top_ms": most,
+    }
+
+
+def _y(value: float, most: float) -> str:
+    return f"{HEIGHT * (1 - min(1.0, value / most)):.1f}"
+
+
+def _line(edges: Sequence[float], values: Sequence[float], most: float) -> str:
+    """Return a path that is level between two edges."""
+    steps = [f"V{_y(value, most)}H{end:.1f}" for value, end in zip(values, edges[1:], strict=True)]
+    return f"M{edges[0]:.1f} {_y(values[0], most)}{''.join(steps)}"

@@ -1,13 +1,13 @@
-"""The report of an analysis as text for a terminal, and its summary at the end of a run. Pure."""
+"""An analysis as text for a terminal: the report, the summary at the end of a run, verdicts while it runs. Pure."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate, OuterSteps
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, OuterSteps
 
 _BAR = 30
 _LEAST_SHARE = 0.0005
@@ -62,11 +62,6 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         yield f"  {len(rest) - _MOST_NOTES} more: --json"
 
 
-def quantity(estimate: Estimate, places: int | None = None) -> str:
-    """Format a number with its interval, if there is one."""
-    return f"{wording.ms(estimate.value, places)} {wording.interval(estimate, places)}".rstrip()
-
-
 def _head(analysis: Analysis) -> str:
     ranks = f", {wording.counted(analysis.size, 'rank')}" if analysis.size else ""
     title = shorten(analysis.title, 40)
@@ -78,13 +73,13 @@ def _head(analysis: Analysis) -> str:
 
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
-    yield f"{'step time:' if budget.steps else 'the trace spans'} {quantity(budget.step_ms, places)} ms"
+    yield f"{'step time:' if budget.steps else 'the trace spans'} {wording.quantity(budget.step_ms, places)} ms"
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(shorten(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
         name = shorten(part.name, 30) + (" *" if part.name in budget.exposed else "")
         bar = "#" * round(_BAR * part.share)
-        yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
+        yield f"  {name:<{width}} {wording.quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
         share = sum(part.share for part in budget.parts if part.name in budget.exposed)
         yield f"  * exposed communication: {share:.1%} of {'the step' if budget.steps else 'the trace'}"
@@ -120,10 +115,10 @@ def _blame(blame: Blame) -> Iterator[str]:
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind, last = wording.behind(row.behind_ms), f"last in {row.last_share:4.0%} of steps"
-        yield f"  {name:<24} {behind} the others, {last}, costs {quantity(row.cost_ms)} ms"
+        yield f"  {name:<24} {behind} the others, {last}, costs {wording.quantity(row.cost_ms)} ms"
         if spells := blame.spells_of(row.rank):
             worst = max((spell.cost_ms for spell in spells), key=lambda each: each.value)
-            yield f"    straggler{wording.spells(spells)}: there it costs {quantity(worst)} ms"
+            yield f"    straggler{wording.spells(spells)}: there it costs {wording.quantity(worst)} ms"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
             yield from (f"    {shorten(cause.text, _WIDTH - 4)}" for cause in causes)
@@ -212,3 +207,46 @@ def _wrapped_head(head: str, text: str) -> list[str]:
     indent = " " * (len(head) - len(head.lstrip()))
     lines = textwrap.wrap(whole, _SUMMARY_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", max_lines=3)
     return lines or [head]
+
+
+_SHARE = 0.1
+"""Of a step: smaller costs are no verdict."""
+_APART = ("straggler", "change", "start_up", "pause", "compilations")
+"""Kinds of findings that have sentences of their own, or are not about the present."""
+
+
+def verdicts(analysis: Analysis) -> dict[str, str]:
+    """Return what is slow now: sentences by what they are about; the same key stays while a verdict holds."""
+    found = dict(_slow_ranks(analysis.blame))
+    for change in analysis.changes:
+        if change.lasts and not change.begins:
+            found["step time"] = f"steps take longer since step {change.first_step:,}, {wording.slower(change)}"
+    step_ms = analysis.budget.step_ms.value if analysis.budget is not None else 0.0
+    for finding in analysis.findings:
+        if finding.kind not in _APART and finding.cost_ms is not None and finding.cost_ms >= _SHARE * step_ms > 0:
+            found[finding.kind] = f"{finding.text}; {finding.advice}"
+    return found
+
+
+def _slow_ranks(blame: Blame) -> Iterator[tuple[str, str]]:
+    rows = {row.rank: row for row in blame.ranks}
+    hosts = {rank: host for host, ranks in blame.slow_hosts().items() for rank in ranks}
+    ended = {rank for rank in blame.late if (spells := blame.spells_of(rank)) and not spells[-1].lasts}
+    for group in blame.late_groups([rank for rank in blame.late if rank not in ended]):
+        rank, spells = group[0], blame.spells_of(group[0])
+        host = rows[rank].host
+        cost = wording.total(own[-1].cost_ms if (own := blame.spells_of(r)) else rows[r].cost_ms for r in group)
+        when = wording.spells(spells[-1:])
+        causes = blame.causes.get(rank, ())
+        why = f": {causes[0].text}" if causes else ""
+        if rank in hosts:
+            yield f"host {host}", f"host {host} is slow{when}{why}"
+        else:
+            text = f"{wording.straggler(blame, rank)} is slow{when} and costs {wording.ms(cost.value)} ms per step{why}"
+            yield f"rank {blame.group_of(rank)[0]}", text
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the sentences that are new, and those that hold no longer."""
+    new = [text for key, text in now.items() if key not in before]
+    return new + [f"no longer: {text}" for key, text in before.items() if key not in now]

@@ -30,7 +30,7 @@ from hvdtrain.files import write_text
 from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.verdicts import changed
+from hvdtrain.timeline.report.terminal import changed
 from hvdtrain.training.round import Round
 
 _PATIENCE_S = 120.0

@@ -79,13 +79,13 @@ def test_padding_is_told_where_the_weight_counts_tokens(unit: str, tokens: float
     sizes = np.full((4, 60), 1000.0)
     journal = JournalSteps(np.arange(1, 61), np.full(60, 100.0), {}, np.full(60, tokens))
     start = JournalStart({**FACTS, "size": 4, "time": 0.0, "unit": unit})
-    found = _analysed(_work(sizes), sizes, journal=journal, starts=[start], start=0)
+    found = _analysed(_work(sizes), sizes, journal=journal, start=start)
     assert bool(_of(found, "padding")) == padded
 
 
 def test_micro_batches_that_follow_speed_are_no_unequal_batches() -> None:
     sizes = np.full((2, 200), 4000.0)
     sizes[0, 50:], sizes[1, 50:] = 6000.0, 2000.0
-    shares = [{"event": "shares", "at_step": 50, "shares": [3, 1], "pass_s": [0.02, 0.06]}]
-    found = _analysed(_work(sizes), sizes, shares=shares)
+    shares = {"event": "shares", "at_step": 50, "shares": [3, 1], "pass_s": [0.02, 0.06]}
+    found = _analysed(_work(sizes), sizes, start=JournalStart({}, events=[shares]))
     assert not _of(found, "batch_sizes")

@@ -14,8 +14,7 @@ from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Budget, figures
 from hvdtrain.timeline.analysis.budget import IDLE, LATE, sample_of, step_budget, step_parts, timeline_budget
-from hvdtrain.timeline.analysis.intervals import Span, common, length, partition, union, within, without
-from hvdtrain.timeline.analysis.phases import count_steps
+from hvdtrain.timeline.analysis.phases import Span, common, count_steps, length, partition, union, within, without
 from hvdtrain.timeline.columns import JournalSteps, RunTrace, StepTable
 from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import to_text

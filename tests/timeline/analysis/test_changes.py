@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.timeline.analysis.changes import LEAST_STEPS, change_points
-from hvdtrain.timeline.analysis.stats import correlation_steps, mean_of, student
+from hvdtrain.timeline.analysis.stats import LEAST_STEPS, change_points, correlation_steps, mean_of, student
 from hvdtrain.timeline.columns import Floats
 from tests.support.step_tables import noise
 

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Efficiency, figures
-from hvdtrain.timeline.analysis.efficiency import rows, scaling
+from hvdtrain.timeline.analysis.goodput import rows, scaling
 from hvdtrain.timeline.report.page import to_html
 from tests.support.step_tables import run_of, table_of
 
@@ -21,9 +21,10 @@ STEP_S = 0.101
 
 
 def _found(*, checkpointing: str = "none", peak: float | None = None, **flops: Any) -> Efficiency | None:
-    event = {"per_sample": 1e12, "peak_per_s": 16e12 / (0.4 * STEP_S) if peak is None else peak, **flops}
+    peak = 16e12 / (0.4 * STEP_S) if peak is None else peak
+    event = {"event": "flops", "per_sample": 1e12, "peak_per_s": peak, **flops}
     config = {"train": {"global_batch": 16}, "memory": {"checkpointing": checkpointing}}
-    run = run_of(table_of(np.full((4, 60), WORK_MS)), config=config, events={"flops": event})
+    run = run_of(table_of(np.full((4, 60), WORK_MS)), config=config, start=JournalStart({}, events=[event]))
     found = analyse(run)
     assert found.efficiency is None or figures(found)["mfu"] == found.efficiency.mfu
     assert ('id="efficiency"' in to_html(found)) == (found.efficiency is not None)

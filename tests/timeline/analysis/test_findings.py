@@ -13,14 +13,14 @@ import pytest
 
 import hvdtrain.timeline
 from hvdtrain.config.parse import make_parser
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.spans import EXCHANGE
 from hvdtrain.task.base import load_task_function
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
-from hvdtrain.timeline.report.terminal import to_text
-from hvdtrain.timeline.verdicts import verdicts
+from hvdtrain.timeline.report.terminal import to_text, verdicts
 from hvdtrain.timeline.wording import worst_straggler
 from tests.support.step_tables import Floats, columns_of, noise, run_of, table_of
 from tests.support.timelines import Turn, spans_of, trace_of
@@ -85,7 +85,7 @@ def test_a_run_without_trouble_has_none() -> None:
     ],
 )
 def test_late_compilations_and_graph_breaks_are_reported(counts: dict[str, Any], expected: dict[str, str]) -> None:
-    found = _analysed(run={"events": {"compiled": {"event": "compiled", **counts}}})
+    found = _analysed(run={"start": JournalStart({}, events=[{"event": "compiled", **counts}])})
     assert _kinds(found) & {"recompile", "graph_break"} == expected.keys()
     assert all(re.search(said, _one(found, kind).text) for kind, said in expected.items())
 
@@ -128,7 +128,8 @@ def test_reasons_are_reported_of_the_late_rank_only() -> None:
 )
 def test_who_shares_the_cores_that_ranks_wait_for(host: dict[str, Any], words: list[str]) -> None:
     """Also in a run that is too short for a prediction."""
-    run: Any = SimpleNamespace(machine={"busiest_host": {"cores": 2, **host}}, config={})
+    start = SimpleNamespace(started={"machine": {"busiest_host": {"cores": 2, **host}}})
+    run: Any = SimpleNamespace(start=start, config={})
     nothing: Any = None
     found = Facts(run, None, None, nothing, None).for_cores()
     assert all(word in found for word in words)
@@ -328,7 +329,8 @@ def _by_speed(late_ms: float, event: dict[str, Any]) -> Analysis:
     """Rank 2 is much later until step 100, and by `late_ms` from then on."""
     more = _each(20.0, rank=2)
     more[2, 100:] = late_ms
-    return _analysed(config={"parallel": {"balance": "speed"}}, run={"shares": [event]}, forward=more)
+    run = {"start": JournalStart({}, events=[event])}
+    return _analysed(config={"parallel": {"balance": "speed"}}, run=run, forward=more)
 
 
 def test_shares_by_speed_are_reported_and_what_is_left_is_not_blamed() -> None:
@@ -446,9 +448,10 @@ def test_evaluations_and_checkpoints_are_told_apart(evaluation_s: float | None, 
     aside[:, 9::10] = 60.0
     journal = JournalSteps(np.arange(1, SHAPE[1] + 1), nothing + 20.0, {"forward": nothing}, nothing)
     config = {"train": {"eval_every": 10}, "checkpoint": {"every": 5}}
-    finding = _one(
-        _analysed(config=config, aside=aside, run={"journal": journal, "evaluation_s": evaluation_s}), "aside"
-    )
+    seconds = {0: 9.0, 9: evaluation_s, SHAPE[1]: 9.0}  # before the first step, between steps, after the last
+    events = [{"event": "evaluation", "at_step": at, "seconds": value} for at, value in seconds.items()]
+    start = JournalStart({}, first_step=1, last_step=SHAPE[1], events=events)
+    finding = _one(_analysed(config=config, aside=aside, run={"journal": journal, "start": start}), "aside")
     assert re.match(expected, finding.text) and advice in finding.advice
 
 

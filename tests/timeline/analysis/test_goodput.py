@@ -86,7 +86,7 @@ def test_late_ranks_of_each_start_count(tmp_path: Path) -> None:
     late = np.add(work, [[0.0], [40.0]])
     stamped = [(0, table_of(late, exchange_ms=0.0)), (0, table_of(work)), (1, last := table_of(work))]
     starts = read_journal_starts(run.folder / "journal.jsonl")
-    found = analyse(run_of(last, starts=starts, start=1, stamped=stamped)).goodput
+    found = analyse(run_of(last, starts=starts, start=starts[1], stamped=stamped)).goodput
     assert found.hours[uses.LATE] == pytest.approx(_hours(0.5 * 0.2 * 0.5 * 3600), rel=0.05), "40 of 100 ms, one of two"
 
 

@@ -15,8 +15,8 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Finding
 from hvdtrain.timeline.columns import Floats, JournalSteps
 from hvdtrain.timeline.report.form import to_bytes
-from hvdtrain.timeline.report.over_time_view import WIDTH, over_time_view
 from hvdtrain.timeline.report.page import to_html
+from hvdtrain.timeline.report.page_view import WIDTH, over_time_view
 from hvdtrain.timeline.run import load
 from tests.support.journals import FakeRun
 from tests.support.step_tables import noise, run_of, table_of
@@ -73,7 +73,8 @@ def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice,
 
 def test_what_coincided_is_said() -> None:
     tokens = np.where(np.arange(STEPS) < 200, 512.0, 700.0)
-    found = _analysed(_forward(), slow=np.s_[200:], tokens=tokens, marks={"config_changed": [199, 300]})
+    start = JournalStart({}, events=[{"event": "config_changed", "at_step": step} for step in (199, 300)])
+    found = _analysed(_forward(), slow=np.s_[200:], tokens=tokens, start=start)
     (finding,) = _found(found, "change")
     assert "700 tokens instead of 512" in finding.text and "changed at step 199" in finding.text
 
@@ -139,8 +140,8 @@ def test_moments_sum_to_the_step_and_cover_the_run() -> None:
     assert kinds["start", 1] == "the run starts on 4 ranks" and kinds["start", 301] == "the run continues on 3 ranks"
     (turned,) = [mark for mark in found.over_time.marks if mark.kind == "straggler"]
     assert abs(turned.step - 201) <= 20 and turned.text.startswith("rank 1 becomes a straggler")
-    places = over_time_view(found.over_time)["places"]
-    assert sum(place["width"] for place in places) == pytest.approx(WIDTH)
+    edges = over_time_view(found.over_time)["edges"]
+    assert len(edges) == 201 and edges[0] == 0.0 and edges[-1] == WIDTH and edges == sorted(edges)
     page = to_html(found)
     assert 'id="over-time"' in page and page.count('class="place"') == 200 and "becomes a straggler" in page
 
@@ -151,10 +152,10 @@ def test_moments_tell_the_time_since_the_run_began() -> None:
     unknown = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=history)).over_time
     assert {moment.after_s for moment in unknown.moments} == {None}
     time_s = 1.8e9 + np.cumsum(history.step_ms / 1e3) + np.where(history.step > 4, 7200.0, 0.0)
-    found = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=replace(history, time_s=time_s))).over_time
-    after = [moment.after_s for moment in found.moments]
+    found = analyse(run_of(table_of(np.full((1, 8), 90.0)), history=replace(history, time_s=time_s)))
+    after = [moment.after_s for moment in found.over_time.moments]
     assert after[:2] == pytest.approx([0.0, 0.085], abs=1e-4) and after[4] == pytest.approx(7200.35, abs=0.02)
-    assert over_time_view(found)["ticks"][2] == "step 5, 2.0 h"
+    assert "<span>step 5, 2.0 h</span>" in to_html(found)
 
 
 def test_steps_that_a_later_start_repeated_are_those_of_the_later_one(tmp_path: Path) -> None:
