@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdtrain.compression.sizes import ITEM_BYTES, fill
-from hvdtrain.exchange.shards import divide
+from hvdtrain.compression.sizes import ITEM_BYTES
+from hvdtrain.plan.buckets import assign
+from hvdtrain.plan.shards import divide
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.engine_buckets import bucket_limit
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
@@ -50,12 +51,7 @@ def _shards(
     The buckets are those of `engine.sharded`.
     """
     by_name = {gradient.name: gradient for gradient in trained}
-    names = fill(
-        [gradient.name for gradient in reversed(trained)],
-        limit_bytes,
-        lambda name: by_name[name].nbytes,
-        lambda name: by_name[name].dtype,
-    )
+    names = assign({gradient.name: (gradient.nbytes, gradient.dtype) for gradient in trained}, limit_bytes).buckets
     total = 0.0
     found: list[list[tuple[Gradient, int]]] = [[] for _ in range(ranks)]
     for number, bucket in enumerate(names):

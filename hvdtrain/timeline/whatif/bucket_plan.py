@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.compression.sizes import FEW_ROWS, ITEM_BYTES, Bucket, fill, padded
+from hvdtrain.compression.sizes import ITEM_BYTES, Bucket, packed
 from hvdtrain.compression.table import Compression
+from hvdtrain.plan.buckets import Sizes, are_few, assign
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,9 @@ def plan_buckets(
     """
     by_name = {gradient.name: gradient for gradient in gradients}
     rows = _rows_to_send(by_name, compression, ranks, work)
-    names = []
-    for skipped in (False, True):
-        group = [g.name for g in gradients if (g.ready_s is None) == skipped]
-        names += fill(group, limit_bytes, lambda name: by_name[name].nbytes, lambda name: _kind(by_name[name]), rows)
-    return [lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in names]
-
-
-def _kind(gradient: Gradient) -> tuple[str, float]:
-    return gradient.dtype, gradient.summed_by
+    sizes: Sizes = {g.name: (g.nbytes, (g.dtype, g.summed_by)) for g in reversed(gradients)}
+    made = assign(sizes, limit_bytes, [g.name for g in gradients if g.ready_s is not None], rows=rows)
+    return [lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in made.buckets]
 
 
 def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ranks: int, work: float) -> dict[str, int]:
@@ -104,7 +99,7 @@ def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ran
     rows = {}
     for name, gradient in by_name.items():
         count = math.ceil((gradient.rows or 0) * work) * ranks
-        if 0 < count <= FEW_ROWS * gradient.shape[0]:
+        if count and are_few(count, gradient.shape[0]):
             bucket = lay_out([gradient]).shape
             if compression.leaves_to_rows(bucket, count, ranks):
                 rows[name] = count
@@ -113,9 +108,6 @@ def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ran
 
 def lay_out(gradients: Sequence[Gradient], rows: int = 0) -> PlannedBucket:
     """Return a bucket of these gradients, of one dtype, that the same ranks sum."""
-    item, starts, length = ITEM_BYTES[gradients[0].dtype], [], 0
-    for gradient in gradients:
-        starts.append(length)
-        length += padded(math.prod(gradient.shape), item)
+    starts, length = packed((math.prod(gradient.shape) for gradient in gradients), ITEM_BYTES[gradients[0].dtype])
     shape = Bucket([gradient.shape for gradient in gradients], gradients[0].dtype, length)
     return PlannedBucket([gradient.name for gradient in gradients], shape, starts, rows, gradients[0].summed_by)
