@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Loss
 from hvdtrain.engine.coded_shards import CodedShards
@@ -36,12 +34,11 @@ from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import Layout, assign_buckets, lay_out
 from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.plan.collectives import AT_ONCE, bucket_limit
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.spans import Spans
 from hvdtrain.state.pieces import Place
-
-_AT_ONCE = 2
-"""Buckets that are exchanged at the end of backward, when a rank has its sums of all others: their memory is not
-divided."""
 
 
 class ShardedEngine(DividedEngine):
@@ -119,7 +116,7 @@ class ShardedEngine(DividedEngine):
                 self._bucket_of |= dict.fromkeys(layout.parameters, bucket)
         self._names |= {parameter: name for name, parameter in named}
         # More are exchanged at a time while memory is free that the sums will take.
-        self._limit_bytes = _AT_ONCE * self._bucket_bytes + sum(bucket.segment_bytes for bucket in self._buckets)
+        self._limit_bytes = AT_ONCE * self._bucket_bytes + sum(bucket.segment_bytes for bucket in self._buckets)
         self._queue = BucketQueue(self._buckets, self._weight, self._spans, self._limit_bytes)
         self._owned = {name: owned for bucket in self._buckets for name, owned in bucket.owned().items()}
 
@@ -333,10 +330,12 @@ def make_sharded(parts: EngineParts, **options: Any) -> ShardedEngine:
     if not parts.plan.elastic:
         refuse_one_rank(parts.comm, f"--parallel.shard {parts.plan.shard}", "optimizer", "--parallel.shard none")
     compression = parse(parts.plan.compression)
-    bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, parts.plan.bucket_mib)
-    if parts.plan.bucket_mib is None:
-        trained = [p for _, p in parts.parameters if p.requires_grad]
-        sizes = [(tuple(p.shape), p.numel() * p.dtype.itemsize) for p in trained]
-        whole = compress(sizes, whole_parameters(parts.optimizer, trained))
-        bucket_bytes = shard_bucket_bytes(bucket_bytes, sum(nbytes for _, nbytes in sizes), parts.comm.size, whole)
-    return ShardedEngine(parts, bucket_bytes, **options)
+    prepare_exchange(compression, parts.comm, parts.variables)
+    trained = [(name, p) for name, p in parts.parameters if p.requires_grad]
+    whole = whole_parameters(parts.optimizer, [p for _, p in trained])
+    gradients = [
+        Gradient(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), whole=each)
+        for (name, p), each in zip(trained, whole, strict=True)
+    ]
+    ranks = Ranks(parts.comm.size, parts.comm.local_size)
+    return ShardedEngine(parts, bucket_limit(parts.plan, gradients, ranks, compression), **options)

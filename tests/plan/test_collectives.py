@@ -1,4 +1,4 @@
-"""The predicted payloads, compared with those of the exchange for the same gradients."""
+"""What the ranks of a plan exchange, compared with what engines do for the same gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.exchange.buckets import assign_buckets, lay_out
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets
+from hvdtrain.plan.collectives import buckets
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Plan, Ranks
 
 SHAPES = st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=3), st.booleans()), min_size=1, max_size=12)
 
@@ -24,10 +26,9 @@ def test_buckets_and_bytes_are_those_of_the_exchange(
     finished = [name for (name, _), (_, ready) in zip(named, shapes, strict=True) if ready]
     layouts = lay_out(assign_buckets(named, limit_bytes, finished), dict(named), "g")
     times = {n: float(place) for place, n in enumerate(finished)}
-    gradients = [Gradient(n, tuple(p.shape), ready_s=times.get(n)) for n, p in named if n in times]
-    gradients += [Gradient(n, tuple(p.shape)) for n, p in reversed(named) if n not in times]
+    gradients = [Gradient(n, tuple(p.shape), ready_s=times.get(n)) for n, p in named]
     compression = parse(name)
-    found = plan_buckets(gradients, limit_bytes, compression, ranks)
+    found = buckets(Plan(bucket_mib=limit_bytes / (1 << 20)), gradients, Ranks(ranks, ranks), compression)
     assert [list(b.names) for b in found] == [[part.name for part in layout.shape.parts] for layout in layouts]
     for bucket, layout in zip(found, layouts, strict=True):
         assert list(bucket.starts) == [part.start for part in layout.shape.parts]
@@ -40,12 +41,11 @@ def test_buckets_and_bytes_are_those_of_the_exchange(
 
 def test_a_gradient_of_few_rows_travels_as_these_until_there_are_too_many() -> None:
     embedding = Gradient("e", (8192, 320), ready_s=1.0, rows=100)
-    (rows,) = plan_buckets([embedding], 1 << 25, parse("none"), 2)
+    (rows,) = buckets(Plan(), [embedding], Ranks(2, 2), parse("none"))
     assert rows.collectives(parse("none"), 2) == [("allgather", 400.0), ("allreduce", 4.0 * 200 * 320)]
     assert rows.collectives(parse("fp16"), 2)[1] == ("allreduce", 2.0 * 200 * 320)
-    (half,) = plan_buckets([embedding], 1 << 25, parse("none"), 2, work=0.5)
-    (all_of_it,) = plan_buckets([embedding], 1 << 25, parse("none"), 64)
-    assert [each.rows for each in (rows, half, all_of_it)] == [200, 100, 0]
+    (all_of_it,) = buckets(Plan(), [embedding], Ranks(64, 64), parse("none"))
+    assert [each.rows for each in (rows, all_of_it)] == [200, 0]
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
@@ -53,7 +53,7 @@ def test_as_many_collectives_are_predicted_as_there_are(name: str) -> None:
     """In a probe, which drives the real compressor."""
     compression = parse(name)
     gradients = [Gradient("m", (64, 64), ready_s=1.0), Gradient("v", (10,), ready_s=2.0)]
-    (bucket,) = plan_buckets(gradients, 1 << 20, compression, 3)
+    (bucket,) = buckets(Plan(), gradients[::-1], Ranks(3, 3), compression)
     parts = list(zip(bucket.names, map(list, bucket.shape.shapes), bucket.starts, strict=True))
     asked = {"parts": parts, "length": bucket.shape.length, "dtype": "float32"}
     (cost,) = answer({"compression": name, "ranks": 3, "buckets": [asked]})
