@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.compression.table import parse
-from hvdtrain.plan.collectives import buckets
+from hvdtrain.plan.collectives import buckets, workers_of
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import AUTO, Plan, Ranks
 from hvdtrain.plan.shards import divide
@@ -20,15 +20,20 @@ class Held:
     """Memory of the rank that holds most of it.
 
     Attributes:
-        what: parameters, gradients (of bfloat16 as fp32 where they are divided), or state, of the optimizer.
+        what: parameters, gradients (of bfloat16 as fp32 where they are divided), state of the optimizer, or a copy.
         nbytes: None if it is unknown.
         since, until: the part of a step in which it is there.
     """
 
     what: str
     nbytes: float | None
-    since: str
-    until: str
+    since: str = "always"
+    until: str = "always"
+
+    @property
+    def title(self) -> str:
+        """Its name for a reader."""
+        return "optimizer state" if self.what == "state" else self.what
 
 
 def held(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes: int = 1) -> list[Held]:
@@ -40,7 +45,8 @@ def held(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes: int = 
         ConfigError: of FSDP, no name shows a block.
     """
     parameters = summed = sum(gradient.nbytes for gradient in gradients)
-    own = [Counter({gradient: math.prod(gradient.shape) for gradient in gradients})]  # elements that each rank updates
+    own = [Counter({gradient: math.prod(gradient.shape) for gradient in gradients})]  # elements that ranks update
+    elements = sum(own[0].values())
     if plan.shard == "parameters":
         among = plan.dp_shard or ranks.size
         own = [Counter({g: math.prod(g.shape[1:]) * -(-g.shape[0] // among) for g in gradients})]  # of rank 0
@@ -48,13 +54,20 @@ def held(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes: int = 
     elif plan.shard != "none":
         segments, own = _segments(plan, gradients, ranks)
         summed = segments if plan.sums_each_pass or passes == 1 else summed
-    states = [_state(each) for each in own]
-    known = [state for state in states if state is not None]
-    return [
-        Held("parameters", parameters, "always", "always"),
+    known = [state for each in own if (state := _state(each)) is not None]
+    state = max(known) if len(known) == len(own) else None
+    served = 1 if plan.outer is None else workers_of(plan.outer, ranks.size).most_served
+    found = [
+        Held("parameters", served * parameters),
         Held("gradients", summed, "backward", "the update"),
-        Held("state", max(known) if len(known) == len(states) else None, "always", "always"),
+        Held("state", None if state is None else served * state),
     ]
+    found += [Held("copies in bf16", 2 * elements)] if plan.copies_weights else []
+    found += [Held("average of parameters", parameters)] if plan.averaged else []
+    if plan.outer is not None:
+        found += [Held("parameters that workers share", parameters)]
+        found += [Held("outer momentum", 4 * elements)] if plan.outer.momentum else []
+    return found
 
 
 def _state(own: Mapping[Gradient, int]) -> float | None:

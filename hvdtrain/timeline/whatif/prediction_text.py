@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from hvdtrain.config.sync import AUTO_SYNC
-from hvdtrain.plan.held import held
+from hvdtrain.plan.held import Held, held
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction
@@ -74,7 +74,10 @@ def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[
         **_head(evidence, change),
         **asdict(prediction),
         "job": _job_data(prediction.job),
-        "held_bytes": {"now": _held(evidence, evidence.job), "then": _held(evidence, prediction.job)},
+        "held_bytes": {
+            name: {each.what: each.nbytes for each in _held(evidence, job)}
+            for name, job in (("now", evidence.job), ("then", prediction.job))
+        },
         "not_in_the_model": list(UNKNOWN),
     }
 
@@ -200,15 +203,18 @@ def _job_data(job: Job) -> dict[str, Any]:
     return {**{name: value for name, value in asdict(job).items() if name != "plan"}, **asdict(job.plan)}
 
 
-def _held(evidence: Evidence, job: Job) -> dict[str, float | None]:
-    """Return the bytes that a rank of a job holds."""
-    return {each.what: each.nbytes for each in held(job.plan, evidence.gradients, job.ranks, job.passes)}
+def _held(evidence: Evidence, job: Job) -> list[Held]:
+    return held(job.plan, evidence.gradients, job.ranks, job.passes)
 
 
-def _held_rows(now: Mapping[str, float | None], then: Mapping[str, float | None]) -> list[tuple[str, str, str]]:
-    names = {"parameters": "a rank holds: parameters", "state": "optimizer state"}
-    known = [["unknown" if count is None else nbytes(count) for count in each.values()] for each in (now, then)]
-    return [(names.get(what, what), *texts) for what, *texts in zip(now, *known, strict=True)]
+def _held_rows(now: Sequence[Held], then: Sequence[Held]) -> list[tuple[str, str, str]]:
+    titles = ["a rank holds: parameters", *(each.title for each in now[1:])]
+    return [*zip(titles, map(memory_text, now), map(memory_text, then), strict=True)]
+
+
+def memory_text(each: Held) -> str:
+    """Return the bytes of memory."""
+    return "unknown" if each.nbytes is None else nbytes(each.nbytes)
 
 
 def _ms(seconds: float) -> str:

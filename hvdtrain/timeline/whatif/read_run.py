@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -57,8 +58,22 @@ def read_evidence(
         DataError: it is not a run, lacks a measurement, or is damaged.
         ConfigError: its compression does not exist.
     """
-    try:
+    with _explained(path):
         return _read(path, accept, journal_lines(RunLayout(path).journal) if lines is None else lines, start)
+
+
+def read_gradients(path: Path) -> tuple[list[Gradient], Ranks]:
+    """Read the gradients of a run, in the model's order, and its ranks. Errors: DataError: it has not recorded them."""
+    with _explained(path):
+        profile = _read_profile(path)
+        return _read_gradients(profile)[0], Ranks(profile["size"], profile["local_size"])
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn errors from a damaged run into one that says so."""
+    try:
+        yield
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
