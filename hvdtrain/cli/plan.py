@@ -7,13 +7,18 @@ import textwrap
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local, positive
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, TrainConfig
+
+if TYPE_CHECKING:
+    from hvdtrain.plan.plan import Plan
 
 _DESCRIPTION = """\
 Say which ranks hold what of a model, what they send, and which options do not
-go together. Needs no torch, no model and no other rank."""
+go together. Needs no torch, no model and no other rank. With the config.yaml of
+a run, which has recorded the sizes of its model, it says how many bytes, too."""
 _EPILOG = """\
 Options of hvdtrain train that every run has are accepted, too; those of the
 task, such as --model.preset, do not change the plan: a file may have them.
@@ -50,8 +55,11 @@ def main(argv: list[str]) -> int:
 
     given = _of_every_run(options.config) if options.config is not None else []
     rest, others = _divide(rest)
-    plan = resolve(parse_argv([*given, *rest], None).config, elastic=options.elastic)
+    config = parse_argv([*given, *rest], None).config
+    plan = resolve(config, elastic=options.elastic)
     found = describe(plan, options.ranks)
+    if options.config is not None and (folder := options.config.parent) and _has_sizes(folder, given, plan):
+        found += _in_bytes(folder, config.train, plan, options.ranks)
     if options.json:
         print(json.dumps([{"name": name, "value": value} for name, value in found], indent=1))
         return 0
@@ -61,6 +69,51 @@ def main(argv: list[str]) -> int:
     if others:
         print(f"not a part of the plan: {', '.join(others)}")
     return 0
+
+
+def _has_sizes(folder: Path, given: list[str], plan: Plan) -> bool:
+    """Whether a folder is that of a run that recorded the sizes of what its ranks would hold with this plan."""
+    from hvdtrain.config.parse import parse_argv
+    from hvdtrain.plan.plan import plan_of
+    from hvdtrain.run_layout import RunLayout
+
+    if not RunLayout(folder).timeline.gradients.is_file():
+        return False
+    was = plan_of(parse_argv(given, None).config)
+    divide = was.dimensions.divides_model or plan.dimensions.divides_model
+    return was.engine != "fsdp" and not (divide and was.dimensions != plan.dimensions)
+
+
+def _in_bytes(folder: Path, train: TrainConfig, plan: Plan, size: int) -> list[tuple[str, str]]:
+    """Return what a rank of a job holds and sends, with the model of a run; nothing if that is not known."""
+    from hvdtrain.errors import ConfigError
+    from hvdtrain.plan.collectives import collectives
+    from hvdtrain.plan.held import held
+    from hvdtrain.plan.plan import Ranks
+    from hvdtrain.timeline.whatif.prediction_text import memory_text
+    from hvdtrain.timeline.whatif.read_run import read_gradients
+    from hvdtrain.timeline.wording import nbytes
+
+    gradients, was = read_gradients(folder)
+    ranks = Ranks(size, size if was.hosts == 1 else min(size, was.per_host))
+    samples = train.micro_batch if isinstance(train.micro_batch, int) else train.global_batch
+    passes = -(-train.global_batch // (samples * (size // plan.dimensions.same_samples)))
+    try:
+        sent = collectives(plan, gradients, ranks, passes)
+    except ConfigError:  # no name of a parameter shows a block
+        return []
+    found = []
+    for each in held(plan, gradients, ranks, passes):
+        period = "" if each.since == each.until else f", from {each.since} to {each.until}"
+        found.append(("held", f"{each.title}: {memory_text(each)}{period}"))
+    alike: dict[tuple[str, str, int, str], list[float]] = {}
+    for one in sent:
+        what = one.name.partition("/")[0]
+        alike.setdefault((what, one.kind, one.ranks, one.when), []).append(one.times * one.nbytes)
+    for (what, kind, among, when), sizes in alike.items():
+        text = f"{what}: {nbytes(sum(sizes))} a step to {among} ranks, in {len(sizes)} {kind}(s), {when}"
+        found.append(("sent", text))
+    return found
 
 
 def _divide(argv: list[str]) -> tuple[list[str], list[str]]:

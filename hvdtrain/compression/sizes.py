@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 Payload = dict[str, int]  # bytes that a rank hands to each kind of collective in one exchange of a bucket
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"complex128": 16, "complex64": 8, "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _LINE = 64  # elements. The shard of a rank starts at a cache line, whatever the dtype.
-FEW_ROWS = 1 / 4  # a gradient may be sent as rows if at most this share of its rows is not zero
 _ALIGNMENT = 64  # bytes. A gradient's view starts at a cache line, where vector instructions are fast.
 
 
@@ -22,34 +22,6 @@ class Bucket:
     shapes: Sequence[Sequence[int]]  # of the gradients
     dtype: str  # of the gradients, by torch's name: "float32"
     length: int  # elements, including gaps between gradients
-
-
-def fill(
-    names: Iterable[str],
-    limit_bytes: int,
-    size_of: Callable[[str], int],
-    kind_of: Callable[[str], Hashable],
-    alone: Collection[str] = (),
-) -> list[list[str]]:
-    """Assign gradients in order to buckets of at most `limit_bytes`. A larger gradient gets a bucket of its own.
-
-    `names`: in the order in which backward finishes them. `size_of`: bytes of a gradient. `kind_of`: only gradients of
-    the same kind (dtype, device) share a bucket. `alone`: gradients that get a bucket of their own.
-    """
-    buckets: list[list[str]] = []
-    open_: dict[Hashable, tuple[list[str], int]] = {}
-    for name in names:
-        if name in alone:
-            buckets.append([name])
-            continue
-        kind, length = kind_of(name), size_of(name)
-        bucket, used = open_.get(kind, ([], 0))
-        if not bucket or used + length > limit_bytes:
-            bucket, used = [], 0
-            buckets.append(bucket)
-        bucket.append(name)
-        open_[kind] = (bucket, used + length)
-    return buckets
 
 
 _SHARD_BUCKETS = 16  # default number of buckets of a small model, where their memory is not divided among ranks
@@ -75,6 +47,12 @@ def padded(count: int, item_bytes: int) -> int:
     """Return the elements that a gradient of `count` takes in a bucket, with the gap after it."""
     step = max(1, _ALIGNMENT // item_bytes)
     return -(-count // step) * step
+
+
+def packed(counts: Iterable[int], item_bytes: int) -> tuple[list[int], int]:
+    """Return where gradients of `counts` elements begin in a bucket, and its length in elements."""
+    *starts, length = accumulate((padded(count, item_bytes) for count in counts), initial=0)
+    return starts, length
 
 
 def shard_length(length: int, ranks: int, multiple: int = _LINE) -> int:

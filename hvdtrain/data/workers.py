@@ -29,6 +29,11 @@ class Workers:
         worker = _holder(rank, self.ranks, self.count)
         return range(worker, worker + 1)
 
+    @property
+    def most_served(self) -> int:
+        """Number of workers that the rank serves which serves the most."""
+        return max(len(self.served_by(rank)) for rank in range(self.ranks))
+
     def ranks_of(self, worker: int) -> range:
         """Return the ranks that serve a worker; the first is its leader."""
         if self.ranks > self.count:

@@ -26,9 +26,9 @@ from hvdtrain.engine.sums import Loss
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.residuals import leave_out, residual_key
+from hvdtrain.plan.collectives import DDP_MIB
 
 _ONE_BUCKET_MIB = 2.0**40
-_BUCKET_MIB = 25.0
 _WARM_UP_PASSES = 2
 """Passes that torch's PowerSGD exchanges uncompressed: DDP makes its final buckets after the first."""
 
@@ -89,7 +89,7 @@ class DdpSums(OneRank):
     ) -> None:
         super().__init__(named_parameters)
         self.compression = compression
-        self._comm, self._bucket_mib = comm, bucket_mib or _BUCKET_MIB
+        self._comm, self._bucket_mib = comm, bucket_mib or DDP_MIB
         chosen = parse(compression)
         self._dtype = _DTYPES.get(chosen.kind.name)
         self._rank = int(chosen.number) if chosen.kind.name == "powersgd" else 0  # of PowerSGD's matrices

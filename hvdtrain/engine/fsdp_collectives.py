@@ -24,10 +24,8 @@ from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.exchange.preparation import prepare_exchange
+from hvdtrain.plan.collectives import AT_ONCE
 from hvdtrain.spans import GATHER, Spans
-
-_AT_ONCE = 2
-"""Sums under way: their inputs are whole gradients, so more would need more memory."""
 
 
 class FsdpCollectives:
@@ -121,7 +119,7 @@ class FsdpCollectives:
         is_another = module in self._summed  # it ran several times: FSDP adds this sum to the first, now
         if is_another:
             self.finish_pass()
-        while len(self._running) >= _AT_ONCE or (self._running and self._running[0].done()):
+        while len(self._running) >= AT_ONCE or (self._running and self._running[0].done()):
             self._running.popleft().finish()
         coding, shards = self._coding, given.view(comm.size, -1)
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).

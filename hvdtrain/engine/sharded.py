@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
 
 from torch import Tensor, nn
 
-from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
@@ -27,6 +25,9 @@ from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.preparation import prepare_exchange
+from hvdtrain.plan.collectives import bucket_limit
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
 
@@ -135,17 +136,19 @@ def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradie
     if not plan.elastic:
         refuse_one_rank(parts.comm, f"--parallel.shard {plan.shard}", "optimizer", "--parallel.shard none")
     compression = parse(plan.compression)
-    bucket_bytes = prepare_exchange(compression, parts.comm, parts.variables, plan.bucket_mib)
-    if plan.bucket_mib is None:
-        trained = [p for _, p in parts.parameters if p.requires_grad]
-        sizes = [(tuple(p.shape), p.numel() * p.dtype.itemsize) for p in trained]
-        whole = compress(sizes, whole_parameters(parts.optimizer, trained))
-        bucket_bytes = shard_bucket_bytes(bucket_bytes, sum(nbytes for _, nbytes in sizes), parts.comm.size, whole)
+    prepare_exchange(compression, parts.comm, parts.variables)
+    trained = [(name, p) for name, p in parts.parameters if p.requires_grad]
+    whole = whole_parameters(parts.optimizer, [p for _, p in trained])
+    gradients = [
+        Gradient(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), whole=each)
+        for (name, p), each in zip(trained, whole, strict=True)
+    ]
+    ranks = Ranks(parts.comm.size, parts.comm.local_size)
     # Gradients and updates are sent encoded then.
     coded = None if compression.exact else CodedShards(compression, parts.comm, on_host=plan.offload)
     exchange = AtOwners(
         parts.comm,
-        bucket_bytes,
+        bucket_limit(plan, gradients, ranks, compression),
         parts.spans or Spans(),
         name,
         partial(whole_parameters, parts.optimizer),

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import BucketPlan, Layout
+from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import Residuals, is_residual, residual_key
+from hvdtrain.plan.buckets import BucketPlan
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
-from hvdtrain.compression.sizes import FEW_ROWS
 from hvdtrain.errors import LaunchError
-from hvdtrain.exchange.buckets import BucketPlan, Named
+from hvdtrain.exchange.buckets import Named
 from hvdtrain.exchange.rows import count_rows
+from hvdtrain.plan.buckets import BucketPlan, are_few
 
 
 def check_same_names(comm: Comm, names: Sequence[str], *, name: str) -> None:
@@ -74,8 +74,7 @@ def agree_on_plan(
     order = broadcast_json(comm, list(finished), name=f"{name}/order")
     any_sparse = {n for _, names, _ in answers for n in names}
     counts = {n: sum(own.get(n, 0) for *_, own in answers) for n in rows}  # at least the rows touched on some rank
-    # A gradient of zeros, for example behind weights that start at zero, says nothing about later steps.
-    few = {n: c for n, p in named if n not in any_sparse and 0 < (c := counts.get(n, 0)) <= FEW_ROWS * len(p)}
+    few = {n: c for n, p in named if n not in any_sparse and (c := counts.get(n, 0)) and are_few(c, len(p))}
     return make_plan(named, finished=order, sparse=any_sparse, rows=few)
 
 

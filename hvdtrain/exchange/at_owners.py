@@ -14,12 +14,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import Layout, Named, assign_buckets, lay_out
 from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.plan.collectives import AT_ONCE
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
-
-AT_ONCE = 2
-"""Buckets that are exchanged at the end of backward, when a rank has its sums of all others, or gathered behind the
-next forward pass: their memory is not divided."""
 
 
 class AtOwners:

@@ -12,7 +12,8 @@ from hvdtrain.compression.base import Figures
 from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import BucketPlan, assign_buckets
+from hvdtrain.exchange.buckets import assign_buckets
+from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
 
 

@@ -12,8 +12,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.backward_passes import second_gradient
 from hvdtrain.exchange.bucket import Bucket, DenseBucket, SideStream
-from hvdtrain.exchange.buckets import BucketPlan, Layout, lay_out
+from hvdtrain.exchange.buckets import Layout, lay_out
 from hvdtrain.exchange.rows import RowBucket, SparseBucket
+from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import EXCHANGE, Spans
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hvdtrain.exchange.shards import chunk_rows
+from hvdtrain.plan.shards import chunk_rows
 
 
 def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | None = None) -> Tensor:

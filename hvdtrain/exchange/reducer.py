@@ -18,8 +18,9 @@ from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import BucketPlan, Named, assign_buckets
+from hvdtrain.exchange.buckets import Named, assign_buckets, sizes_of
 from hvdtrain.exchange.residuals import leave_out, residual_key
+from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
@@ -201,7 +202,7 @@ class Reducer(ActiveBuckets):
         self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
             loaded = msgspec.convert(saved, BucketPlan)
-            if loaded.fits(self._known) and loaded.limit_bytes == self._bucket_bytes:
+            if loaded.fits(sizes_of(self._known)) and loaded.limit_bytes == self._bucket_bytes:
                 with_residual = [name for name in loaded.rows if self.detached.has_residual(name)]
                 self.adopt(loaded.without_rows(with_residual))
 

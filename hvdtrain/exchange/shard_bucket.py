@@ -15,7 +15,7 @@ from hvdtrain.compression.base import BucketShape, Part, Phases
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.bucket import Bucket
 from hvdtrain.exchange.buckets import Layout
-from hvdtrain.exchange.shards import Rows, divide
+from hvdtrain.plan.shards import Rows, divide
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
 

@@ -76,7 +76,7 @@ def _gradients(plan: Plan, ranks: int) -> str:
     if ranks == 1:
         return "of one rank"
     where = "at the owners of rows" if plan.shard != "none" else _AMONG[plan.dimensions.divides_model]
-    when = "after each pass" if plan.shard in ("gradients", "parameters") and plan.dp_shard is None else "once a step"
+    when = "after each pass" if plan.sums_each_pass and plan.dp_shard is None else "once a step"
     how = "" if plan.compression == "none" else f", in {plan.compression}"
     by = {"horovod": "", "ddp": ", by DDP", "fsdp": ", by FSDP"}[plan.engine]
     return f"summed {where} {when}, while backward runs{how}{by}"

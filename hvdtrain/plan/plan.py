@@ -25,6 +25,19 @@ BF16_WEIGHTS = "bf16-weights"
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """World size and ranks per host."""
+
+    size: int
+    per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return -(-self.size // self.per_host)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What follows from a job's options.
 
@@ -84,6 +97,24 @@ class Plan:
         by_fsdp = self.engine == "fsdp" and (self.compression == "none" or self.dp_shard is not None)
         return by_fsdp or self.dimensions.tp > 1 or self.dimensions.pp > 1
 
+    @property
+    def engine_and_shard(self) -> tuple[str, str]:
+        """What sums gradients, and what is divided by rows."""
+        return self.engine, self.shard
+
+    @property
+    def sums_each_pass(self) -> bool:
+        """Whether gradients are summed in each pass, so that a rank never holds all of them."""
+        return self.shard in ("gradients", "parameters")
+
+    def summing(self, ranks: Ranks, share: float) -> Ranks:
+        """Return the ranks that sum what this share of all `ranks` has: neighbours have other parts of the model."""
+        size = round(ranks.size * share)
+        if ranks.hosts == 1:
+            return Ranks(size, size)
+        stage = ranks.size // self.dimensions.pp
+        return Ranks(size, max(1, min(stage, ranks.per_host) * min(size, stage) // stage))
+
     def groups(self, size: int) -> list[list[int]]:
         """Return the ranks of each group of `size` that exchanges apart. Errors: ConfigError: they cannot form them."""
         from hvdtrain.data.workers import worker_groups  # which imports numpy
@@ -93,13 +124,18 @@ class Plan:
         return [*mesh_groups(size, self.dp_shard), *workers(size), *self.dimensions.groups(size, within)]
 
 
+def divided(engine: str, shard: str) -> str:
+    """Return what ranks divide by rows, by these options: FSDP always divides the parameters."""
+    return "parameters" if engine == "fsdp" and shard == "none" else shard
+
+
 def plan_of(config: Config, *, elastic: bool = False) -> Plan:
     """Return the plan of a run, unchecked. Errors: ConfigError: the options of workers contradict each other."""
     parallel, train = config.parallel, config.train
     return Plan(
         engine=parallel.engine,
         compression=parallel.compression,
-        shard="parameters" if parallel.engine == "fsdp" and parallel.shard == "none" else parallel.shard,
+        shard=divided(parallel.engine, parallel.shard),
         dp_shard=parallel.dp_shard,
         dimensions=Dimensions.of(vars(parallel)),
         offload=config.memory.offload != "none",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
+from tests.support.whatif_run import run_folder
 
 FILE = "model: {preset: tiny}\nparallel: {engine: fsdp, dp_shard: 8}\nprecision: bf16-weights\n"
 
@@ -51,6 +52,25 @@ def test_of_a_file_with_options_of_its_task(tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "4 groups of 16" in " ".join(text.split()) and "not a part of the plan: --model.preset" in text
     assert max(map(len, text.splitlines())) < 80
+
+
+@pytest.mark.parametrize(
+    ("options", "held", "sent"),
+    [
+        ([], "gradients: 8.39 MB, from backward", "gradients: 8.39 MB a step to 8 ranks, in 2 allreduce(s), the last"),
+        (["--parallel.shard=gradients"], "optimizer state: 2.10 MB", "parameters: 1.05 MB a step to 8 ranks, in 2 all"),
+        (["--parallel.sync=diloco:4", "--parallel.workers=2"], "that workers share: 8.39 MB", "every 4 steps"),
+        (["--parallel.engine=fsdp"], "", ""),
+        (["--parallel.tp=2"], "", ""),
+    ],
+)
+def test_with_the_file_of_a_run_it_says_how_many_bytes(
+    options: list[str], held: str, sent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model has no blocks for FSDP."""
+    path = run_folder(tmp_path / "run", size=2, passes=2, state_bytes=(8, 0))
+    found = said(capsys, f"--config={path / 'config.yaml'}", *options)
+    assert ("held" in found) == bool(held) and held in found.get("held", "") and sent in found.get("sent", "")
 
 
 @pytest.mark.parametrize(

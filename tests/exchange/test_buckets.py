@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hvdtrain.exchange.buckets import BucketPlan, assign_buckets, lay_out
+from hvdtrain.exchange.buckets import assign_buckets, lay_out, sizes_of
+from hvdtrain.plan.buckets import BucketPlan
 
 KINDS = ["float32", "float64", "bfloat16"]
 PARAMETERS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(KINDS)), max_size=12)
@@ -28,7 +29,7 @@ def test_each_parameter_has_one_place(shapes: list[tuple[list[int], str]], limit
     sparse = random.sample(names, random.randint(0, len(names)))
     few = {name: 1 for name in names if name not in sparse and random.random() < 0.2}
     made = assign_buckets(named, limit_bytes, finished, sparse, rows=few)
-    assert made.fits(named)
+    assert made.fits(sizes_of(named))
     assert sorted(made.sparse) == sorted(sparse)
     layouts = lay_out(made, dict(named), "g")
     seen = [part.name for layout in layouts for part in layout.shape.parts]
@@ -69,10 +70,10 @@ def test_a_plan_fits_its_own_parameters_only() -> None:
     named = _named([([2], "float32"), ([3], "float64")])
     made = assign_buckets(named, 100)
     assert made.buckets == (("p1",), ("p0",))
-    assert not made.fits(named[:1])
-    assert not made.fits([*named, ("p2", named[0][1])])
-    assert not BucketPlan((("p0", "p1"),)).fits(named), "of two dtypes"
-    assert BucketPlan((("p0",),), ("p1",)).fits(named)
+    assert not made.fits(sizes_of(named[:1]))
+    assert not made.fits(sizes_of([*named, ("p2", named[0][1])]))
+    assert not BucketPlan((("p0", "p1"),)).fits(sizes_of(named)), "of two dtypes"
+    assert BucketPlan((("p0",),), ("p1",)).fits(sizes_of(named))
 
 
 def test_a_gradient_has_the_strides_of_its_parameter() -> None:

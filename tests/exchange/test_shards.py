@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.compression.sizes import fill, shard_bucket_bytes
-from hvdtrain.exchange import shards
+from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.exchange.norms import norm, squared_norm
-from hvdtrain.exchange.shards import chunk_rows, divide
+from hvdtrain.plan import shards
+from hvdtrain.plan.buckets import assign
+from hvdtrain.plan.shards import chunk_rows, divide
 
 SHAPES = st.lists(st.lists(st.integers(0, 2000), max_size=3).filter(lambda s: math.prod(s) < 1 << 22), max_size=8)
 
@@ -63,9 +64,9 @@ def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None
         1 << 20, total, ranks, [(shape, 4 * math.prod(shape)) for shape in shapes if shape[0] > 3]
     )
     assert limit == ranks * largest
-    names = [str(number) for number in range(len(shapes))]
+    sizes = {str(number): (4 * math.prod(shape), 0) for number, shape in enumerate(shapes)}
     own, padded = [0] * ranks, 0
-    for number, bucket in enumerate(fill(names, limit, lambda name: 4 * math.prod(shapes[int(name)]), lambda name: 0)):
+    for number, bucket in enumerate(assign(sizes, limit, sizes).buckets):
         inside = [shapes[int(name)] for name in bucket]
         rows, segment = divide(inside, ranks, 4, [shape[0] > 3 for shape in inside], number)
         padded += 4 * segment * ranks

@@ -15,9 +15,10 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.table import TABLE, Compression, parse
 from hvdtrain.exchange.bucket import SideStream
-from hvdtrain.exchange.buckets import BucketPlan, lay_out
+from hvdtrain.exchange.buckets import lay_out
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.rows import RowBucket
+from hvdtrain.plan.buckets import BucketPlan
 from tests.support.compression import bucket, drive, gradients
 from tests.support.compression_contract import CLAUSES
 

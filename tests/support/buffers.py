@@ -6,8 +6,8 @@ import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import BucketPlan
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.plan.buckets import BucketPlan
 
 
 def watch_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -26,7 +26,6 @@ def main(command: str, argv: list[str]) -> int:
     """
     options = parser(command).parse_args(argv)
     from hvdtrain.config.schema import Config, ParallelConfig
-    from hvdtrain.engine.held_bytes import held_bytes
     from hvdtrain.plan.refusals import resolve
     from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
@@ -56,15 +55,14 @@ def main(command: str, argv: list[str]) -> int:
         return 0
     prediction = predict(evidence, change, probed)
     job = prediction.job
-    asked = {"engine": job.engine, "compression": job.compression, "shard": job.shard, **vars(job.dimensions)}
-    resolve(Config(parallel=ParallelConfig(**asked)))
-    held = [held_bytes(evidence, each) for each in (evidence.job, job)]
+    asked = {name: getattr(job.plan, name) for name in ("engine", "compression", "shard")}
+    resolve(Config(parallel=ParallelConfig(**asked, **vars(job.plan.dimensions))))
     if options.probe or options.check:
         probed.measure(evidence, (evidence.job, job))
         prediction = predict(evidence, change, probed)
-    data = as_data(evidence, change, prediction, held)
+    data = as_data(evidence, change, prediction)
     if not options.json:
-        print("\n".join(lines(evidence, change, prediction, held)))
+        print("\n".join(lines(evidence, change, prediction)))
     if options.check:
         data["check"] = _check(evidence, change, probed, quiet=options.json)
     if options.json:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
+from hvdtrain.plan.gradients import Gradient, spread_evenly
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job
-from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link, Ranks
+from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.prediction_text import UNKNOWN
 
@@ -65,12 +66,12 @@ def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_
     gradients = spread_evenly([Gradient(f"layer{i}", shape) for i in range(layers)], backward_s)
     parts = dict.fromkeys(("data", "copy", "wait", "clip", "optimizer", "rest"), 0.0)
     return Evidence(
-        job=Job(Ranks(1, 1), "none", None, 1, 1),
+        job=Job(Ranks(1, 1), Plan(), 1, 1),
         cores=cores,
         own_cores=cores,
         threads=threads,
         on_cpu=on_cpu,
-        gradients=gradients,
+        gradients=gradients[::-1],
         step_s=step_s,
         parts_s={**parts, "forward": step_s - backward_s, "backward": backward_s},
         notes=[
@@ -86,7 +87,7 @@ def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
 
     Errors: ConfigError if the ranks of the run divide the model, so that a single one has none of it whole.
     """
-    if dimensions := evidence.job.dimensions:
+    if dimensions := evidence.job.plan.dimensions:
         raise ConfigError(
             f"{evidence.path} cannot be used here: a run with {dimensions.options} says nothing about single ranks",
             expected="a run in which each rank computes with the whole model",

@@ -9,8 +9,8 @@ from functools import partial
 
 from hvdtrain.compression.coding_cost import COPY_S_PER_BYTE, CodingCost
 from hvdtrain.compression.table import Compression
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
-from hvdtrain.timeline.whatif.engine_buckets import bucket_collectives, job_buckets
+from hvdtrain.plan.collectives import PlannedBucket, exchanged, sums
+from hvdtrain.plan.gradients import finished
 from hvdtrain.timeline.whatif.engine_passes import PassTimes, arrange_passes, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
@@ -46,30 +46,29 @@ def assemble_step(
     slowdown = 1 + (change.slow_rank_percent or 0.0) / 100
     times = _pass_times(evidence, job, change, slowdown)
     after_s = update_s(evidence, job, link) + evidence.parts_s["rest"]
-    if job.ranks.size == 1 and job.compression == "none":
+    plan, size = job.plan, job.ranks.size
+    if size == 1 and plan.compression == "none":
         last_s = max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
         step = Step(times.before_s, [], (last_s + evidence.tail_s) * slowdown, [], (), after_s)
         return AssembledStep(step, [], 0.0, True)
-    compression, buckets, ranks = evidence.compression_of(job.compression), job_buckets(evidence, job), job.ranks.size
-    by_name = {gradient.name: gradient for gradient in evidence.gradients}
+    compression, buckets = evidence.compression_of(plan.compression), evidence.buckets_of(job)
     coding, all_measured = _coding(evidence, job, buckets, costs, coding_factor)
-    sent = [bucket_collectives(job, bucket, compression) for bucket in buckets]
 
     def seconds_of(kind: str, nbytes: float, summed_by: float = 1.0) -> tuple[float, float]:
         """Return the seconds of a collective, and the processor seconds that it takes from computing."""
-        wire_s, cpu_s = collective_s(link, job.summing(summed_by), kind, nbytes, change.algorithm or "auto")
+        wire_s, cpu_s = collective_s(link, plan.summing(job.ranks, summed_by), kind, nbytes, change.algorithm or "auto")
         return wire_s, cpu_s if evidence.cores_are_full(job.ranks) else 0.0
 
     def gather(bucket: PlannedBucket) -> Exchange:
         """Copy this rank's part out, and the parts of the others to the parameters; FSDP copies all of them."""
-        shared = 1.0 if job.engine == "fsdp" else (ranks - 1) / ranks
+        shared = 1.0 if plan.engine == "fsdp" else (size - 1) / size
         copy = coding_factor * _COLD * (evidence.copy_s_per_byte or COPY_S_PER_BYTE) * bucket.nbytes
-        wire_s, cpu_s = seconds_of("allgather", bucket.nbytes / ranks)
-        return Exchange([Collective(copy / ranks, wire_s, cpu_s)], copy * shared, bucket.nbytes * (ranks + 1) / ranks)
+        wire_s, cpu_s = seconds_of("allgather", bucket.nbytes / size)
+        return Exchange([Collective(copy / size, wire_s, cpu_s)], copy * shared, bucket.nbytes * (size + 1) / size)
 
     exchanges = [
-        _exchange(collectives, cost, partial(seconds_of, summed_by=bucket.summed_by))
-        for collectives, cost, bucket in zip(sent, coding, buckets, strict=True)
+        _exchange(sums(plan, bucket, job.ranks, compression), cost, partial(seconds_of, summed_by=bucket.summed_by))
+        for cost, bucket in zip(coding, buckets, strict=True)
     ]
     exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
     arrivals, tail_s = _arrivals(evidence, buckets, coding, slowdown)
@@ -78,14 +77,12 @@ def assemble_step(
         arrivals,
         tail_s,
         exchanges,
-        [*_late(buckets, coding, by_name), 0.0],
+        [*_late(buckets, coding), 0.0],
         after_s + sum(cost.commit_s for cost in coding),
     )
     step = arrange_passes(last, evidence, job, buckets, times, gather)
-    times_sent = job.passes if job.sums_each_pass else 1
-    payload_bytes = times_sent * sum(size for collectives in sent for _, size in collectives)
-    gathered = sum(one.nbytes for part in (*step.earlier, step) for one in part.gathers) / (ranks + 1)
-    return AssembledStep(step, buckets, payload_bytes + gathered, all_measured)
+    sent = exchanged(plan, buckets, job.ranks, job.passes, compression)
+    return AssembledStep(step, buckets, sum(each.times * each.nbytes for each in sent), all_measured)
 
 
 def _pass_times(evidence: Evidence, job: Job, change: Change, slowdown: float) -> PassTimes:
@@ -102,12 +99,11 @@ def _coding(
     evidence: Evidence, job: Job, buckets: Sequence[PlannedBucket], costs: Costs, factor: float
 ) -> tuple[list[CodingCost], bool]:
     """Return the cost of coding each bucket, and whether all of it was measured."""
-    compression, ranks = evidence.compression_of(job.compression), job.ranks.size
-    by_name = {gradient.name: gradient for gradient in evidence.gradients}
+    compression, ranks = evidence.compression_of(job.plan.compression), job.ranks
     copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
-    measured = [None if bucket.rows else costs(compression, bucket, ranks) for bucket in buckets]
+    measured = [None if bucket.rows else costs(compression, bucket, ranks.size) for bucket in buckets]
     found = [
-        (cost or _estimate(compression, bucket, by_name, job.summing(bucket.summed_by).size, copy_s)).scaled(factor)
+        (cost or _estimate(compression, bucket, job.plan.summing(ranks, bucket.summed_by).size, copy_s)).scaled(factor)
         for bucket, cost in zip(buckets, measured, strict=True)
     ]
     copied = compression.exact and evidence.copy_s_per_byte is not None
@@ -122,12 +118,10 @@ def stretch_backward(step: Step, factor: float) -> Step:
     return replace(step, arrivals=arrivals, tail_s=step.tail_s * factor, earlier=earlier)
 
 
-def _estimate(
-    compression: Compression, bucket: PlannedBucket, by_name: dict[str, Gradient], ranks: int, copy_s: float
-) -> CodingCost:
-    sizes = [by_name[name].nbytes for name in bucket.names]
+def _estimate(compression: Compression, bucket: PlannedBucket, ranks: int, copy_s: float) -> CodingCost:
+    sizes = [gradient.nbytes for gradient in bucket.gradients]
     if bucket.rows:  # the whole gradient is searched for them, then they are copied out and back
-        rows_s = copy_s * bucket.rows * sizes[0] / max(1, by_name[bucket.names[0]].shape[0])
+        rows_s = copy_s * bucket.rows * sizes[0] / max(1, bucket.gradients[0].shape[0])
         return CodingCost([0.0], [copy_s * sizes[0], rows_s], [0.0, 0.0], 2 * rows_s, 0.0)
     return compression.estimate_coding(bucket.shape, sizes, ranks, copy_s)
 
@@ -150,7 +144,7 @@ def _arrivals(
     """Return the gradients that several ranks sum, and backward after the last of them."""
     place = {name: (number, index) for number, b in enumerate(buckets) for index, name in enumerate(b.names)}
     found, before, last = [], 0.0, 0.0
-    for gradient in evidence.gradients:
+    for gradient in finished(evidence.gradients):
         if gradient.ready_s is None:
             continue
         last = max(last, gradient.ready_s + gradient.pack_s)
@@ -163,9 +157,9 @@ def _arrivals(
     return found, (last - before + evidence.tail_s) * slowdown
 
 
-def _late(buckets: Sequence[PlannedBucket], costs: Sequence[CodingCost], by_name: dict[str, Gradient]) -> list[float]:
+def _late(buckets: Sequence[PlannedBucket], costs: Sequence[CodingCost]) -> list[float]:
     """Return, by bucket, the time to pack the gradients that backward skips."""
     return [
-        math.fsum(s for name, s in zip(b.names, cost.pack_s, strict=True) if by_name[name].ready_s is None)
+        math.fsum(s for gradient, s in zip(b.gradients, cost.pack_s, strict=True) if gradient.ready_s is None)
         for b, cost in zip(buckets, costs, strict=True)
     ]

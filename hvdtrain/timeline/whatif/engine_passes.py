@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket
-from hvdtrain.timeline.whatif.engine_buckets import AT_ONCE, bucket_limit, is_block, unit_of
+from hvdtrain.plan.collectives import AT_ONCE, PlannedBucket, bucket_limit
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
 from hvdtrain.timeline.whatif.step import Arrival, Exchange, Part, Step
@@ -42,9 +41,9 @@ def arrange_passes(
 
     The last of its exchanges is that of the loss.
     """
-    if job.engine == "fsdp":
+    if job.plan.engine == "fsdp":
         return _fsdp(step, evidence, buckets, times, gather)
-    if job.is_divided:
+    if job.plan.shard != "none":
         return _sharded(step, evidence, job, buckets, times, gather)
     return replace(step, before_s=times.before_s)
 
@@ -57,7 +56,7 @@ def update_s(evidence: Evidence, job: Job, link: Link) -> float:
     """
     was, parts = evidence.job, evidence.parts_s
     clip_s = parts["clip"]
-    if job.is_divided and not was.is_divided:
+    if job.plan.shard != "none" and was.plan.shard == "none":
         clip_s = clip_s / job.sharers + collective_s(link, job.ranks, "allreduce", 0.0)[0]
     return clip_s + parts["optimizer"] * was.sharers / job.sharers
 
@@ -65,13 +64,14 @@ def update_s(evidence: Evidence, job: Job, link: Link) -> float:
 def engine_notes(evidence: Evidence, job: Job) -> list[str]:
     """Return what a prediction assumes of the job's engine."""
     was, found = evidence.job, []
-    if job.is_divided:
+    if job.plan.shard != "none":
         found.append("parameters are assumed to be needed in forward at times that mirror those of backward")
     if job.sharers != was.sharers:
         found.append(f"{job.sharers} rank(s) share the update of the optimizer; {was.sharers} shared the measured one")
-    if job.engine == "fsdp":
+    if job.plan.engine == "fsdp":
         found.append("FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives")
-    for name in {one.compression: None for one in (was, job) if one.engine == "ddp" and one.compression != "none"}:
+    of_ddp = {one.plan.compression: None for one in (was, job) if one.plan.engine == "ddp"}
+    for name in of_ddp.keys() - {"none"}:
         found.append(f"{name} of DDP is assumed to cost and send what hvdtrain's own does")
     return found
 
@@ -85,9 +85,10 @@ def _sharded(
     """
     starts = _starts(evidence, times.forward_s)
     order = list(reversed(buckets))
-    needed_s = [min(starts[unit_of(name)] for name in bucket.names) for bucket in order]
+    needed_s = [min(starts[gradient.unit] for gradient in bucket.gradients) for bucket in order]
     kept = [bucket.nbytes / job.ranks.size for bucket in buckets]
-    limit = AT_ONCE * bucket_limit(evidence, job) + sum(kept)
+    compression = evidence.compression_of(job.plan.compression)
+    limit = AT_ONCE * bucket_limit(job.plan, evidence.gradients, job.ranks, compression) + sum(kept)
     sums = [
         replace(exchange, nbytes=bucket.nbytes + own, kept_bytes=own)
         for exchange, bucket, own in zip(step.exchanges[:-1], buckets, kept, strict=True)
@@ -95,7 +96,7 @@ def _sharded(
     step = replace(step, exchanges=[*sums, *step.exchanges[-1:]], limit_bytes=limit)
     parts = _forward_parts(needed_s, times.forward_s)
     first = replace(step, before_s=times.data_s, gathers=[gather(bucket) for bucket in order], ahead_bytes=limit)
-    if not job.sums_each_pass or times.count == 1:
+    if not job.plan.sums_each_pass or times.count == 1:
         return replace(first, forward=[*parts, Part(0, times.between_s)])
     first = replace(first, forward=parts, exchanges=sums, after_s=0.0)
     # The sums of the first pass are there already.
@@ -111,7 +112,7 @@ def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times:
     The next gather starts in advance, and few sums are under way at a time, as in `engine.fsdp_collectives`.
     """
     starts = _starts(evidence, times.forward_s)
-    blocks = {number: starts[unit_of(b.names[0])] for number, b in enumerate(units) if is_block(unit_of(b.names[0]))}
+    blocks = {number: starts[block] for number, b in enumerate(units) if (block := b.gradients[0].block)}
     others = [number for number in range(len(units)) if number not in blocks]
     order = [*others, *sorted(blocks, key=lambda number: blocks[number])]
     arrivals, backward = _with_needs(step.arrivals, blocks)
@@ -149,8 +150,7 @@ def _starts(evidence: Evidence, forward_s: float) -> dict[str, float]:
     end_s = evidence.tail_s + max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
     ready: dict[str, float] = {}
     for gradient in evidence.gradients:
-        unit = unit_of(gradient.name)
-        ready[unit] = max(ready.get(unit, 0.0), gradient.ready_s or 0.0)
+        ready[gradient.unit] = max(ready.get(gradient.unit, 0.0), gradient.ready_s or 0.0)
     return {unit: forward_s * (1 - at_s / end_s) if end_s else 0.0 for unit, at_s in ready.items()}
 
 

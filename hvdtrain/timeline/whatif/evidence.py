@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.collectives import PlannedBucket, buckets, lay_out
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Plan, Ranks, divided
 from hvdtrain.spans import JOURNAL_KEYS
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
 from hvdtrain.timeline.whatif.jitter import Jitter
-from hvdtrain.timeline.whatif.links import Algorithm, Link, Ranks
+from hvdtrain.timeline.whatif.links import Algorithm, Link
 
 ENGINES = {"horovod": ("none", "optimizer", "gradients"), "ddp": ("none",), "fsdp": ("none", "parameters")}
 """Values of `--parallel.shard` by engine that the model knows."""
@@ -25,38 +26,17 @@ ENGINES = {"horovod": ("none", "optimizer", "gradients"), "ddp": ("none",), "fsd
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a job that a prediction may change.
-
-    Attributes:
-        bucket_mib: as in options; None for the default of the compression.
-        global_batch, micro_batch: samples.
-        engine, shard: as in options.
-        dimensions: numbers of ranks that divide the model or sequences.
-    """
+    """The settings of a job that a prediction may change: its plan, and numbers of samples."""
 
     ranks: Ranks
-    compression: str
-    bucket_mib: float | None
+    plan: Plan
     global_batch: int
     micro_batch: int
-    engine: str = "horovod"
-    shard: str = "none"
-    dimensions: Dimensions = ONE
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether each rank updates only its part of the parameters."""
-        return self.engine == "fsdp" or self.shard != "none"
-
-    @property
-    def sums_each_pass(self) -> bool:
-        """Whether gradients are exchanged in each pass, so that a rank never holds all of them."""
-        return self.engine == "fsdp" or self.shard == "gradients"
 
     @property
     def sharers(self) -> int:
         """Number of ranks that divide the update among them."""
-        return self.ranks.size if self.is_divided else 1
+        return 1 if self.plan.shard == "none" else self.ranks.size
 
     @property
     def passes(self) -> int:
@@ -66,26 +46,19 @@ class Job:
     @property
     def places(self) -> int:
         """Number of ranks, or groups of ranks, with their own samples."""
-        return self.ranks.size // self.dimensions.same_samples
+        return self.ranks.size // self.plan.dimensions.same_samples
 
     @property
     def pass_times(self) -> float:
         """Duration of the passes of a step, in times of a pass: stages of a pipeline wait at its begin and end."""
-        return self.passes / (1 - self.dimensions.bubble(self.ranks.size, self.micro_batches))
+        return self.passes / (1 - self.plan.dimensions.bubble(self.ranks.size, self.micro_batches))
 
     @property
     def groups_span_hosts(self) -> bool:
         """Whether ranks that divide matrices, sequences or experts are on several hosts."""
-        width = math.lcm(self.dimensions.tp * self.dimensions.cp, self.dimensions.experts)
+        dimensions = self.plan.dimensions
+        width = math.lcm(dimensions.tp * dimensions.cp, dimensions.experts)
         return self.ranks.hosts > 1 and self.ranks.per_host % width > 0
-
-    def summing(self, share: float) -> Ranks:
-        """Return the ranks that sum what this share of all ranks has: neighbours have other parts."""
-        size = round(self.ranks.size * share)
-        if self.ranks.hosts == 1:
-            return Ranks(size, size)
-        stage = self.ranks.size // self.dimensions.pp
-        return Ranks(size, max(1, min(stage, self.ranks.per_host) * min(size, stage) // stage))
 
     @property
     def micro_batches(self) -> int:
@@ -111,8 +84,7 @@ class Evidence:
         own_cores: cores that rank 0 may use; fewer than `cores` if its launcher bound it.
         threads: that each rank computes with.
         on_cpu: whether the model computes on the CPU.
-        gradients: in the order in which backward finishes them; those that it skips come last.
-        by_element: whether the optimizer updates each element by itself, so that tensors may be divided.
+        gradients: in the model's order.
         step_s: duration of a step.
         parts_s: duration of each of `spans.JOURNAL_KEYS`, and "rest" for everything else, on rank 0.
         tail_s: backward after the last gradient.
@@ -121,9 +93,8 @@ class Evidence:
         fitted: the link.
         late_s: how much later than rank 0 the slowest rank is ready, if all ranks recorded it.
         copy_s_per_byte: to pack a gradient uncompressed; None if not measured.
-        buckets: the buckets if they stay as they are; empty to plan them from the job's settings.
+        buckets: the names of the gradients in each, if they stay as they are; empty to plan them.
         compression_of: what the name of a compression means in this job.
-        names: of the trained parameters, in the model's order; empty if unknown.
         notes: what is missing.
     """
 
@@ -142,16 +113,23 @@ class Evidence:
     fitted: FittedLink = FittedLink(None, "nothing was exchanged", 0.0)
     late_s: float = 0.0
     copy_s_per_byte: float | None = None
-    buckets: Sequence[PlannedBucket] = ()
+    buckets: Sequence[Sequence[str]] = ()
     compression_of: Callable[[str], Compression] = parse
-    names: Sequence[str] = ()
-    by_element: bool = True
     notes: Sequence[str] = ()
 
     def cores_are_full(self, ranks: Ranks) -> bool:
         """Whether the thread that exchanges has no core of its own while the rank computes."""
         bound = self.own_cores < self.cores and self.threads >= self.own_cores
         return self.on_cpu and (bound or ranks.per_host * self.threads >= self.cores)
+
+    def buckets_of(self, job: Job) -> list[PlannedBucket]:
+        """Return the buckets that a job would have, of what several ranks sum."""
+        if self.buckets:
+            by_name = {gradient.name: gradient for gradient in self.gradients}
+            return [lay_out([by_name[name] for name in names]) for names in self.buckets]
+        work = job.passes / self.job.passes  # rows were counted on the ranks of the run
+        gradients = [replace(g, rows=g.rows and math.ceil(g.rows * work)) for g in self.gradients]
+        return buckets(job.plan, gradients, job.ranks, self.compression_of(job.plan.compression))
 
 
 def read_parts(record: Mapping[str, Any]) -> dict[str, float]:
@@ -208,22 +186,21 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
     size = change.size or was.ranks.size
     fitting = max(was.ranks.per_host, evidence.cores // max(1, evidence.threads))
     per_host = change.ranks_per_host or (was.ranks.per_host if was.ranks.hosts > 1 else fitting)
-    compression = was.compression if change.compression is None else str(parse(change.compression))
-    engine = change.engine or was.engine
-    job = Job(
-        Ranks(size, min(per_host, size)),
-        compression,
-        was.bucket_mib if change.bucket_mib is None else change.bucket_mib,
-        change.global_batch or was.global_batch,
-        was.micro_batch,
-        engine,
-        change.shard or (was.shard if engine == was.engine else "none"),
-        was.dimensions,
+    compression = was.plan.compression if change.compression is None else str(parse(change.compression))
+    engine = change.engine or was.plan.engine
+    shard = change.shard or (was.plan.shard if engine == was.plan.engine else "none")
+    plan = replace(
+        was.plan,
+        engine=engine,
+        shard=divided(engine, shard),
+        compression=compression,
+        bucket_mib=was.plan.bucket_mib if change.bucket_mib is None else change.bucket_mib,
     )
-    if job.dimensions:
+    job = Job(Ranks(size, min(per_host, size)), plan, change.global_batch or was.global_batch, was.micro_batch)
+    if plan.dimensions:
         _check_mesh(was, job, change)
     _check_engine(job)
-    if job.engine == "fsdp" and not evidence.by_element:
+    if engine == "fsdp" and any(gradient.whole for gradient in evidence.gradients):
         raise ConfigError(
             "--engine fsdp gives each rank rows of tensors, but the run's optimizer may need whole tensors",
             next_step="--engine horovod --shard optimizer",
@@ -232,17 +209,18 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
 
 
 def _check_mesh(was: Job, job: Job, change: Change) -> None:
-    job.dimensions.check(job.ranks.size)
-    job.dimensions.check_passes(job.ranks.size, job.micro_batches)
+    dimensions = job.plan.dimensions
+    dimensions.check(job.ranks.size)
+    dimensions.check_passes(job.ranks.size, job.micro_batches)
     spans_hosts = was.groups_span_hosts or job.groups_span_hosts
     what = ""
-    if change.sync is not None or (job.engine, job.shard) != (was.engine, was.shard):
+    if change.sync is not None or job.plan.engine_and_shard != was.plan.engine_and_shard:
         what = "another engine, shard or sync cannot be predicted"
     elif spans_hosts and (was.ranks.per_host != job.ranks.per_host or change.changes_link):
         what = "the exchange of activations between hosts cannot be predicted"
     if what:
         raise ConfigError(
-            f"{what} with {job.dimensions.options}",
+            f"{what} with {dimensions.options}",
             expected="another number of such groups of ranks, global batch, compression or buckets; the same"
             " --ranks_per_host, or a multiple of these groups",
             found=f"{job.ranks.per_host} rank(s) on a host",
@@ -251,19 +229,20 @@ def _check_mesh(was: Job, job: Job, change: Change) -> None:
 
 
 def _check_engine(job: Job) -> None:
-    options = f"--engine {job.engine} --shard {job.shard}"
-    if job.shard not in ENGINES.get(job.engine, ()):
+    engine, shard = job.plan.engine_and_shard
+    options = f"--engine {engine} --shard {shard}"
+    if shard not in ENGINES.get(engine, ()):
         known = [f"--engine {engine} --shard {shard}" for engine, shards in ENGINES.items() for shard in shards]
         raise ConfigError(f"{options} cannot be predicted", expected=", ".join(known), next_step="choose one of these")
-    if job.is_divided and job.ranks.size == 1:
+    if shard != "none" and job.ranks.size == 1:
         raise ConfigError(
             f"{options} divides the update among ranks, but there is one rank",
             expected="2 or more ranks",
             next_step="--size 2, or --engine horovod --shard none",
         )
-    if job.is_divided and job.compression != "none":
+    if shard != "none" and job.plan.compression != "none":
         raise ConfigError(
-            f"{options} cannot be predicted with compression {job.compression}",
+            f"{options} cannot be predicted with compression {job.plan.compression}",
             expected="--compression none",
             next_step="--compression none, or --engine horovod --shard none",
         )

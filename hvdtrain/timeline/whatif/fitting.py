@@ -9,9 +9,10 @@ from statistics import fmean
 
 from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.engine_buckets import bucket_collectives, job_buckets
+from hvdtrain.plan.collectives import sums
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
-from hvdtrain.timeline.whatif.links import ONE_HOST, Link, Ranks, fit_allreduces
+from hvdtrain.timeline.whatif.links import ONE_HOST, Link, fit_allreduces
 
 NETWORK = Link(3e-5, math.nan, 2.5e-10)
 """Between hosts, if nothing was measured: 30 us for a small message over TCP."""
@@ -47,7 +48,7 @@ def fit_link(
     ranks = evidence.job.ranks
     if ranks.size == 1:
         return FittedLink(None, "nothing was exchanged", 0.0)
-    exchanges = bool(job_buckets(evidence, evidence.job))
+    exchanges = bool(evidence.buckets_of(evidence.job))
     waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)
     slower = False
 
@@ -113,7 +114,7 @@ def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink
         ConfigError: nothing is known about it.
     """
     fitted, ranks = evidence.fitted, job.ranks
-    if ranks.size == 1 or (job.dimensions.divides_model and not job_buckets(evidence, job)):
+    if ranks.size == 1 or (job.plan.dimensions.divides_model and not evidence.buckets_of(job)):
         return FittedLink(Link(0.0, 0.0), "none", 0.0)
     if ranks.hosts == 1 and gbit is not None:
         raise ConfigError(
@@ -137,7 +138,7 @@ def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink
 
 def _by_engine(evidence: Evidence, job: Job, fitted: FittedLink) -> FittedLink:
     """Return the link as an engine uses it: DDP communicates by Gloo on CPUs, which was not measured."""
-    if job.engine != "ddp" or not evidence.on_cpu or fitted.link is None:
+    if job.plan.engine != "ddp" or not evidence.on_cpu or fitted.link is None:
         return fitted
     if job.ranks.hosts > 1:
         return replace(fitted, uncertainty=max(fitted.uncertainty, _TIMELINE_UNCERTAINTY))
@@ -148,11 +149,11 @@ def _by_engine(evidence: Evidence, job: Job, fitted: FittedLink) -> FittedLink:
 
 def _with_cpu(evidence: Evidence, link: Link, exchange_cpu_s: float | None) -> Link:
     """Return the link with the processor time that the exchange takes: at most the time that it takes in all."""
-    compression, ranks = evidence.compression_of(evidence.job.compression), evidence.job.ranks
+    plan, ranks = evidence.job.plan, evidence.job.ranks
     sent = sum(
-        sent_bytes({kind: math.ceil(size)}, evidence.job.summing(bucket.summed_by).size)
-        for bucket in job_buckets(evidence, evidence.job)
-        for kind, size in bucket_collectives(evidence.job, bucket, compression)
+        sent_bytes({kind: math.ceil(size)}, plan.summing(ranks, bucket.summed_by).size)
+        for bucket in evidence.buckets_of(evidence.job)
+        for kind, size in sums(plan, bucket, ranks, evidence.compression_of(plan.compression))
     )
     if exchange_cpu_s is None or not sent:
         return replace(link, cpu_s_per_byte=link.s_per_byte if ranks.hosts == 1 else 0.0)

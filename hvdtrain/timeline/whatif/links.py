@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.plan.plan import Ranks
+
 Algorithm = Literal["auto", "ring", "tree", "double_tree", "hierarchical"]
 
 _NEGOTIATION = 2
@@ -49,19 +51,6 @@ class Link:
 
 ONE_HOST = Link(2e-5, 2.5e-10, 2.5e-10)
 """Between ranks of one host, if nothing was measured: 4 GB/s through memory, which a core copies."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """World size and ranks per host."""
-
-    size: int
-    per_host: int
-
-    @property
-    def hosts(self) -> int:
-        """The number of hosts."""
-        return -(-self.size // self.per_host)
 
 
 def tree_rounds(count: int) -> int:

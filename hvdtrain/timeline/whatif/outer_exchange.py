@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.compression.coding_cost import COPY_S_PER_BYTE
+from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import OuterKind, parse_outer
 from hvdtrain.config.schema import Config, OuterConfig, ParallelConfig
 from hvdtrain.config.sync import EVERY_STEP, OuterPlan, outer_plan
 from hvdtrain.data.workers import Workers
 from hvdtrain.errors import ConfigError
+from hvdtrain.plan.collectives import Collective, between_workers, workers_of
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.assemble import Costs
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
-from hvdtrain.timeline.whatif.links import Ranks, collective_s
+from hvdtrain.timeline.whatif.links import collective_s
 from hvdtrain.timeline.whatif.predict import changed_link, nothing_measured, predict
 
 _COPIES = {"none": (0, 0), "bf16": (2, 2), "int8": (3, 1), "int4": (3, 2), "int2": (4, 3), "topk": (8, 1)}
@@ -88,9 +91,10 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
     """
     plan, job = plan_of(change), changed_job(evidence, change)
     kind = parse_outer(plan.coding)
-    if job.engine != "horovod" or job.shard != "none":
+    if job.plan.engine_and_shard != ("horovod", "none"):
+        engine, shard = job.plan.engine_and_shard
         raise ConfigError(
-            f"--sync {change.sync} is not for --engine {job.engine} --shard {job.shard}",
+            f"--sync {change.sync} is not for --engine {engine} --shard {shard}",
             next_step="--engine horovod --shard none",
         )
     if job.micro_batches < plan.workers:
@@ -98,18 +102,17 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
             f"{plan.workers} workers, but a step has only {job.micro_batches} micro-batch(es)",
             next_step=f"--global_batch {plan.workers * job.micro_batch}, or fewer workers",
         )
-    workers = Workers(plan.workers, job.ranks.size, plan.shares)
+    workers = workers_of(plan, job.ranks.size)
     inner = predict(evidence, _of_worker(job, workers, change), costs)
-    leaders = len(workers.leaders())
-    between = Ranks(leaders, math.ceil(leaders / job.ranks.hosts))
     length = sum(math.prod(gradient.shape) for gradient in evidence.gradients)
-    served = max(len(workers.served_by(rank)) for rank in range(job.ranks.size))
-    wire_s, uncertainty_s, source = _wire(evidence, job, change, between, kind, length // plan.fragments, served)
+    served, outer = workers.most_served, between_workers(plan, length, workers)
+    leaders = outer.ranks
+    wire_s, uncertainty_s, source = _wire(evidence, job, change, outer)
     coding_s = _coding_s(evidence, kind, length / plan.fragments, served, plan.workers)
     exposed_s = coding_s + max(0.0, wire_s - plan.delay * inner.then.step_s)
     step_s = inner.then.step_s + exposed_s / plan.interval
     spread_s = math.hypot((inner.high_s - inner.low_s) / 2, (uncertainty_s + _UNCERTAINTY * coding_s) / plan.interval)
-    sent_bytes = _sent(kind, length // plan.fragments, served, leaders)
+    sent = sent_bytes({outer.kind: int(outer.nbytes)}, leaders)
     samples = job.global_batch * plan.interval / leaders
     synchronous = replace(change, sync=None, workers=None, outer_compression=None)
     return RarePrediction(
@@ -123,9 +126,9 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
         coding_s=coding_s,
         wire_s=wire_s,
         exposed_s=exposed_s,
-        sent_bytes=sent_bytes,
-        sample_bytes=sent_bytes / samples,
-        synchronous_bytes=8 * length * (leaders - 1) / job.global_batch,
+        sent_bytes=sent,
+        sample_bytes=sent / samples,
+        synchronous_bytes=sent_bytes({"allreduce": 4 * length}, leaders) * leaders / job.global_batch,
         synchronous_s={
             name: predict(evidence, replace(synchronous, compression=name), costs).then.step_s for name in _SYNCHRONOUS
         },
@@ -146,17 +149,13 @@ def _of_worker(job: Job, workers: Workers, change: Change) -> Change:
     return replace(own, size=size, ranks_per_host=per_host, global_batch=share * job.micro_batch, bandwidth_gbit=gbit)
 
 
-def _wire(
-    evidence: Evidence, job: Job, change: Change, ranks: Ranks, kind: OuterKind, length: int, served: int
-) -> tuple[float, float, str]:
+def _wire(evidence: Evidence, job: Job, change: Change, outer: Collective) -> tuple[float, float, str]:
     """Return the seconds of the collective, their uncertainty, and what the link was derived from."""
-    if ranks.size == 1:
+    if outer.ranks == 1:
         return 0.0, 0.0, ""
+    ranks = Ranks(outer.ranks, math.ceil(outer.ranks / job.ranks.hosts))
     link, share, source = changed_link(evidence, replace(job, ranks=ranks), change)
-    name, nbytes = (
-        ("allreduce", 4 * length) if kind.name == "none" else ("allgather", served * kind.payload_bytes(length))
-    )
-    seconds, _ = collective_s(link, ranks, name, nbytes, change.algorithm or "auto")
+    seconds, _ = collective_s(link, ranks, outer.kind, outer.nbytes, change.algorithm or "auto")
     return seconds, share * seconds, source
 
 
@@ -165,9 +164,3 @@ def _coding_s(evidence: Evidence, kind: OuterKind, length: float, served: int, w
     of_worker, of_update = _OTHER_COPIES
     copies = served * (encode + decode + of_worker) + workers * decode + of_update
     return 4 * length * copies * (evidence.copy_s_per_byte or COPY_S_PER_BYTE)
-
-
-def _sent(kind: OuterKind, length: int, served: int, leaders: int) -> float:
-    if kind.name == "none":
-        return 8 * length * (leaders - 1) / leaders
-    return float(served * kind.payload_bytes(length) * (leaders - 1))

@@ -95,7 +95,7 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
         model.swing(lambda error: replace(model, latency_error=error), model.latency_uncertainty),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
         _JITTER_UNCERTAINTY * abs(model.jitter_s),
-        _ENGINE_UNCERTAINTY * then.step_s * ((job.engine, job.shard) != (evidence.job.engine, evidence.job.shard)),
+        _ENGINE_UNCERTAINTY * then.step_s * (job.plan.engine_and_shard != evidence.job.plan.engine_and_shard),
         _RESIDUAL_UNCERTAINTY * abs(now.step_s - now.compute_s - now.replayed_wait_s) * (job != evidence.job),
     ]
     uncertainty_s = math.sqrt(math.fsum(swing**2 for swing in swings))
@@ -219,10 +219,10 @@ class _Model:
         found = list(evidence.notes)
         if size > 1:
             found.append(f"link: {self.link.source}")
-        if not self.coding_measured and (size > 1 or self.job.compression != "none"):
+        if not self.coding_measured and (size > 1 or self.job.plan.compression != "none"):
             found.append("cost of coding: estimated from another machine; --probe measures it on this one")
         found += engine_notes(evidence, self.job)
-        if (dimensions := self.job.dimensions).same_samples > 1 or dimensions.ep > 1:
+        if (dimensions := self.job.plan.dimensions).same_samples > 1 or dimensions.ep > 1:
             found.append("computing includes the exchange of activations; a pass is assumed to take as long as it did")
         if dimensions.pp > 1:
             found.append(f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from hvdtrain.config.sync import AUTO_SYNC
+from hvdtrain.plan.held import Held, held
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction
@@ -28,28 +29,15 @@ UNKNOWN = (
 MORE_SAMPLES = "workers that train apart need more samples for a loss than ranks that exchange in every step"
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """The memory of trained parameters, on the rank that holds most, between backward and update.
-
-    Attributes:
-        gradients: of bfloat16 are summed as fp32 where they are divided.
-        state: of the optimizer; None if it is unknown.
-    """
-
-    parameters: float
-    gradients: float
-    state: float | None
-
-
-def lines(evidence: Evidence, change: Change, prediction: Prediction, held: Sequence[HeldBytes]) -> list[str]:
-    """Return the text. `held` is what a rank holds now and then."""
+def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[str]:
+    """Return the text."""
     now, then = prediction.now, prediction.then
+    memory = [_held(evidence, job) for job in (evidence.job, prediction.job)]
     ratio = then.step_s / now.step_s
     of_now = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f} times"
     share = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
     gather = ("parameter gather, exposed", _ms(now.gather_s), _ms(then.gather_s))
-    changes_memory = held[0] != held[1]
+    changes_memory = memory[0] != memory[1]
     rows = [
         ("", "now", "then"),
         ("step", _ms(now.step_s), _ms(then.step_s)),
@@ -59,7 +47,7 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction, held: Sequ
         ("exchange, hidden or exposed", _ms(now.wire_s), _ms(then.wire_s)),
         ("sent by a rank to collectives", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
         ("buckets", str(now.buckets), str(then.buckets)),
-        *(_held_rows(*held) if changes_memory else []),
+        *(_held_rows(*memory) if changes_memory else []),
     ]
     wide = max(len(row[0]) for row in rows)
     return [
@@ -80,12 +68,16 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction, held: Sequ
     ]
 
 
-def as_data(evidence: Evidence, change: Change, prediction: Prediction, held: Sequence[HeldBytes]) -> dict[str, Any]:
-    """Return the data for programs, in seconds and bytes. `held` is what a rank holds now and then."""
+def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[str, Any]:
+    """Return the data for programs, in seconds and bytes."""
     return {
         **_head(evidence, change),
         **asdict(prediction),
-        "held_bytes": dict(zip(("now", "then"), map(asdict, held), strict=True)),
+        "job": _job_data(prediction.job),
+        "held_bytes": {
+            name: {each.what: each.nbytes for each in _held(evidence, job)}
+            for name, job in (("now", evidence.job), ("then", prediction.job))
+        },
         "not_in_the_model": list(UNKNOWN),
     }
 
@@ -123,7 +115,7 @@ def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> lis
 
 def rare_data(evidence: Evidence, change: Change, found: RarePrediction) -> dict[str, Any]:
     """Return the same for programs, in seconds and bytes."""
-    return {**_head(evidence, change), **asdict(found)}
+    return {**_head(evidence, change), **asdict(found), "job": _job_data(found.job)}
 
 
 def ways_data(evidence: Evidence, change: Change, found: Comparison) -> dict[str, Any]:
@@ -196,26 +188,33 @@ def _given(change: Change) -> dict[str, Any]:
 
 def _job(job: Job) -> str:
     hosts = f"{job.ranks.hosts} host{'s' if job.ranks.hosts > 1 else ''}"
-    size = f" in buckets of {job.bucket_mib:g} MiB" if job.bucket_mib else ""
-    engine = "" if job.engine == "horovod" else f", engine {job.engine}"
-    shard = "" if job.shard == "none" else f", shard {job.shard}"
-    mesh = f", {job.dimensions.options}" if job.dimensions else ""
+    plan = job.plan
+    size = f" in buckets of {plan.bucket_mib:g} MiB" if plan.bucket_mib else ""
+    engine = "" if plan.engine == "horovod" else f", engine {plan.engine}"
+    shard = "" if plan.shard in ("none", "parameters") else f", shard {plan.shard}"
+    mesh = f", {plan.dimensions.options}" if plan.dimensions else ""
     return (
         f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}{engine}{shard}{mesh},"
-        f" compression {job.compression}{size}, global batch {job.global_batch}"
+        f" compression {plan.compression}{size}, global batch {job.global_batch}"
     )
 
 
-def _held_rows(now: HeldBytes, then: HeldBytes) -> list[tuple[str, str, str]]:
-    return [
-        ("a rank holds: parameters", nbytes(now.parameters), nbytes(then.parameters)),
-        ("gradients", nbytes(now.gradients), nbytes(then.gradients)),
-        ("optimizer state", _bytes(now.state), _bytes(then.state)),
-    ]
+def _job_data(job: Job) -> dict[str, Any]:
+    return {**{name: value for name, value in asdict(job).items() if name != "plan"}, **asdict(job.plan)}
 
 
-def _bytes(count: float | None) -> str:
-    return "unknown" if count is None else nbytes(count)
+def _held(evidence: Evidence, job: Job) -> list[Held]:
+    return held(job.plan, evidence.gradients, job.ranks, job.passes)
+
+
+def _held_rows(now: Sequence[Held], then: Sequence[Held]) -> list[tuple[str, str, str]]:
+    titles = ["a rank holds: parameters", *(each.title for each in now[1:])]
+    return [*zip(titles, map(memory_text, now), map(memory_text, then), strict=True)]
+
+
+def memory_text(each: Held) -> str:
+    """Return the bytes of memory."""
+    return "unknown" if each.nbytes is None else nbytes(each.nbytes)
 
 
 def _ms(seconds: float) -> str:

@@ -18,9 +18,8 @@ from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.table import Compression
 from hvdtrain.errors import LaunchError
 from hvdtrain.files import read_regular, write_text
+from hvdtrain.plan.collectives import PlannedBucket
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket
-from hvdtrain.timeline.whatif.engine_buckets import job_buckets
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 
 VERSION = 1
@@ -45,9 +44,9 @@ class CodingProbe:
             LaunchError: a process failed, for example because there is no torch.
         """
         for job in jobs:
-            compression, size = evidence.compression_of(job.compression), job.ranks.size
-            buckets = [b for b in job_buckets(evidence, job) if not b.rows and self(compression, b, size) is None]
-            if not buckets or (size == 1 and job.compression == "none"):
+            compression, size = evidence.compression_of(job.plan.compression), job.ranks.size
+            buckets = [b for b in evidence.buckets_of(job) if not b.rows and self(compression, b, size) is None]
+            if not buckets or (size == 1 and compression.exact):
                 continue
             processes = min(job.ranks.per_host, evidence.cores)
             costs = _measure(compression, size, buckets, evidence.threads, processes)

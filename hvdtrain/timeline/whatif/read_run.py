@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,13 +20,13 @@ from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
 from hvdtrain.observe.past_journal import journal_lines, read_events
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Plan, Ranks, divided
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
-from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.evidence import ENGINES, Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_link
 from hvdtrain.timeline.whatif.jitter import Jitter
-from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import wait_and_wire
 from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from hvdtrain.timeline.wording import nbytes
@@ -57,8 +58,22 @@ def read_evidence(
         DataError: it is not a run, lacks a measurement, or is damaged.
         ConfigError: its compression does not exist.
     """
-    try:
+    with _explained(path):
         return _read(path, accept, journal_lines(RunLayout(path).journal) if lines is None else lines, start)
+
+
+def read_gradients(path: Path) -> tuple[list[Gradient], Ranks]:
+    """Read the gradients of a run, in the model's order, and its ranks. Errors: DataError: it has not recorded them."""
+    with _explained(path):
+        profile = _read_profile(path)
+        return _read_gradients(profile)[0], Ranks(profile["size"], profile["local_size"])
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn errors from a damaged run into one that says so."""
+    try:
+        yield
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -90,18 +105,21 @@ def _read(
     start = start or next(reversed(read_starts(path)), None)
     job = Job(
         Ranks(profile["size"], profile["local_size"]),
-        _compression(path, config, profile),
-        config["parallel"].get("bucket_mib"),
+        Plan(
+            engine,
+            _compression(path, config, profile),
+            divided(engine, shard),
+            dimensions=Dimensions.of(config["parallel"]),
+            bucket_mib=config["parallel"].get("bucket_mib"),
+        ),
         config["train"]["global_batch"],
         _micro_batch(path, config),
-        engine,
-        shard,
-        Dimensions.of(config["parallel"]),
     )
-    job.dimensions.check(job.ranks.size)
-    if job.is_divided and job.compression != "none":
+    plan = job.plan
+    plan.dimensions.check(job.ranks.size)
+    if plan.shard != "none" and plan.compression != "none":
         raise DataError(
-            f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {job.compression}",
+            f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {plan.compression}",
             expected="a run without one of them",
             next_step="record 15 steps with --parallel.compression none",
         )
@@ -121,15 +139,13 @@ def _read(
         step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
         jitter=Jitter.from_times(compute_s),
         # Others pack between the marks of two gradients.
-        copy_s_per_byte=copy_s if engine == "horovod" and not job.dimensions.divides_model else None,
+        copy_s_per_byte=copy_s if engine == "horovod" and not plan.dimensions.divides_model else None,
         notes=_notes(profile),
         late_s=late_s,
-        names=[parameter["name"] for parameter in profile["parameters"]],
-        by_element=profile.get("by_element", True),
     )
     cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
-    among_all = engine == "horovod" and not job.is_divided and not job.dimensions
+    among_all = plan.engine_and_shard == ("horovod", "none") and not plan.dimensions
     traced = read_allreduces(path) if among_all else []
     fitted = fit_link(evidence, start.link if start else (), traced, cpu_s, wait_and_wire)
     return replace(evidence, fitted=fitted)
@@ -276,13 +292,13 @@ def _read_states(profile: Mapping[str, Any]) -> list[tuple[float, float] | None]
 
 
 def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, float | None]:
-    """Return the gradients in the order in which they are ready, backward after the last one, seconds to copy a byte.
+    """Return the gradients in the model's order, backward after the last one, seconds to copy a byte.
 
     The copy is None if nothing was packed uncompressed.
     """
     steps = profile["steps"]
     found = []
-    states = _read_states(profile)
+    states, whole = _read_states(profile), not profile.get("by_element", True)
     for i, parameter in enumerate(profile["parameters"]):
         times_us = [(step["ready_us"][i], step["packed_us"][i]) for step in steps]
         ready_us = [ready for ready, _ in times_us if ready is not None]
@@ -292,12 +308,9 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
         shape = tuple(parameter["shape"])
         name, dtype, rows = parameter["name"], parameter["dtype"], parameter["rows"]
         summed_by = parameter.get("copies", profile["size"]) / profile["size"]
-        found.append(Gradient(name, shape, dtype, ready_s, pack_s, rows, states[i], summed_by))
-    # Gradients that backward skips come last, in the reverse of the model's order.
-    found.reverse()
-    order = sorted(found, key=lambda g: (g.ready_s is None, g.ready_s or 0.0))
+        found.append(Gradient(name, shape, dtype, ready_s, pack_s, rows, states[i], summed_by, whole))
     last = max((g.ready_s + g.pack_s for g in found if g.ready_s is not None), default=0.0)
     tail_s = max(0.0, median(step["backward_us"] for step in steps) * 1e-6 - last)
     copied = [g.pack_s / g.nbytes for g in found if g.pack_s and g.nbytes >= _MIN_PACKED_BYTES]
     uncompressed = profile["size"] > 1 and profile["compression"] == "none" and copied
-    return order, tail_s, median(copied) if uncompressed else None
+    return found, tail_s, median(copied) if uncompressed else None

@@ -106,8 +106,8 @@ def trial_options(evidence: Evidence, change: Change, folder: Path) -> list[str]
         if (value := getattr(change, name)) is not None:
             found.append(f"--{option}={value}")
     if change.engine or change.shard:
-        job = changed_job(evidence, change)
-        found += [f"--parallel.engine={job.engine}", f"--parallel.shard={job.shard}"]
+        engine, shard = changed_job(evidence, change).plan.engine_and_shard
+        found += [f"--parallel.engine={engine}", f"--parallel.shard={shard}"]
     if change.slow_rank_percent:
         parts, passes = evidence.parts_s, evidence.job.passes
         pass_s = (parts["copy"] + parts["forward"] + parts["backward"]) / passes

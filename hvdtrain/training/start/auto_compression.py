@@ -12,16 +12,17 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, on_rank_0
+from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.coding_probe import measure_coding
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.exchange.buckets import Layout
+from hvdtrain.plan.gradients import Gradient, spread_evenly
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.runtime.host import HostFacts
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, spread_evenly
 from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_probed_link
-from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import WORTH, choose_compression
 
 _FIRST, _COUNT = 3, 5
@@ -102,9 +103,9 @@ class CompressionTrial:
         }
         evidence = self._evidence(layouts, step_s, slowest, allreduces)
         by_bucket = {
-            (name, bucket.names[0]): cost
+            (name, names[0]): cost
             for name, costs in coding.items()
-            for bucket, cost in zip(evidence.buckets, costs, strict=True)
+            for names, cost in zip(evidence.buckets, costs, strict=True)
         }
         chosen, predicted = choose_compression(
             evidence,
@@ -131,37 +132,34 @@ class CompressionTrial:
 
         The last bucket starts at the end of backward. Between two buckets, gradients are ready at an even pace.
         """
-        buckets = [
-            PlannedBucket([part.name for part in shape.parts], shape.sizes, [part.start for part in shape.parts])
-            for shape in (layout.shape for layout in layouts)
-        ]
-        job = Job(Ranks(self.comm.size, self.comm.local_size), "none", None, *self.batch)
+        shapes = [layout.shape for layout in layouts]
+        job = Job(Ranks(self.comm.size, self.comm.local_size), Plan(), *self.batch)
         evidence = Evidence(
             job=job,
             cores=self.host.cores,
             own_cores=self.host.own_cores,
             threads=torch.get_num_threads(),
             on_cpu=self.device.type == "cpu",
-            gradients=_gradients(buckets, rank["parts_s"]["backward"] / job.passes, rank["before_last_s"]),
+            gradients=_gradients(shapes, rank["parts_s"]["backward"] / job.passes, rank["before_last_s"]),
             step_s=step_s,
             parts_s=rank["parts_s"],
-            buckets=buckets,
+            buckets=[[part.name for part in shape.parts] for shape in shapes],
             compression_of=self.sums.resolve,
         )
         # Not the link that explains the wait: ranks wait for late ranks too.
         return replace(evidence, fitted=fit_probed_link(evidence, allreduces))
 
 
-def _gradients(buckets: Sequence[PlannedBucket], backward_s: float, before_last_s: Sequence[float]) -> list[Gradient]:
+def _gradients(shapes: Sequence[BucketShape], backward_s: float, before_last_s: Sequence[float]) -> list[Gradient]:
     gradients: list[Gradient] = []
     begin_s = 0.0
-    for bucket, before_s in sorted(zip(buckets, before_last_s, strict=True), key=lambda pair: -pair[1]):
+    for shape, before_s in sorted(zip(shapes, before_last_s, strict=True), key=lambda pair: -pair[1]):
         ready_s = max(begin_s, backward_s - before_s)
-        parts = zip(bucket.names, bucket.shape.shapes, strict=True)
-        spread = spread_evenly([Gradient(n, tuple(sizes), bucket.shape.dtype) for n, sizes in parts], ready_s - begin_s)
+        found = [Gradient(part.name, tuple(part.stored_shape), shape.sizes.dtype) for part in shape.parts]
+        spread = spread_evenly(found, ready_s - begin_s)
         gradients += [replace(g, ready_s=begin_s + (g.ready_s or 0.0)) for g in spread]
         begin_s = ready_s
-    return gradients
+    return gradients[::-1]
 
 
 def _total_s(costs: Sequence[CodingCost]) -> float:

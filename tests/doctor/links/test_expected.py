@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdtrain.doctor.links.expected import COMPRESSIONS, assumed_run, outlook
 from hvdtrain.doctor.links.measured import Direction, Links
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import run_folder
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.compression.coding_cost import CodingCost
-from hvdtrain.compression.table import Compression, parse
+from hvdtrain.compression.table import Compression
+from hvdtrain.plan.gradients import Gradient, spread_evenly
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif.assemble import Costs
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets, spread_evenly
 from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
-from hvdtrain.timeline.whatif.links import Link, Ranks
+from hvdtrain.timeline.whatif.links import Link
 from hvdtrain.timeline.whatif.predict import choose_compression
 
 BUCKETS = 4
@@ -27,7 +28,7 @@ def evidence(bytes_per_s: float, wait_s: float, ranks: int = 2, backward_s: floa
     """A step of 450 ms and what it waited, on hosts of one rank each."""
     parts = {"data": 0.0, "copy": 0.0, "forward": 0.4 - backward_s, "clip": 0.0, "optimizer": 0.05, "rest": 0.0}
     return Evidence(
-        job=Job(Ranks(ranks, 1), "none", None, ranks, 1),
+        job=Job(Ranks(ranks, 1), Plan(), ranks, 1),
         cores=8,
         own_cores=8,
         threads=1,
@@ -35,7 +36,7 @@ def evidence(bytes_per_s: float, wait_s: float, ranks: int = 2, backward_s: floa
         gradients=spread_evenly(GRADIENTS, backward_s),
         step_s=0.45 + wait_s,
         parts_s={**parts, "backward": backward_s, "wait": wait_s},
-        buckets=plan_buckets(spread_evenly(GRADIENTS, backward_s), 4 << 20, parse("none"), ranks),
+        buckets=[[gradient.name] for gradient in GRADIENTS],
         fitted=FittedLink(Link(1e-6, 1 / bytes_per_s), "", 0.0),
     )
 

@@ -15,7 +15,6 @@ from hvdtrain.compression.coding_probe import main as probe
 from hvdtrain.compression.table import parse
 from hvdtrain.task import base
 from hvdtrain.timeline.whatif import probing
-from hvdtrain.timeline.whatif.engine_buckets import job_buckets
 from hvdtrain.timeline.whatif.evidence import Change, changed_job
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.trying import reasons_against, trial_command, trial_options
@@ -109,7 +108,7 @@ def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.Monkey
         probing.CodingProbe(pair).measure(evidence, [evidence.job, coded])
     assert asked == ["none", "int8"]
     for job in (coded, evidence.job):
-        cost = probing.CodingProbe(pair)(parse(job.compression), job_buckets(evidence, job)[0], 2)
+        cost = probing.CodingProbe(pair)(parse(job.plan.compression), evidence.buckets_of(job)[0], 2)
         assert cost.after_s == 0.01
     (pair / "timeline" / "probe.json").write_text('{"version": 0}')
     probing.CodingProbe(pair).measure(evidence, [evidence.job])
@@ -139,7 +138,7 @@ def test_a_real_run_unchanged_takes_what_it_took_and_a_change_can_be_tried(tmp_p
     found = json.loads(unchanged.stdout)
     evidence = read_evidence(path)
     assert found["then"]["step_s"] == pytest.approx(evidence.step_s)
-    assert [g.name for g in evidence.gradients if g.ready_s is None] == ["idle.bias", "idle.weight"]
+    assert [g.name for g in evidence.gradients if g.ready_s is None] == ["idle.weight", "idle.bias"]
     tried = run(
         ["-m", "hvdtrain", "timeline", "whatif", str(path), "--compression", "fp16", "--check", "--json"], cwd=tmp_path
     )

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.held_bytes import held_bytes
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
-from hvdtrain.plan.plan import Plan
-from hvdtrain.timeline.whatif.bucket_plan import Gradient
-from hvdtrain.timeline.whatif.engine_buckets import fill_ddp, is_block, job_buckets, unit_of
+from hvdtrain.plan.collectives import buckets, fill_ddp
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.held import held
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif.engine_passes import update_s
-from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
-from hvdtrain.timeline.whatif.links import Link, Ranks
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job
+from hvdtrain.timeline.whatif.links import Link
 from hvdtrain.timeline.whatif.predict import Outcome, predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -125,15 +126,18 @@ def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
 def test_what_the_model_does_not_know_is_refused(
     pair: Evidence, change: Change, by_element: bool, name: str | None, message: str
 ) -> None:
-    gradients = [replace(each, name=name.format(n) if name else each.name) for n, each in enumerate(pair.gradients)]
+    gradients = [
+        replace(each, name=name.format(n) if name else each.name, whole=not by_element)
+        for n, each in enumerate(pair.gradients)
+    ]
     with pytest.raises(ConfigError, match=message):
-        predict(replace(pair, gradients=gradients, by_element=by_element), change)
+        predict(replace(pair, gradients=gradients), change)
 
 
 def test_another_engine_divides_nothing_unless_asked(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", options={"parallel": {"shard": "gradients"}})
-    assert changed_job(evidence, Change(size=4)).shard == "gradients"
-    assert changed_job(evidence, Change(engine="ddp")).shard == "none"
+    assert changed_job(evidence, Change(size=4)).plan.shard == "gradients"
+    assert changed_job(evidence, Change(engine="ddp")).plan.shard == "none"
 
 
 @pytest.mark.parametrize("limit", [1, 100, 120, 1000, 10_000])
@@ -158,12 +162,12 @@ class Net(nn.Module):
         return self.head(found)  # type: ignore[no-any-return]
 
 
-def _evidence(model: nn.Module, job: Job) -> Evidence:
-    named = list(model.named_parameters())
-    gradients = [
-        Gradient(n, tuple(p.shape), ready_s=float(i), state_bytes=(8, 4)) for i, (n, p) in enumerate(named[::-1])
-    ]
-    return Evidence(job, 8, 8, 1, True, gradients, 1.0, {}, names=[name for name, _ in named])
+def _gradients(model: nn.Module) -> list[Gradient]:
+    return [Gradient(name, tuple(p.shape), state_bytes=(8, 4)) for name, p in model.named_parameters()]
+
+
+def _bytes(plan: Plan, ranks: Ranks, passes: int = 1) -> dict[str, Any]:
+    return {each.what: each.nbytes for each in held(plan, _gradients(Net()), ranks, passes)}
 
 
 def test_units_are_the_blocks_of_a_model() -> None:
@@ -171,16 +175,15 @@ def test_units_are_the_blocks_of_a_model() -> None:
     names = {module: name for name, module in model.named_modules()}
     inside = {id(p): names[block] for block in blocks(model) for p in block.parameters()}
     for name, parameter in model.named_parameters():
-        assert (unit_of(name) if is_block(unit_of(name)) else None) == inside.get(id(parameter))
+        assert Gradient(name, ()).block == inside.get(id(parameter), "")
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bucket_mib", [None, 0.5])
 def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_mib: float | None) -> None:
     """And so are its buckets."""
-    job = Job(Ranks(size, size), "none", bucket_mib, size, 1, shard="gradients")
-    evidence = _evidence(Net(), job)
-    expected = held_bytes(evidence, job)
+    plan, ranks = Plan(bucket_mib=bucket_mib, shard="gradients"), Ranks(size, size)
+    expected = _bytes(plan, ranks)
 
     def body(comm: ThreadComm) -> tuple[int, int, list[list[str]]]:
         torch.manual_seed(0)
@@ -199,29 +202,26 @@ def test_memory_of_a_divided_optimizer_is_that_of_its_engine(size: int, bucket_m
         return summed, state, names
 
     summed, state, names = zip(*on_ranks(size, body), strict=True)
-    assert (set(summed), max(state)) == ({expected.gradients}, expected.state)
-    assert expected.parameters == sum(p.numel() * 4 for p in Net().parameters())
-    assert names[0] == [list(bucket.names) for bucket in job_buckets(evidence, job)]
+    assert (set(summed), max(state)) == ({expected["gradients"]}, expected["state"])
+    assert expected["parameters"] == sum(p.numel() * 4 for p in Net().parameters())
+    assert names[0] == [bucket.names for bucket in buckets(plan, _gradients(Net()), ranks, parse("none"))]
 
 
 def test_memory_of_fsdp_is_that_of_rows() -> None:
-    job = Job(Ranks(3, 3), "none", None, 3, 1, engine="fsdp")
-    model = Net()
-    rows = sum(torch.chunk(parameter, 3)[0].numel() for parameter in model.parameters())
-    steps = 4 * sum(1 for _ in model.parameters())
-    found = held_bytes(_evidence(model, job), job)
-    assert (found.parameters, found.gradients, found.state) == (4 * rows, 4 * rows, 8 * rows + steps)
+    rows = sum(torch.chunk(parameter, 3)[0].numel() for parameter in Net().parameters())
+    steps = 4 * sum(1 for _ in Net().parameters())
+    found = _bytes(Plan("fsdp", shard="parameters"), Ranks(3, 3))
+    assert found == {"parameters": 4 * rows, "gradients": 4 * rows, "state": 8 * rows + steps}
 
 
 def test_whole_gradients_are_held_where_only_the_last_pass_sums_them() -> None:
-    job = Job(Ranks(2, 2), "none", None, 4, 1, shard="optimizer")
-    jobs = (job, replace(job, shard="gradients"), replace(job, global_batch=2))
-    whole, *halves = (held_bytes(_evidence(Net(), one), one).gradients for one in jobs)
+    plans = [("optimizer", 2), ("gradients", 2), ("optimizer", 1)]
+    whole, *halves = (_bytes(Plan(shard=shard), Ranks(2, 2), passes)["gradients"] for shard, passes in plans)
     assert whole == sum(4 * p.numel() for p in Net().parameters())
     assert halves == pytest.approx([whole / 2] * 2, rel=0.1)
 
 
 def test_unknown_state_is_unknown(tmp_path: Path) -> None:
     evidence = _run(tmp_path / "run", state_bytes=None)
-    assert held_bytes(evidence, evidence.job).state is None
-    assert held_bytes(evidence, changed_job(evidence, Change(shard="optimizer"))).state is None
+    for shard in ("none", "optimizer"):
+        assert held(Plan(shard=shard), evidence.gradients, evidence.job.ranks)[-1].nbytes is None

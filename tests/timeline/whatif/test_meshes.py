@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.evidence import Change, Evidence
-from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import GBIT, MIB, PARTS, SHAPES, run_folder
@@ -69,9 +69,10 @@ def test_stages_wait_as_long_as_their_passes_less_one(tmp_path: Path, stages: in
 
 def test_ranks_of_a_host_that_sum_a_part(tmp_path: Path) -> None:
     evidence = _group(tmp_path / "run", 8, copies=dict.fromkeys(SHAPES, 2), tp=2, pp=2)
-    assert (evidence.job.passes, evidence.job.summing(2 / 8)) == (2, Ranks(2, 2))
+    assert (evidence.job.passes, evidence.job.plan.summing(evidence.job.ranks, 2 / 8)) == (2, Ranks(2, 2))
     over = predict(evidence, Change(size=32, ranks_per_host=8, bandwidth_gbit=10.0, global_batch=128)).job
-    assert (over.passes, over.summing(2 / 8)) == (4, Ranks(8, 4))  # of 16 ranks of a stage, 8 are on a host
+    summing = over.plan.summing(over.ranks, 2 / 8)
+    assert (over.passes, summing) == (4, Ranks(8, 4))  # of 16 ranks of a stage, 8 are on a host
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.evidence import Change
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.plan import Ranks
+from hvdtrain.timeline.whatif.evidence import Change, changed_job
 from hvdtrain.timeline.whatif.jitter import Jitter
-from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
+from hvdtrain.timeline.whatif.links import ETHERNET
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import GBIT, MIB, PARTS, run_folder
@@ -86,6 +88,13 @@ def test_ranks_share_out_the_global_batch(alone: Path) -> None:
     assert two.compute_s * 1e3 == pytest.approx(COMPUTE_S * 1e3 - spread_ms / 2, abs=2)
     idle = predict(read_evidence(alone), Change(size=8))
     assert any("4 of 8 ranks would be idle" in note for note in idle.notes)
+
+
+def test_fewer_passes_touch_fewer_rows(pair: Path) -> None:
+    embedding = Gradient("e", (8192, 320), ready_s=1.0, rows=100)
+    evidence = replace(read_evidence(pair), gradients=[embedding])
+    twice, once = (evidence.buckets_of(changed_job(evidence, Change(global_batch=batch))) for batch in (16, 8))
+    assert [once[0].rows, twice[0].rows] == [200, 400]
 
 
 def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.plan.gradients import finished
+from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from tests.support.whatif_run import GBIT, PARTS, SHAPES, run_folder
@@ -20,7 +21,7 @@ def test_a_typical_step_and_the_order_of_its_gradients(tmp_path: Path) -> None:
     evidence = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=7.0))
     assert evidence.step_s * 1e3 == pytest.approx(sum(PARTS.values()) + 7)
     assert sum(evidence.parts_s.values()) == pytest.approx(evidence.step_s)
-    assert [g.name for g in evidence.gradients] == list(SHAPES)[::-1]
+    assert [g.name for g in finished(evidence.gradients)] == list(SHAPES)[::-1]
     assert evidence.job.ranks == Ranks(2, 1)
     assert evidence.tail_s == pytest.approx(0.02)
     assert evidence.step_uncertainty_s == 0, "all steps are alike"
@@ -60,7 +61,7 @@ def test_what_was_chosen_is_that_of_the_run(tmp_path: Path, options: Any, event:
     chosen = json.dumps({"at_step": 7, **event})
     (path / "journal.jsonl").write_text("\n".join([*text[:8], chosen, *text[8:]]) + "\n")
     job = read_evidence(path).job
-    assert (job.compression, job.micro_batches) == found
+    assert (job.plan.compression, job.micro_batches) == found
 
 
 def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
