@@ -29,8 +29,7 @@ class HorovodTrace:
 
     Attributes:
         epoch_us: the wall clock at time 0; None if unknown.
-        tensors: names, by number.
-        phases: names, by number: NEGOTIATE_ALLREDUCE, ALLREDUCE, QUEUE, MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ...
+        tensors, phases: names, by number: of phases NEGOTIATE_ALLREDUCE, QUEUE, MEMCPY_IN_FUSION_BUFFER, ...
         tensor, phase, duration_us: of each interval [n].
         start_us: of each interval [n], by the file's own clock; ordered by end.
         nbytes: of the tensor, from dtype and shape in the end event; -1 if unknown [n].
@@ -116,8 +115,7 @@ class StepTable:
 
     Attributes:
         hosts: of the ranks, in order.
-        step: numbers [steps], ascending.
-        block: number of each step's block [steps].
+        step, block: numbers of steps, ascending, and of their blocks [steps].
         start_us: the step begins [ranks, steps].
         ready_us: all gradients are computed, and the rank begins to wait for the sums [ranks, steps].
         released_us: the rank has the sums [ranks, steps].
@@ -153,8 +151,7 @@ class JournalSteps:
     """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spaced ones.
 
     Attributes:
-        step: numbers [n], ascending.
-        step_ms: duration of each [n].
+        step, step_ms: numbers, ascending, and durations [n].
         parts_ms: of each of `spans.JOURNAL_KEYS` [n].
         tokens: weight of each step's batch; NaN if unknown [n].
         time_s: end of each step, seconds since 1970; NaN if unknown [n].
@@ -180,8 +177,7 @@ class RunTrace:
         path: the run's folder, or the Timeline file.
         size: number of ranks; 0 if unknown.
         config: the run's resolved options; empty for Timelines alone.
-        steps: None for Timelines alone, and without stamps.
-        spans: of the ranks that have any.
+        steps, spans: None and of no rank for Timelines alone, and if they were not recorded.
         horovod: segments, on the run's clock if there is one.
         warnings: of the run, and lines of Horovod and NCCL in its output.
         link: allreduces measured at the run's start: pairs of bytes and seconds.

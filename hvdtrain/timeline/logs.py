@@ -68,9 +68,8 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
 def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
     """Find the output files of a run.
 
-    Args:
-        run: its folder: ``*.log, *.out, *.err`` there, and the files in ``output/``.
-        nccl_debug_file: NCCL_DEBUG_FILE as an absolute path, in which %h is the host and %p the process.
+    These are ``*.log, *.out, *.err`` in its folder, the files in ``output/``, and NCCL_DEBUG_FILE, an absolute path in
+    which %h is the host and %p the process.
     """
     found = {path for pattern in _LOGS for path in run.glob(pattern) if path.is_file()}
     if nccl_debug_file:

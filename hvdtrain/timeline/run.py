@@ -18,6 +18,7 @@ from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sam
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
@@ -282,8 +283,7 @@ def _missing(
         yield "there are no step stamps: timeline/steps.jsonl"
     absent = sorted(set(range(size)) - {each.rank for each in spans})
     if absent:
-        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-        which = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:8]))}{more}"
+        which = wording.ranks(absent, most=8)
         if TimelineLayout(timeline).spans(absent[0]).exists():
             yield f"the spans of {which} are too large to read now or damaged: hvdtrain timeline report reads all"
         else:

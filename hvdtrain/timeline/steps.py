@@ -183,12 +183,10 @@ def read_span_files(
 
 def _start_of(path: Path) -> int:
     """Return the number of a file's start; -1 if unknown."""
-    try:
-        with open_regular(path) as file:
-            found = _START.search(file.read(_HEAD))
-    except OSError:
-        return -1
-    return int(found[1]) if found else -1
+    with suppress(OSError), open_regular(path) as file:
+        if found := _START.search(file.read(_HEAD)):
+            return int(found[1])
+    return -1
 
 
 def on_one_clock(ranks: Sequence[RankSpans], starts: Sequence[Start]) -> list[RankSpans]:

@@ -21,10 +21,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def ranks(numbers: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = ()) -> str:
+def ranks(numbers: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = (), most: int = _MANY_RANKS) -> str:
     """Format ranks as ``rank 3 on a`` or ``ranks 4, 5 and 2 more on a, b``."""
-    shown = ", ".join(map(str, numbers[:_MANY_RANKS]))
-    more = f" and {len(numbers) - _MANY_RANKS} more" if len(numbers) > _MANY_RANKS else ""
+    shown = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     where = list(dict.fromkeys(hosts[rank] for rank in numbers if hosts[rank])) if hosts else []
     on = f" on {', '.join(where)}" if 0 < len(where) <= _MANY_RANKS else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}{on}"

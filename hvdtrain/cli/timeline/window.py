@@ -85,11 +85,7 @@ def ask_window(
 ) -> Answer:
     """Start recording at the next step, and return when it is known; or stop, and return when the files are written.
 
-    Args:
-        run: the run's folder.
-        request: to stop takes three steps.
-        patience_s: seconds to wait for the current step to end.
-        sleep: waits.
+    It waits `patience_s` for the current step to end; to stop takes three steps.
 
     Errors:
         RunDirectoryError: there is no such run, no job answers, or it cannot record, or is not recording.

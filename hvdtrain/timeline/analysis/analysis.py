@@ -45,8 +45,8 @@ class Budget:
     """The parts of a step's wall time. They sum to it.
 
     Attributes:
-        what: the ranks measured: "rank 0", "mean of 4 ranks", or for a Timeline alone "rank 0's communication"; with
-            step numbers if the run has other rounds.
+        what: the ranks measured: "rank 0", "mean of 4 ranks", "rank 0's communication"; with step numbers if the run
+            has other rounds.
         step_ms: wall time of a step.
         steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
         parts: data, forward, backward, exposed communication (waiting for late ranks, negotiation, queue, fusion
@@ -223,8 +223,7 @@ class Blame:
     Attributes:
         source: stamps: ours, of all ranks; ticks: Horovod's, of the steps in which it wrote them; none: no data.
         steps: number of steps measured.
-        ranks: all ranks, most costly first.
-        late: stragglers with a statistically significant cost, most costly first.
+        ranks: all ranks; `late` are stragglers with a statistically significant cost. Most costly first.
         causes: of each straggler, largest first.
         reason: why there is no straggler.
         spells: of stragglers that were none in some of the steps, in their order.

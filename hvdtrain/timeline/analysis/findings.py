@@ -98,12 +98,8 @@ def _input(facts: Facts) -> Iterator[Finding]:
         workers = facts.option("loader", "workers") or 0
         text = f"waiting for data takes {facts.per_step(waited)}"
         advice = f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}"
-        yield Finding(
-            "input",
-            text,
-            waited,
-            facts.confirmed(advice, Change(data_ms=0.0), waited) or "no gain is predicted from faster loading",
-        )
+        advice = facts.confirmed(advice, Change(data_ms=0.0), waited) or "no gain is predicted from faster loading"
+        yield Finding("input", text, waited, advice)
     if copied >= LEAST_SHARE * facts.step_ms:
         text = f"copying batches to the device takes {facts.per_step(copied)}"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"

@@ -18,7 +18,7 @@ from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline.analysis.analysis import USEFUL, Budget, Efficiency, Goodput, Scaling
 from hvdtrain.timeline.analysis.budget import ASIDE, LATE
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.columns import Floats, RunTrace
+from hvdtrain.timeline.columns import RunTrace
 
 STALLS = "stalled steps"
 START_UP, RESTARTS, REPEATED = "start-up", "restarts", "repeated steps"
@@ -97,7 +97,11 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     # Lines of workers that train apart are written together, after several steps.
     begin = min(time - float(seconds[: n + 1].sum()) for n, time in enumerate(start.first_times))
     found[REPEATED] = float(seconds[~kept].sum())
-    found[USEFUL], found[STALLS], slow = _of_steps(seconds, kept)
+    usual, is_later = float(np.median(seconds)), np.arange(len(seconds)) >= start_up_steps(seconds)
+    more = np.where(kept, seconds - usual, 0.0)
+    slow = max(0.0, float(more[~is_later].sum()))  # of a start-up
+    found[STALLS] = float(more[is_later & (seconds > _STALL * usual)].sum())
+    found[USEFUL] = float(seconds[kept].sum()) - found[STALLS] - slow
     found[EVALUATIONS] = sum(before) + sum(after)
     found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow
     if not any(start.events_named(name) for name in _ENDED):
@@ -106,16 +110,6 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     if known > total:  # a clock was set
         return {use: seconds * total / known for use, seconds in found.items()}
     return {**found, PAUSES: total - known}
-
-
-def _of_steps(seconds: Floats, kept: NDArray[np.bool_]) -> tuple[float, float, float]:
-    """Return the seconds of the steps that count: of training, of stalls, and those of start-up steps that are more."""
-    usual, slow = float(np.median(seconds)), start_up_steps(seconds)
-    more = np.where(kept, seconds - usual, 0.0)
-    is_later = np.arange(len(seconds)) >= slow
-    stalls = float(more[is_later & (seconds > _STALL * usual)].sum())
-    beginning = max(0.0, float(more[~is_later].sum()))
-    return float(seconds[kept].sum()) - stalls - beginning, stalls, beginning
 
 
 def _evaluations(start: JournalStart, *, first: bool) -> Iterator[float]:

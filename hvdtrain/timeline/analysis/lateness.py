@@ -122,14 +122,11 @@ def cost_estimates(
     blocks = len(edges) - 1
     if blocks < 2:
         return [Estimate(float(value), -math.inf, math.inf) for value in whole]
-    without = np.array([_costs_without(work, late, weights, a, b) for a, b in pairwise(edges)])
+    left = [np.s_[a:b] for a, b in pairwise(edges)]
+    without = np.array([costs(np.delete(work, out, axis=1), late, np.delete(weights, out)) for out in left])
     error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
     half = student(blocks - 1) * error
     return [Estimate(float(v), float(v - h), float(v + h)) for v, h in zip(whole, half, strict=True)]
-
-
-def _costs_without(work: Floats, late: Collection[int], weights: Floats, begin: int, end: int) -> Floats:
-    return costs(np.delete(work, np.s_[begin:end], axis=1), late, np.delete(weights, np.s_[begin:end]))
 
 
 def latest(work: Floats) -> tuple[list[int], float]:

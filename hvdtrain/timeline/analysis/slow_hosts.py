@@ -40,9 +40,7 @@ def slow_hosts(
 ) -> dict[str, list[Place]]:
     """Judge each start on its own, and add up: `hosts`, `devices` and `groups` of hosts, most costly first.
 
-    Args:
-        starts: the stamps of each, its events ``shares``, and its config.
-        group_of: of a host, such as its rack.
+    A start has its stamps, its events ``shares`` and its config. A group of a host is such as its rack.
     """
     kinds: dict[str, dict[str, Place]] = {"hosts": {}, "devices": {}, "groups": {}}
     for table, shares, config in starts:

@@ -45,10 +45,10 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 
     If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
     """
-    measured = [part for part in _PARTS if part in table.parts_us]
-    parts = {part: _mean(table, part, column, steady) for part in measured if part not in WAITS}
+    measured = {part: table.parts_us[part][:, column] for part in _PARTS if part in table.parts_us}
+    parts = {part: _average(np.nan_to_num(us), steady) for part, us in measured.items() if part not in WAITS}
     inside = (table.ready_us - table.start_us)[:, column]
-    known = sum(table.parts_us[part][:, column] for part in measured)
+    known = sum(measured.values())
     parts["rest"] = _average(inside - known, steady)
     chained = column[follows(table.step)[column]]
     if len(chained):
@@ -78,7 +78,7 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
     more = {name: values[rank] - np.median(values[others]) for name, values in spent.items()}
     least = max(_LEAST_MS, _LEAST_SHARE * max(more.values()))
     # Times that overlap the parts:
-    spent |= {"gc": _mean(table, "gc", column, steady), **_processor_times(table, column)}
+    spent |= {"gc": _average(np.nan_to_num(table.parts_us["gc"][:, column]), steady), **_processor_times(table, column)}
     found = []
     for name, values in spent.items():
         mine, usual = float(values[rank]), float(np.median(values[others]))
@@ -92,10 +92,6 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
         return not (cause.name in ("stopped", "gc") and ms >= _EXPLAINS * most), -ms
 
     return sorted(found, key=order) + _other_causes(rank, others, table, column)
-
-
-def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:
-    return _average(np.nan_to_num(table.parts_us[part][:, column]), steady)
 
 
 def _average(us: Floats, steady: bool) -> Floats:

@@ -45,10 +45,8 @@ class Pause:
 class BatchSizes:
     """The effect of sizes, which count elements of the largest tensor of a batch.
 
-    Attributes:
-        cost_ms: how much shorter a step would be if all ranks had equally much in it.
-        ms_per_1000: time of 1,000 elements.
-        more: by how much the largest size of a step exceeds the mean of the ranks, as a share: median over steps.
+    A step would be shorter by `cost_ms` if all ranks had equally much in it; `ms_per_1000` elements. The largest size
+    of a step exceeds the mean of the ranks by the share `more`: median over steps.
     """
 
     cost_ms: Estimate
@@ -118,10 +116,8 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
     among the other ranks. Ranks that are late together, as those of a host, share their cost: it counts as one.
 
-    Args:
-        rounds: of all ranks.
-        grain_ms: of each rank, the least that moves between ranks: a micro-batch, if they follow the speed of ranks.
-            A smaller cost does not count.
+    A cost smaller than `grain_ms`, if it is given, does not count: what at least moves between ranks, a micro-batch, if
+    these follow the speed of ranks.
     """
     rounds, pauses = _without_pauses(rounds)
     excess = rounds.work_ms - median_of_others(rounds.work_ms)

@@ -7,6 +7,7 @@ without escaping, so a name may look like JSON or like events.
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -170,9 +171,7 @@ def nbytes(arguments: object) -> int:
 def _nbytes(dtype: str, shape: str) -> int:
     if dtype not in _ITEM_BYTES or not _SHAPE.fullmatch(shape):
         return -1
-    total = _ITEM_BYTES[dtype]
-    for length in re.findall(r"\d+", shape):
-        total *= int(length)
+    total = _ITEM_BYTES[dtype] * math.prod(map(int, re.findall(r"\d+", shape)))
     return total if total < 1 << 62 else -1
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
@@ -140,14 +140,9 @@ def shown_lanes(analysis: Analysis) -> list[Lane]:
         found = re.match(r"rank (\d+)\b", analysis.lanes[at].label)
         return found is None or int(found.group(1)) not in late
 
-    kept: list[int] = []
-    slices = 0
-    for at in sorted(range(len(analysis.lanes)), key=is_of_others):
-        count = len(analysis.lanes[at].slices)
-        if len(kept) == _MOST_LANES or (kept and slices + count > MOST_SLICES):
-            break
-        slices += count
-        kept.append(at)
+    order = sorted(range(len(analysis.lanes)), key=is_of_others)[:_MOST_LANES]
+    totals = accumulate(len(analysis.lanes[at].slices) for at in order)
+    kept = [at for at, total in zip(order, totals, strict=True) if at == order[0] or total <= MOST_SLICES]
     return [analysis.lanes[at] for at in sorted(kept)]
 
 

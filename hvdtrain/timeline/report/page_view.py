@@ -143,32 +143,29 @@ def over_time_view(found: OverTime) -> dict[str, Any]:
     def x(step: int) -> float:
         return WIDTH * (step - first) / (last - first + 1)
 
+    def y(value: float) -> str:
+        return f"{HEIGHT * (1 - min(1.0, value / most)):.1f}"
+
+    def line(values: Sequence[float]) -> str:
+        """Return a path that is level between two edges."""
+        steps = [f"V{y(value)}H{end:.1f}" for value, end in zip(values, edges[1:], strict=True)]
+        return f"M{edges[0]:.1f} {y(values[0])}{''.join(steps)}"
+
     edges = [*(x(moment.first_step) for moment in moments), WIDTH]
     marks = [{**vars(mark), "x": x(mark.step)} for mark in found.marks if first <= mark.step <= last]
     starts = [mark["x"] for mark in marks if mark["kind"] == "start"]
     below, areas = [0.0] * len(moments), []
     for name in names:
         above = [low + moment.parts_ms[name] for low, moment in zip(below, moments, strict=True)]
-        places = zip(below[::-1], edges[-2::-1], strict=True)
-        back = [f"V{_y(value, most)}H{begin:.1f}" for value, begin in places]
-        areas.append({"name": name, "hue": hue(name), "path": f"{_line(edges, above, most)}{''.join(back)}Z"})
+        back = [f"V{y(value)}H{begin:.1f}" for value, begin in zip(below[::-1], edges[-2::-1], strict=True)]
+        areas.append({"name": name, "hue": hue(name), "path": f"{line(above)}{''.join(back)}Z"})
         below = above
     return {
         "areas": areas,
-        "median": _line(edges, [moment.median_ms for moment in moments], most),
+        "median": line([moment.median_ms for moment in moments]),
         "bands": [{"x": x, "width": end - x} for x, end in list(pairwise([*starts, WIDTH]))[1::2]],
         "edges": edges,
         "marks": marks,
         "ticks": [moments[number * len(moments) // _TICKS] for number in range(_TICKS)],
         "top_ms": most,
     }
-
-
-def _y(value: float, most: float) -> str:
-    return f"{HEIGHT * (1 - min(1.0, value / most)):.1f}"
-
-
-def _line(edges: Sequence[float], values: Sequence[float], most: float) -> str:
-    """Return a path that is level between two edges."""
-    steps = [f"V{_y(value, most)}H{end:.1f}" for value, end in zip(values, edges[1:], strict=True)]
-    return f"M{edges[0]:.1f} {_y(values[0], most)}{''.join(steps)}"

@@ -43,16 +43,14 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
         exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
         modules = shorten(", ".join(carrier.modules), 40)
         yield f"  {shorten(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
-    if analysis.memory is not None:
-        yield shorten(f"memory of rank 0: {wording.memory(analysis.memory)}", _WIDTH)
-    if analysis.cost is not None:
-        yield shorten(f"cost: {cost.text(analysis.cost)}", _WIDTH)
-    if analysis.efficiency is not None:
-        yield shorten(f"peak of the devices: {wording.efficiency(analysis.efficiency)}", _WIDTH)
-    if analysis.scaling is not None:
-        yield wording.scaling(analysis.scaling)
-    if analysis.goodput is not None:
-        yield shorten(f"goodput: {wording.goodput(analysis.goodput)}", _WIDTH)
+    of_run = [
+        f"memory of rank 0: {wording.memory(analysis.memory)}" if analysis.memory else "",
+        f"cost: {cost.text(analysis.cost)}" if analysis.cost else "",
+        f"peak of the devices: {wording.efficiency(analysis.efficiency)}" if analysis.efficiency else "",
+        wording.scaling(analysis.scaling) if analysis.scaling else "",
+        f"goodput: {wording.goodput(analysis.goodput)}" if analysis.goodput else "",
+    ]
+    yield from (shorten(text, _WIDTH) for text in of_run if text)
     yield from _findings(analysis, findings)
     rest = [*(f"warning: {line}" for line in analysis.warnings), *analysis.notes]
     if rest:
@@ -86,19 +84,15 @@ def _budget(budget: Budget) -> Iterator[str]:
 
 
 def _communication(found: Communication, each: str) -> Iterator[str]:
-    words = []
-    if found.busy_ms is not None:
-        words.append(f"{wording.ms(found.busy_ms)} ms {each}")
-    if found.hidden_share is not None:
-        words.append(f"{found.hidden_share:.0%} hidden")
-    if found.bytes_per_step is not None:
-        words.append(wording.nbytes(found.bytes_per_step))
-    if found.bus_gb_per_s is not None:
-        words.append(f"bus bandwidth {wording.speed(found.bus_gb_per_s)}")
-    if found.link_gb_per_s is not None:
-        words.append(f"link {wording.speed(found.link_gb_per_s)}")
-    if words:
-        yield f"communication: {', '.join(words)}"
+    words = [
+        f"{wording.ms(found.busy_ms)} ms {each}" if found.busy_ms is not None else "",
+        f"{found.hidden_share:.0%} hidden" if found.hidden_share is not None else "",
+        wording.nbytes(found.bytes_per_step) if found.bytes_per_step is not None else "",
+        f"bus bandwidth {wording.speed(found.bus_gb_per_s)}" if found.bus_gb_per_s is not None else "",
+        f"link {wording.speed(found.link_gb_per_s)}" if found.link_gb_per_s is not None else "",
+    ]
+    if any(words):
+        yield f"communication: {', '.join(filter(None, words))}"
     if found.phases:
         yield f"  {', '.join(f'{part.name} {wording.ms(part.ms.value)} ms' for part in found.phases)}"
 

@@ -40,8 +40,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "timeline/analysis/budget.py",
-        "if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",
-        "if length(cut[OTHER_EXCHANGE]) > waiting.sum():",
+        "if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",
+        "if phases.length(cut[OTHER_EXCHANGE]) > waiting.sum():",
         "a Timeline of another clock divides the exposed exchange",
         "tests/timeline/analysis/test_budget.py",
     ),
