@@ -24,6 +24,12 @@ MEASURED = "link/bytes/"  # beginning of the names of the allreduces that are me
 
 _TIMES = 2
 
+HOST_SIZES = tuple(1 << exponent for exponent in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB in factors of four
+
+Group = list[int]
+
+_PART = 0.8  # of the time limit that is spent in allreduces; the rest is for making communicators
+
 
 def probe_link(
     comm: Comm, device: torch.device, budget_s: float, *, among: Comm | None = None, sizes: Sequence[int] = SIZES
@@ -73,13 +79,6 @@ def clock_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-HOST_SIZES = tuple(1 << exponent for exponent in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB in factors of four
-
-Group = list[int]
-
-_PART = 0.8  # of the time limit that is spent in allreduces; the rest is for making communicators
 
 
 @dataclass(frozen=True)

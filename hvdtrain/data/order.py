@@ -18,6 +18,8 @@ T = TypeVar("T")
 _ROUNDS = 6
 _MASK = 0xFFFFFFFFFFFFFFFF
 
+Int64s = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -140,9 +142,6 @@ def _splitmix(x: T) -> T:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     mixed: T = z ^ (z >> 31)
     return mixed
-
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

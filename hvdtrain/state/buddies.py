@@ -22,6 +22,9 @@ _CHUNK_BYTES = 16 << 20  # bytes that a rank sends at a time
 
 _ALIGNMENT = 64
 
+Offer = tuple[int, str, int, list[int]]
+"""What a rank has of a commit: its step and identity, the number of all pieces, and the indices of those it has."""
+
 
 def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | None]:
     """Return for each rank the one that gets a copy of its pieces; None if there is no other. Pure.
@@ -135,10 +138,6 @@ def _unpack(buffer: Tensor, specs: list[Any], rank: int) -> Iterator[Piece]:
         tensor = buffer[: _nbytes(spec)].view(dtype_named(dtype)).reshape(shape)
         yield Piece(group, name, tensor, Place(tuple(whole), tuple(offset), (rank,)))
         buffer = buffer[padded(_nbytes(spec)) :]
-
-
-Offer = tuple[int, str, int, list[int]]
-"""What a rank has of a commit: its step and identity, the number of all pieces, and the indices of those it has."""
 
 
 @dataclass(frozen=True)

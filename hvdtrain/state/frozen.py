@@ -16,6 +16,8 @@ from hvdtrain.state.placeholder import Placeholder
 
 FROZEN = "frozen"  # the key of the digest among the plain values of a state
 
+_NUMBERS = (bool, int, float, str)
+
 
 @dataclass
 class FrozenWeights:
@@ -107,9 +109,6 @@ def changed(name: str, how: str) -> TaskError:
         next_step="return Task(..., remakes_frozen=False), so that checkpoints have all parameters",
         everywhere=True,
     )
-
-
-_NUMBERS = (bool, int, float, str)
 
 
 class UnsavedValues:

@@ -44,6 +44,11 @@ TIMEOUT_S = 120.0  # seconds without any change in the folder after which rank 0
 
 _POLL_S = (0.01, 0.5)  # first and longest interval between two looks into the folder
 
+_NAME = re.compile(r"\.writing-step-\d+-[0-9a-f]+-(\d+)-(.+)")
+_SILENT_S = 900.0  # a temporary folder of another host without changes for this long is abandoned
+
+INDEX = "model.safetensors.index.json"
+
 
 class Abandoned(Exception):
     """The checkpoint is no longer needed."""
@@ -207,10 +212,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
         return sizes
 
 
-_NAME = re.compile(r"\.writing-step-\d+-[0-9a-f]+-(\d+)-(.+)")
-_SILENT_S = 900.0  # a temporary folder of another host without changes for this long is abandoned
-
-
 def temporary_name(step: int) -> str:
     """Return a new name for a temporary folder, with the step, this process and this host."""
     return f".writing-step-{step:06d}-{secrets.token_hex(4)}-{os.getpid()}-{socket.gethostname()}"
@@ -262,9 +263,6 @@ def is_folder_shared(comm: Comm, folder: Path | None) -> bool:
         for path in made:  # also if a rank is lost meanwhile
             with suppress(OSError):
                 path.unlink()
-
-
-INDEX = "model.safetensors.index.json"
 
 
 def index_of(folder: Path, files: Iterable[str]) -> dict[str, bytes]:

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+BYTE_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Chat template if each byte is a token: lines ``role: content``. The separator ends the assistant's content."""
+
+_FORMAT = 1
+
 
 class Conversation(NamedTuple):
     """Messages with role and content, and the place where they were read."""
@@ -84,17 +96,6 @@ def _wrong(path: Path, number: int, found: str) -> DataError:
         found=found,
         next_step="correct or remove the line",
     )
-
-
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-BYTE_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-"""Chat template if each byte is a token: lines ``role: content``. The separator ends the assistant's content."""
 
 
 def chat_files(encoder: Encoder) -> Mapping[str, bytes]:
@@ -205,9 +206,6 @@ class ChatEncoder:
                 " --data.tokenizer",
             )
         return found
-
-
-_FORMAT = 1
 
 
 def chat_source(files: Sequence[TextFile], encoder: Encoder, heldout: float, seq_len: int) -> Source:

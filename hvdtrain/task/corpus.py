@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 _KINDS = ("text", "tokens", "dataset", "chat")
 
+log = logging.getLogger(__name__)
+
+_LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
+
+_PROGRESS_S = 10.0  # seconds between reports while text is tokenized
+
+_SAMPLES = 64  # samples of a source from which the typical number of tokens with a loss is computed
+
 
 @dataclass(frozen=True)
 class TextConfig:
@@ -106,15 +114,6 @@ def check_data(config: TextConfig) -> None:
         raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
     if not 0 <= config.heldout < 1:
         raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
-
-
-log = logging.getLogger(__name__)
-
-_LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
-
-_PROGRESS_S = 10.0  # seconds between reports while text is tokenized
-
-_SAMPLES = 64  # samples of a source from which the typical number of tokens with a loss is computed
 
 
 @dataclass(frozen=True)

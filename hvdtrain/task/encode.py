@@ -17,6 +17,13 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TOKENIZER_FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
+SEPARATOR = 256  # id after each document if tokens are bytes
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
+"""Names of the token at the end of a document. The first one in a vocabulary is used."""
+
+_BATCH_CHARACTERS = 1 << 23
+
 
 def files_next_to(tokenizer: Path) -> dict[str, bytes]:
     """Return the content of a tokenizer.json, and of the files about it next to it, by name. Errors: OSError."""
@@ -84,14 +91,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ids = NDArray[np.integer[Any]]
-
-SEPARATOR = 256  # id after each document if tokens are bytes
-
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
-"""Names of the token at the end of a document. The first one in a vocabulary is used."""
-
-
-_BATCH_CHARACTERS = 1 << 23
 
 
 class Document(NamedTuple):

@@ -33,6 +33,8 @@ CONFIG, BASE_CONFIG = "config.json", "base_config.json"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 @dataclass(frozen=True)
 class SavedModel:
@@ -125,9 +127,6 @@ def _checkpoint_of(run: Path, which: str, option: str) -> Path:
         found=f"checkpoints of steps {steps}" if saves else "no checkpoints",
         next_step=f"correct {option}",
     )
-
-
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class StoredWeights:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _TOKENS = 16
 _VERSIONS = (3, 2, 4)  # of flash attention, in the order of preference
 
+_OPTION, _CHECKED = "--parallel.cp", 8
+
 
 def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """Let a model of transformers use the wanted attention, in place; return a line about what it uses.
@@ -122,9 +124,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-_OPTION, _CHECKED = "--parallel.cp", 8
 
 
 def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: bool = False) -> None:

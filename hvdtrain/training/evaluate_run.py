@@ -40,6 +40,11 @@ from hvdtrain.training.start.make_task import make_task
 Split = Literal["heldout", "train"]
 Sums = dict[str, list[float]]  # sum and weight of the loss, and of each metric as ``metric/NAME``
 
+_SEED = 1234  # of the choice of examples; the harness's own default
+_BOOTSTRAPS = 1000  # resamples for the standard error of a metric that has no formula
+
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # what the harness notes of each sample, by task
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -109,13 +114,6 @@ def for_evaluation(config: Config, samples: int, *, one_by_one: bool) -> Config:
     """Return a config that evaluates `samples` (0: all), in passes of one sample if wanted."""
     size = 1 if one_by_one or config.train.micro_batch == "auto" else config.train.micro_batch
     return replace(config, train=replace(config.train, eval_samples=samples, micro_batch=size))
-
-
-_SEED = 1234  # of the choice of examples; the harness's own default
-_BOOTSTRAPS = 1000  # resamples for the standard error of a metric that has no formula
-
-
-Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # what the harness notes of each sample, by task
 
 
 def evaluate_tasks(

@@ -37,6 +37,20 @@ _IN_A_ROW = 3
 
 Direction = Literal["up", "down"]
 
+_REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
+_STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
+_HALVED = 8  # steps in a row: what is not finite at a small fraction of the scale is no overflow
+
+_NEXT = {
+    "input": "check these samples of the data set, or leave them out",
+    "parameter": "find out what made it so: resume from an earlier checkpoint with a lower --optimizer.lr",
+}
+_UNKNOWN = (
+    "in a replay, each rank's part is finite: the sum over ranks overflowed, or a kernel is not deterministic"
+    " (--train.deterministic true)"
+)
+_NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
+
 
 def detect_jump(before: Sequence[float], value: float, direction: Direction = "up") -> float | None:
     """Return the expected value if a value jumped; None if it did not, or if that was already reported.
@@ -105,21 +119,6 @@ class Rise:
         error = math.hypot(spread, deviation) * 1.2533 / math.sqrt(WINDOW)
         self._above = self._above + 1 if median - lowest > _RISES * error else min(self._above, _IN_A_ROW)
         return (first, lowest, median) if self._above == _IN_A_ROW else None
-
-
-_REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
-_STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
-_HALVED = 8  # steps in a row: what is not finite at a small fraction of the scale is no overflow
-
-_NEXT = {
-    "input": "check these samples of the data set, or leave them out",
-    "parameter": "find out what made it so: resume from an earlier checkpoint with a lower --optimizer.lr",
-}
-_UNKNOWN = (
-    "in a replay, each rank's part is finite: the sum over ranks overflowed, or a kernel is not deterministic"
-    " (--train.deterministic true)"
-)
-_NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
 
 
 @dataclass

@@ -16,6 +16,13 @@ from hvdtrain.training.start.device import allows_tf32
 
 _BACKWARD = 2  # backward costs twice as much as forward: it computes gradients of inputs and of weights
 
+COMPILED = "compiled"
+"""Event at the end: `frames` compiled, `graph_breaks`, and `late` frames, after the first step. The first ones of
+`break_reasons`, `break_places` (where a compiled function resumes after a break) and `late_reasons`."""
+_RESUMED = "torch_dynamo_resume_in_"
+"""Start of the names that torch gives to the rest of a function after a graph break."""
+_MOST = 3  # reasons of each kind that are recorded
+
 
 @dataclass
 class FirstPass(StepPart):
@@ -58,14 +65,6 @@ class FirstPass(StepPart):
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,
         }
-
-
-COMPILED = "compiled"
-"""Event at the end: `frames` compiled, `graph_breaks`, and `late` frames, after the first step. The first ones of
-`break_reasons`, `break_places` (where a compiled function resumes after a break) and `late_reasons`."""
-_RESUMED = "torch_dynamo_resume_in_"
-"""Start of the names that torch gives to the rest of a function after a graph break."""
-_MOST = 3  # reasons of each kind that are recorded
 
 
 class CompileCounts:

@@ -29,6 +29,8 @@ from hvdtrain.runtime.host import Binding, binding_map, cpu_list, cpu_ranges, re
 
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
+EVERY_S = 10.0
+
 
 def gather_facts(
     comm: Comm, device: torch.device, root: Path = Path("/"), binding: Binding | None = None
@@ -118,9 +120,6 @@ def _device_name(device: torch.device, root: Path) -> str:
         return str(torch.cuda.get_device_name(device))
     found = re.search(r"^model name\s*:\s*(.+)$", read_text_or_empty(root / "proc/cpuinfo"), re.MULTILINE)
     return f"CPU {found[1].strip() if found else platform.machine()}"
-
-
-EVERY_S = 10.0
 
 
 class EnergyUse:

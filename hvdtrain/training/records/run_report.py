@@ -36,6 +36,17 @@ from hvdtrain.training.round import Round
 _PATIENCE_S = 120.0
 _REST = 50  # pause after a look, in times its duration: with many ranks it takes long
 
+MOST_BYTES = 1 << 25
+"""Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
+`hvdtrain timeline report` reads everything."""
+
+_SPANS_BYTES = 8 << 20  # size limit of one rank's spans that are copied to rank 0; later spans are left out
+
+_SPANS_TOGETHER_BYTES = 256 << 20
+"""Size limit of all of them together; every rank receives them, compressed to about a tenth."""
+
+_HEAD_BYTES = 1024  # first bytes of a file of spans, which identify it: they contain the rank and the time of its start
+
 
 @dataclass
 class VerdictWatch:
@@ -88,18 +99,6 @@ class VerdictWatch:
             found = json.loads(done.stdout)["verdicts"]
             return {str(key): str(text) for key, text in found.items()}
         return None
-
-
-MOST_BYTES = 1 << 25
-"""Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
-`hvdtrain timeline report` reads everything."""
-
-_SPANS_BYTES = 8 << 20  # size limit of one rank's spans that are copied to rank 0; later spans are left out
-
-_SPANS_TOGETHER_BYTES = 256 << 20
-"""Size limit of all of them together; every rank receives them, compressed to about a tenth."""
-
-_HEAD_BYTES = 1024  # first bytes of a file of spans, which identify it: they contain the rank and the time of its start
 
 
 def explain_run(current: Round) -> Analysis | None:

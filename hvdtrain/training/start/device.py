@@ -35,6 +35,8 @@ from hvdtrain.runtime.tuning import Choice, without_our_variables
 _NEXT_STEP = "start fewer ranks a host, or use --parallel.device cpu; for a test: --parallel.device shared"
 _SLOW = "NCCL does not support this, so gradients go through host memory, by MPI or Gloo; use it only for tests"
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
 
 def set_torch_threads(choices: Sequence[Choice]) -> None:
     """Set torch's number of threads, if torch was imported before its environment variable could be set."""
@@ -206,9 +208,6 @@ def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = F
                 everywhere=True,
             )
     return ""
-
-
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def use_deterministic_kernels(variables: Mapping[str, str]) -> None:

@@ -47,6 +47,10 @@ _UNEVEN = 1.25  # how many samples a rank may have, as a multiple of an even sha
 _SPARE = 0.05  # fraction of a GPU's memory that a trial leaves free
 _STATES = 2  # tensors of the optimizer for each parameter, as of AdamW
 
+_GIB = 1 << 30
+_COMMUNICATION_BYTES = _GIB  # memory that NCCL takes
+_GAPS = 0.1  # fraction of the rest that is lost between blocks of memory
+
 
 def check_auto(config: Config, device: torch.device) -> None:
     """Check that the micro-batch can be found, if it is asked for, before anything costs time.
@@ -200,11 +204,6 @@ def _without_trace(current: Round) -> Iterator[None]:
         if on_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-
-
-_GIB = 1 << 30
-_COMMUNICATION_BYTES = _GIB  # memory that NCCL takes
-_GAPS = 0.1  # fraction of the rest that is lost between blocks of memory
 
 
 def predict_largest(current: Round, most: int) -> tuple[int, list[int]]:
