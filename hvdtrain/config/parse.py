@@ -269,7 +269,8 @@ def _instead(option: str, known: Set[str]) -> str:
     same = sorted(each for each in known if each.lstrip("-").rpartition(".")[2] == last.replace("-", "_"))
     ours, remark = known_elsewhere(option) or (not same and known_elsewhere(last)) or ("", "")
     if ours.partition(" ")[0] not in known:
-        near = difflib.get_close_matches(option, same or sorted(known), n=1, cutoff=0.0 if same else 0.5)
+        sections = {each.partition(".")[0] for each in known if "." in each}
+        near = difflib.get_close_matches(option, same or sorted(known - sections), n=1, cutoff=0.0 if same else 0.7)
         return f"did you mean {near[0]}?" if near else "see all options: hvdtrain train --help"
     return f"did you mean {ours}?" + (f" ({remark})" if remark else "")
 

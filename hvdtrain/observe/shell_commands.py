@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
+from hvdtrain.runtime.host import read_host
 
 _LONGEST = 400
 """Characters of a program's command line at most. A longer one, or one with several lines, is not shown."""
@@ -62,9 +63,11 @@ def _launched(line: str, info: RankInfo, note: str = "") -> str:
     notes = [note] if note else []
     if info.size > 1:
         if info.launcher == "openmpi" and info.one_host and not line.startswith("#"):
-            as_root = "" if os.geteuid() else " --allow-run-as-root"
+            flags = "" if os.geteuid() else " --allow-run-as-root"
+            if info.size > read_host(info.variables).cores:  # or mpirun, without hosts, finds too few slots
+                flags += " --oversubscribe"
             settings = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
-            line = f"{settings}{shlex.quote(program_path('mpirun'))}{as_root} -np {info.size} {line}"
+            line = f"{settings}{shlex.quote(program_path('mpirun'))}{flags} -np {info.size} {line}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
             started_by = "srun" if over_gloo_by_srun else info.started_by.command

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.observe.shell_commands import resume_command, resume_program
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCH_OPTIONS, RankInfo
+from hvdtrain.runtime.host import HostFacts
 
 RUN = Path("runs/my run")
 ALONE = RankInfo()
@@ -26,6 +27,7 @@ def _words(command: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def _nobody_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("hvdtrain.observe.shell_commands.read_host", lambda environ: HostFacts(cores=4))
 
 
 def test_one_host_under_open_mpi_is_a_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +40,8 @@ def test_one_host_under_open_mpi_is_a_whole_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.geteuid", lambda: 0)  # Open MPI does not let root run it unasked
     assert _words(resume_command(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
     assert "root" not in resume_command(RUN, ALONE) + resume_command(RUN, TWO_HOSTS)
+    eight = replace(ONE_HOST, size=8, local_size=8)  # more ranks than mpirun starts by itself
+    assert _words(resume_command(RUN, eight))[1:5] == ["--allow-run-as-root", "--oversubscribe", "-np", "8"]
 
 
 def test_the_resume_command_repeats_the_setting_for_a_missing_ssh() -> None:

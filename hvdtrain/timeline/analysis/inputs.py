@@ -112,13 +112,14 @@ class Facts:
 
     def for_cores(self) -> str:
         """Return advice for ranks that wait for CPU cores: often the job's own ranks need more than there are."""
-        advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
         host = as_mapping(as_mapping(self.run.start.started.get("machine")).get("busiest_host"))
         counts: list[Any] = [host.get(name) for name in ("cores", "ranks", "threads")]
-        cores, ranks, threads = counts if all(isinstance(count, int) for count in counts) else (1, 0, 0)
+        cores, ranks, threads = counts if all(isinstance(count, int) for count in counts) else (0, 0, 0)  # unknown
+        less = ["start fewer ranks"] * (ranks != 1) + ["reduce OMP_NUM_THREADS"] * (threads != 1)
+        advice = ", or ".join(["stop other programs there", *less])
         if ranks * threads > cores:
-            each, fewer = (f"{threads} threads", ", or reduce OMP_NUM_THREADS") if threads > 1 else ("a thread", "")
-            advice = f"this job's own {ranks} ranks of {each} each share {cores} cores: start fewer{fewer}"
+            own = wording.counted(ranks * threads, "thread")
+            advice = f"this job itself runs {own} on {wording.counted(cores, 'core')}: {', or '.join(less)}"
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
     def has_other_engine(self) -> bool:

@@ -120,9 +120,10 @@ def test_reasons_are_reported_of_the_late_rank_only() -> None:
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ({"ranks": 8, "threads": 1}, ["this job's own 8 ranks of a thread each share 2 cores"]),
-        ({"ranks": 2, "threads": 4}, ["2 ranks of 4 threads each share 2 cores", "OMP_NUM_THREADS"]),
-        ({"ranks": 2, "threads": 1}, ["stop other programs"]),
+        ({"ranks": 8, "threads": 1}, ["this job itself runs 8 threads on 2 cores: start fewer ranks"]),
+        ({"ranks": 2, "threads": 4}, ["8 threads on 2 cores: start fewer ranks, or reduce OMP_NUM_THREADS"]),
+        ({"ranks": 1, "threads": 4}, ["itself runs 4 threads on 2 cores: reduce OMP_NUM_THREADS"]),
+        ({"ranks": 2, "threads": 1}, ["stop other programs there, or start fewer ranks"]),
         ({"ranks": "8", "threads": 1}, ["stop other programs"]),  # a damaged journal
     ],
 )
