@@ -56,7 +56,7 @@ class DividedReducer:
         self.over = False
         self.comm, self.device = comm, named[0][1].device
         self._named, self._name, self._weight, self._factor = named, name, weight, factor
-        self._passes, self._sums_each_pass, self._pass = BackwardPasses(passes), sums_each_pass, 1
+        self._passes, self._sums_each_pass = BackwardPasses(passes), sums_each_pass
         self._sent = {name: SentGradient(parameter, name) for name, parameter in named}
         owned = self._exchange.owned().items()
         self._own = {
@@ -97,7 +97,6 @@ class DividedReducer:
         self._finished.clear()
         self._passes.begin()
         self._sums.clear()
-        self._pass = 1
         self.engine.commit(applied=False)
         self._exchange.clear()
         self.over = False
@@ -110,14 +109,12 @@ class DividedReducer:
 
     def _before_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """End a pass: a parameter gets another gradient, and the one of the pass before was sent."""
-        sent, _ = self._finished.get(name, (None, 0))
-        if sent is not None and parameter.grad is sent and self._pass < self._passes.count:
+        if parameter.grad is self._sent[name] and self._passes.begins_another(name):
             self._end_pass()
 
     def _end_pass(self) -> None:
         self._release()
         self._exchange.sum_pass()
-        self._pass += 1
 
     def _release(self) -> None:
         """Check that no gradient has changed that was sent, and let the parameters have none."""
@@ -132,7 +129,7 @@ class DividedReducer:
             self.commit(applied=False)
             self.forget()
         self._begin_once()
-        if not self._sums_each_pass and not self._passes.record_gradient(name):
+        if not self._passes.record_gradient(name) and not self._sums_each_pass:
             return
         self._exchange.add_gradient(name, parameter)
         self._finished.add(name, sent := self._sent[name])
@@ -147,7 +144,7 @@ class DividedReducer:
         self._begin_once()
         self._passes.last = False
         if self._sums_each_pass:  # ranks with fewer passes take part with zeros
-            while self._pass < self._passes.count:
+            for _ in range(max(1, self._passes.number), self._passes.count):
                 self._end_pass()
         self._release()
         for parameter in self._own:
@@ -222,7 +219,7 @@ class DividedReducer:
     @property
     def begun(self) -> bool:
         """Whether a gradient of this step was sent."""
-        return bool(self._finished) or self._pass > 1
+        return bool(self._finished) or self._passes.number > 1
 
     @property
     def keeps_error(self) -> bool:

@@ -31,6 +31,7 @@ class BackwardPasses:
 
     Attributes:
         last: whether the current or next pass is the last one. The caller clears it when no further pass is expected.
+        number: of the pass whose gradients arrive, if there are several; 0 before the first.
     """
 
     def __init__(self, count: int = 0) -> None:
@@ -40,17 +41,21 @@ class BackwardPasses:
     def begin(self) -> None:
         """Start a step."""
         self._by_name: dict[str, int] = {}
-        self._most = 0
+        self.number = 0
         self.last = self.count == 1
 
     def record_gradient(self, name: str) -> bool:
         """Record that a parameter got a gradient; return whether it is from the last pass."""
         if self.count > 1:
             number = self._by_name[name] = self._by_name.get(name, 0) + 1
-            if number > self._most:
-                self._most = number
+            if number > self.number:
+                self.number = number
                 self.last = number >= self.count
         return self.last
+
+    def begins_another(self, name: str) -> bool:
+        """Return whether a further gradient of a parameter would be the first one of another pass of the step."""
+        return 0 < self._by_name.get(name, 0) == self.number < self.count
 
 
 class SentGradient(Tensor):
