@@ -31,7 +31,7 @@ class BackwardPasses:
 
     Attributes:
         last: whether the current or next pass is the last one. The caller clears it when no further pass is expected.
-        number: of the pass whose gradients arrive, if there are several; 0 before the first.
+        number: of the current pass, if there are several; 0 before the first gradient.
     """
 
     def __init__(self, count: int = 0) -> None:
