@@ -23,19 +23,12 @@ _SMALLEST = 1e-30
 
 @dataclass(frozen=True)
 class Links:
-    """The communicators of a rank.
+    """The communicators of a rank."""
 
-    Attributes:
-        everyone: all ranks.
-        group: the ranks that serve the same worker.
-        leaders: the first ranks of groups; None on the others.
-        workers: of the run.
-    """
-
-    everyone: Comm
-    group: Comm
-    leaders: Comm | None
-    workers: Workers
+    everyone: Comm  # all ranks
+    group: Comm  # the ranks that serve the same worker
+    leaders: Comm | None  # the first ranks of groups; None on the others
+    workers: Workers  # of the run
 
     @property
     def served(self) -> range:
@@ -45,25 +38,15 @@ class Links:
 
 @dataclass
 class OuterFacts:
-    """Figures of an outer step.
+    """Figures of an outer step."""
 
-    Attributes:
-        step: after which it began.
-        fragment: its number.
-        sent_bytes: by this rank.
-        wait_s: seconds in which this rank waited for others.
-        mean_norm: L2 norm of the mean change.
-        norms: of the change of each served worker.
-        cosines: between that change and the mean of all.
-    """
-
-    step: int
-    fragment: int
-    sent_bytes: int = 0
-    wait_s: float = 0.0
-    mean_norm: float = 0.0
-    norms: list[Tensor] = field(default_factory=list)
-    cosines: list[Tensor] = field(default_factory=list)
+    step: int  # after which it began
+    fragment: int  # its number
+    sent_bytes: int = 0  # by this rank
+    wait_s: float = 0.0  # seconds in which this rank waited for others
+    mean_norm: float = 0.0  # L2 norm of the mean change
+    norms: list[Tensor] = field(default_factory=list)  # of the change of each served worker
+    cosines: list[Tensor] = field(default_factory=list)  # between that change and the mean of all
 
 
 @dataclass

@@ -19,24 +19,17 @@ class EngineParts:
     """What an engine is made of.
 
     Attributes:
-        model: on the device already, unless the plan places it.
-        parameters: of the optimizer, with their names in the model, in its order.
-        comm: its ranks.
-        plan: what they do.
-        device: of training.
-        spans: record the exchange.
-        variables: of this process's environment.
         styles: of the task, how to divide its modules; empty for those of the model.
     """
 
-    model: nn.Module
+    model: nn.Module  # on the device already, unless the plan places it
     optimizer: Optimizer
-    parameters: list[tuple[str, nn.Parameter]]
-    comm: Comm
-    plan: Plan
-    device: torch.device
-    spans: Spans | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    parameters: list[tuple[str, nn.Parameter]]  # of the optimizer, with their names in the model, in its order
+    comm: Comm  # its ranks
+    plan: Plan  # what they do
+    device: torch.device  # of training
+    spans: Spans | None = None  # record the exchange
+    variables: Mapping[str, str] = field(default_factory=dict)  # of this process's environment
     styles: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -18,15 +18,10 @@ from hvdtrain.plan.buckets import BucketPlan
 
 @dataclass(frozen=True)
 class DetachedState:
-    """State of compressors that belongs to no bucket: residuals, and what the compressors have learned.
+    """State of compressors that belongs to no bucket: residuals, and what the compressors have learned."""
 
-    Attributes:
-        tensors: by ``parameter/kind``.
-        ranks: world size of the job in which all ranks hold this state.
-    """
-
-    tensors: Mapping[str, Tensor]
-    ranks: int
+    tensors: Mapping[str, Tensor]  # by ``parameter/kind``
+    ranks: int  # world size of the job in which all ranks hold this state
 
     def residuals_only(self, ranks: int) -> DetachedState:
         """Return this rank's residuals alone, for a job of another world size."""

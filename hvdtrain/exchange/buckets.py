@@ -34,15 +34,10 @@ def assign_buckets(
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one bucket.
+    """The layout of one bucket."""
 
-    Attributes:
-        parameters: of its gradients, in the order of `shape.parts`.
-        shape: where each gradient is; one of complex numbers as pairs of real ones.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-    shape: BucketShape
+    parameters: tuple[nn.Parameter, ...]  # of its gradients, in the order of `shape.parts`
+    shape: BucketShape  # where each gradient is; one of complex numbers as pairs of real ones
 
 
 def lay_out(agreed: BucketPlan, by_name: Mapping[str, nn.Parameter], name: str) -> list[Layout]:

@@ -26,15 +26,13 @@ class BucketPlan:
 
     Attributes:
         buckets: names of parameters of one kind, in the order in which backward finishes them.
-        sparse: names of parameters with sparse gradients; each is exchanged alone.
         rows: number of non-zero rows of dense gradients with few of them, by name; each is alone in a bucket.
-        limit_bytes: size limit of a bucket with which the plan was made; 0 if unknown.
     """
 
     buckets: tuple[tuple[str, ...], ...]
-    sparse: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()  # names of parameters with sparse gradients; each is exchanged alone
     rows: Mapping[str, int] = field(default_factory=dict)
-    limit_bytes: int = 0
+    limit_bytes: int = 0  # size limit of a bucket with which the plan was made; 0 if unknown
 
     def without_rows(self, names: Collection[str]) -> BucketPlan:
         """Return the plan that sends all rows of these gradients."""

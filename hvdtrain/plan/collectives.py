@@ -29,19 +29,12 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket.
+    """A bucket."""
 
-    Attributes:
-        gradients: in the order in which backward finishes them.
-        shape: what the size of its payloads depends on.
-        starts: first element of each gradient.
-        rows: rows sent instead of the whole gradient, over all ranks; 0 to send all of it.
-    """
-
-    gradients: Sequence[Gradient]
-    shape: Bucket
-    starts: Sequence[int]
-    rows: int = 0
+    gradients: Sequence[Gradient]  # in the order in which backward finishes them
+    shape: Bucket  # what the size of its payloads depends on
+    starts: Sequence[int]  # first element of each gradient
+    rows: int = 0  # rows sent instead of the whole gradient, over all ranks; 0 to send all of it
 
     @property
     def names(self) -> list[str]:
@@ -69,25 +62,15 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a step.
+    """A collective of a step."""
 
-    Attributes:
-        name: of what is exchanged.
-        parameters: their names; empty for all of the model.
-        nbytes: that each rank hands over.
-        ranks: number of those that take part.
-        when: in a step.
-        kind: allreduce, reducescatter, allgather or alltoall.
-        times: in a step, on average.
-    """
-
-    name: str
-    parameters: Sequence[str]
-    nbytes: float
-    ranks: int
-    when: str
-    kind: str
-    times: float = 1
+    name: str  # of what is exchanged
+    parameters: Sequence[str]  # their names; empty for all of the model
+    nbytes: float  # that each rank hands over
+    ranks: int  # number of those that take part
+    when: str  # in a step
+    kind: str  # allreduce, reducescatter, allgather or alltoall
+    times: float = 1  # in a step, on average
 
 
 def lay_out(gradients: Sequence[Gradient]) -> PlannedBucket:

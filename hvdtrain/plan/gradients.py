@@ -16,22 +16,18 @@ class Gradient:
     Attributes:
         ready_s: when it is ready, from the start of the last backward pass; None if backward skips it, or if no run
             has measured it.
-        pack_s: time to pack it into its bucket.
-        rows: rows that are not zero on one rank; None if nobody counted them.
         state_bytes: of the optimizer's state, for each element, and besides; None if unknown.
-        summed_by: share of all ranks that sum it. The others have other parts of a divided model.
-        whole: whether one rank must update all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     ready_s: float | None = None
-    pack_s: float = 0.0
-    rows: int | None = None
+    pack_s: float = 0.0  # time to pack it into its bucket
+    rows: int | None = None  # rows that are not zero on one rank; None if nobody counted them
     state_bytes: tuple[float, float] | None = None
-    summed_by: float = 1.0
-    whole: bool = False
+    summed_by: float = 1.0  # share of all ranks that sum it. The others have other parts of a divided model.
+    whole: bool = False  # whether one rank must update all of it
 
     @property
     def nbytes(self) -> int:

@@ -42,39 +42,26 @@ class Plan:
     """What follows from a job's options.
 
     Attributes:
-        engine: what sums gradients: horovod (ours), ddp or fsdp.
-        compression: of the exchange, as in options.
         shard: what ranks divide by rows instead of holding copies: none, optimizer, gradients (of the optimizer and of
             sums), parameters (and those).
         dp_shard: number of ranks that divide the parameters, if each group of that size has a copy; None for one group.
-        dimensions: numbers of ranks that divide matrices, experts, sequences and layers.
-        offload: whether the optimizer has its state, and what it updates, in the memory of the host.
-        precision: of forward and backward.
-        bucket_mib: largest bucket; None for the default of the compression.
-        outer: of workers that train apart; None if ranks exchange in each step.
-        balance: how micro-batches are divided among ranks.
-        buffers: what becomes of persistent buffers that differ.
-        finds_micro_batch: whether the size of a micro-batch is found at the start.
-        compiled: whether blocks are compiled.
-        averaged: whether an average of the parameters is kept.
-        elastic: whether ranks may join and leave.
     """
 
-    engine: str = "horovod"
-    compression: str = "none"
+    engine: str = "horovod"  # what sums gradients: horovod (ours), ddp or fsdp
+    compression: str = "none"  # of the exchange, as in options
     shard: str = "none"
     dp_shard: int | None = None
-    dimensions: Dimensions = ONE
-    offload: bool = False
-    precision: str = "fp32"
-    bucket_mib: float | None = None
-    outer: OuterPlan | None = None
-    balance: str = "equal"
-    buffers: str = "mean"
-    finds_micro_batch: bool = False
-    compiled: bool = False
-    averaged: bool = False
-    elastic: bool = False
+    dimensions: Dimensions = ONE  # numbers of ranks that divide matrices, experts, sequences and layers
+    offload: bool = False  # whether the optimizer has its state, and what it updates, in the memory of the host
+    precision: str = "fp32"  # of forward and backward
+    bucket_mib: float | None = None  # largest bucket; None for the default of the compression
+    outer: OuterPlan | None = None  # of workers that train apart; None if ranks exchange in each step
+    balance: str = "equal"  # how micro-batches are divided among ranks
+    buffers: str = "mean"  # what becomes of persistent buffers that differ
+    finds_micro_batch: bool = False  # whether the size of a micro-batch is found at the start
+    compiled: bool = False  # whether blocks are compiled
+    averaged: bool = False  # whether an average of the parameters is kept
+    elastic: bool = False  # whether ranks may join and leave
 
     @property
     def by_horovod(self) -> bool:

@@ -47,15 +47,10 @@ INSTEAD: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """Options that do not go together.
+    """Options that do not go together."""
 
-    Attributes:
-        options: their names, such as parallel.engine; the first one does not support the others.
-        because: why, without a full stop.
-    """
-
-    options: tuple[str, ...]
-    because: str
+    options: tuple[str, ...]  # their names, such as parallel.engine; the first one does not support the others
+    because: str  # why, without a full stop
 
 
 _Found = Iterator[Refusal]

@@ -42,21 +42,13 @@ def _assign_whole(
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows (of dimension 0) of a parameter, which one rank owns.
+    """Consecutive rows (of dimension 0) of a parameter, which one rank owns."""
 
-    Attributes:
-        index: of the parameter in its bucket.
-        begin: first row.
-        end: last row + 1.
-        rank: the owner.
-        start: first element in the flat bucket.
-    """
-
-    index: int
-    begin: int
-    end: int
-    rank: int
-    start: int
+    index: int  # of the parameter in its bucket
+    begin: int  # first row
+    end: int  # last row + 1
+    rank: int  # the owner
+    start: int  # first element in the flat bucket
 
 
 def divide(

@@ -196,7 +196,12 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 def divided(
-    kind: str = "deepseek", method: str = "sgd", queries: int | None = 16, tied: bool = False, frozen: bool = False
+    kind: str = "deepseek",
+    method: str = "sgd",
+    queries: int | None = 16,
+    tied: bool = False,
+    frozen: bool = False,
+    layers: int = 2,
 ) -> Task:
     """Make the task: a DeepSeek-V3 with 8 experts a layer, or another kind of model."""
     data = Tokens()
@@ -215,7 +220,8 @@ def divided(
     else:
         sizes = {"hidden_size": 512, "intermediate_size": 512, "kv_lora_rank": 136} if kind == "wide" else {}
         config = DeepseekV3Config(
-            **{**_SIZES, **_TOKENS, "intermediate_size": 48, "kv_lora_rank": 16, **sizes}, moe_intermediate_size=16,
+            **{**_SIZES, **_TOKENS, "intermediate_size": 48, "kv_lora_rank": 16, **sizes}
+            | {"num_hidden_layers": layers}, moe_intermediate_size=16,
             n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1,
             num_key_value_heads=4, q_lora_rank=queries, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_group=2,
             topk_group=1, num_mtp_layers=0,

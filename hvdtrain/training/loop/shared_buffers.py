@@ -25,16 +25,12 @@ class SharedBuffers(StepPart):
     Statistics of batch norm, codebooks and biases of routers depend on a rank's samples. Hashes find them after the
     first applied step; the caller may add others later. The mean weights each rank by its micro-batches. Values that
     are not floating-point come from rank 0. Buffers that are not persistent are caches: each rank keeps its own.
-
-    Attributes:
-        policy: mean over ranks; broadcast rank 0's values; or check: raise an error if they differ.
-        say: shows a line.
     """
 
     model: nn.Module
     comm: Comm
-    policy: Policy = "mean"
-    say: Callable[[str], None] = lambda line: None
+    policy: Policy = "mean"  # mean over ranks; broadcast rank 0's values; or check: raise an error if they differ
+    say: Callable[[str], None] = lambda line: None  # shows a line
     _names: list[str] = field(default_factory=list)
     _is_checked: bool = False
     _count: int = 1

@@ -26,11 +26,6 @@ class Stepper:
     """Forward, backward, exchange, clip, step; `spans` records their durations.
 
     Attributes:
-        global_batch: samples a step over all ranks.
-        clip: largest norm of the gradient; 0 for no limit.
-        parts: what else takes part in a step.
-        counts: whether this rank's losses and weights count; of ranks that divide matrices, those of one do.
-        sharing: number of ranks that have the same samples, and run each pass together.
         by_device: whether the optimizer reads on the device whether to step, and by how much its gradients are scaled.
             The host then learns the result of the step while the device updates the parameters. It waits first if this
             rank has not used a parameter, which the update leaves out if nobody has, and in the first applied step of
@@ -44,12 +39,12 @@ class Stepper:
     comm: Comm
     precision: Precision
     device: torch.device
-    global_batch: int
-    clip: float
+    global_batch: int  # samples a step over all ranks
+    clip: float  # largest norm of the gradient; 0 for no limit
     spans: Spans
-    parts: Sequence[StepPart] = ()
-    counts: bool = True
-    sharing: int = 1
+    parts: Sequence[StepPart] = ()  # what else takes part in a step
+    counts: bool = True  # whether this rank's losses and weights count; of ranks that divide matrices, those of one do
+    sharing: int = 1  # number of ranks that have the same samples, and run each pass together
     by_device: bool = False
 
     def __post_init__(self) -> None:

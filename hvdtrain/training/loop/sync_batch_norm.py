@@ -25,15 +25,10 @@ from hvdtrain.training.loop.step_part import StepPart
 
 @dataclass
 class Statistics(StepPart):
-    """What the modules of a model share.
+    """What the modules of a model share."""
 
-    Attributes:
-        comm: of the ranks that add up their statistics.
-        counts: whether the samples of the pass that runs count.
-    """
-
-    comm: Comm
-    counts: bool = True
+    comm: Comm  # of the ranks that add up their statistics
+    counts: bool = True  # whether the samples of the pass that runs count
     collective_passes = True
 
     def begin(self, count: int) -> None:

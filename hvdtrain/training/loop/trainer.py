@@ -30,17 +30,13 @@ from hvdtrain.training.round import Round
 
 @dataclass
 class TimedStep:
-    """A step's number, counted from 1, its learning rate, and its times.
-
-    Attributes:
-        seconds: by the name of the span.
-    """
+    """A step's number, counted from 1, its learning rate, and its times."""
 
     step: int
     lr: float
     start_ns: int
     end_ns: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)  # by the name of the span
 
     def end(self, spans: Spans) -> None:
         """Note that it is over, unless more work of this step follows; then call it again."""
@@ -77,27 +73,19 @@ class Trainer:
 
     Every rank runs the same lines; only the store is rank 0's. A save is a copy in memory, written while training
     continues. The trainer waits for the save of the last step, or of a stop.
-
-    Attributes:
-        current: the round, with the state to train and the recorder.
-        on_step: called with each step's journal line; it may change the compression.
-        sums: further integers that each step sums over ranks.
-        compiled: counts of torch.compile; None if nothing is compiled.
-        apart: runs the steps of workers that train apart; None without such workers.
-        balance: divides the global batch by the speed of ranks; None for equal shares.
     """
 
-    current: Round
+    current: Round  # the round, with the state to train and the recorder
     stepper: Stepper
     feed: Feed
     saving: Saving
     step_checks: StepChecks
     roll_back: RollBack
-    on_step: Callable[[dict[str, Any]], None]
-    sums: StepSums
-    compiled: CompileCounts | None = None
-    apart: WorkerSteps | None = None
-    balance: Balance | None = None
+    on_step: Callable[[dict[str, Any]], None]  # called with each step's journal line; it may change the compression
+    sums: StepSums  # further integers that each step sums over ranks
+    compiled: CompileCounts | None = None  # counts of torch.compile; None if nothing is compiled
+    apart: WorkerSteps | None = None  # runs the steps of workers that train apart; None without such workers
+    balance: Balance | None = None  # divides the global batch by the speed of ranks; None for equal shares
 
     def __post_init__(self) -> None:
         """Make the histograms."""

@@ -21,48 +21,29 @@ _COUNT = 5
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, equal on all ranks.
+    """Result of a step, equal on all ranks."""
 
-    Attributes:
-        loss: mean over the weight of the global batch.
-        weight: of the global batch.
-        grad_norm: L2 norm of the mean gradient, before clipping.
-        applied: False if the loss or the gradient was not finite; then nothing was changed.
-        sums: sum over ranks of each integer given to `Stepper.run`.
-        scale: loss scale of the step.
-        next_scale: loss scale of the next one.
-    """
-
-    loss: float
-    weight: float
-    grad_norm: float
-    applied: bool
-    sums: list[int]
-    scale: float = 1.0
-    next_scale: float = 1.0
+    loss: float  # mean over the weight of the global batch
+    weight: float  # of the global batch
+    grad_norm: float  # L2 norm of the mean gradient, before clipping
+    applied: bool  # False if the loss or the gradient was not finite; then nothing was changed
+    sums: list[int]  # sum over ranks of each integer given to `Stepper.run`
+    scale: float = 1.0  # loss scale of the step
+    next_scale: float = 1.0  # loss scale of the next one
 
 
 @dataclass
 class Update:
-    """The update of a step, by its sums over ranks.
-
-    Attributes:
-        scaler: torch's GradScaler.
-        ranks: that sum.
-        nominal: weight of the global batch by which backward has divided the losses.
-        clip: largest norm of the gradient; 0 for no limit.
-        by_device: see `Stepper`.
-        on_synchronized: as of `HostCopy`.
-    """
+    """The update of a step, by its sums over ranks."""
 
     engine: Engine
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler  # torch's GradScaler
     device: torch.device
-    ranks: int
-    nominal: float
-    clip: float
-    by_device: bool
-    on_synchronized: Callable[[Any, bool], None] | None
+    ranks: int  # that sum
+    nominal: float  # weight of the global batch by which backward has divided the losses
+    clip: float  # largest norm of the gradient; 0 for no limit
+    by_device: bool  # see `Stepper`
+    on_synchronized: Callable[[Any, bool], None] | None  # as of `HostCopy`
     _numbers: Tensor = field(init=False)
     _copy: HostCopy = field(init=False)
     _result: StepResult | None = field(default=None, init=False)

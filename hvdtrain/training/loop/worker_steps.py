@@ -21,25 +21,15 @@ _OF_STEP = 4
 
 @dataclass
 class OuterStep:
-    """The exchange of a fragment, as the journal has it.
+    """The exchange of a fragment, as the journal has it."""
 
-    Attributes:
-        at_step: the step after which it began.
-        fragment: its number.
-        sent_bytes: by rank 0.
-        wait_s: seconds in which rank 0 waited for it.
-        mean_norm: L2 norm of the mean change of all workers.
-        change_norms: of the change of each worker.
-        cosines: between the change of each worker and the mean.
-    """
-
-    at_step: int
-    fragment: int
-    sent_bytes: int
-    wait_s: float
-    mean_norm: float
-    change_norms: list[float]
-    cosines: list[float]
+    at_step: int  # the step after which it began
+    fragment: int  # its number
+    sent_bytes: int  # by rank 0
+    wait_s: float  # seconds in which rank 0 waited for it
+    mean_norm: float  # L2 norm of the mean change of all workers
+    change_norms: list[float]  # of the change of each worker
+    cosines: list[float]  # between the change of each worker and the mean
 
     @property
     def drift(self) -> float:
@@ -51,16 +41,11 @@ class OuterStep:
 
 @dataclass
 class WorkerSteps:
-    """Runs windows of steps without a collective between workers.
-
-    Attributes:
-        stepper: of all ranks, for the synchronous steps at the beginning; its engine is `engine`.
-        horizon: last step of the schedule: then all workers are merged.
-    """
+    """Runs windows of steps without a collective between workers."""
 
     engine: PeriodicEngine
-    stepper: Stepper
-    horizon: int
+    stepper: Stepper  # of all ranks, for the synchronous steps at the beginning; its engine is `engine`
+    horizon: int  # last step of the schedule: then all workers are merged
     _own: Stepper | None = field(default=None, init=False)
     _results: list[list[StepResult]] = field(default_factory=list, init=False)
 
