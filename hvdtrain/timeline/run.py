@@ -84,8 +84,12 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
             found=content,
             next_step="name a run's folder, such as runs/RUN",
         )
-    notes: list[str] = []
-    past = list(_readable(read_journal_starts(layout.journal), notes))
+    every = read_journal_starts(layout.journal)
+    formats = [start.started.get("format", FORMAT) for start in every]
+    past = [start for start, number in zip(every, formats, strict=True) if number == FORMAT]
+    wrong = [(number, found) for number, found in enumerate(formats) if found != FORMAT]
+    unread = f"this program reads {FORMAT}: it is ignored"
+    notes = [f"start {number} of the journal has format {found}, {unread}" for number, found in wrong]
     starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
     start = next(reversed(stamped or starts), None)
@@ -158,17 +162,6 @@ def _evidence(
     with suppress(ConfigError, DataError):
         return read_evidence(folder, lambda step: step["step"] > chosen, lines=records, start=start)
     return None
-
-
-def _readable(starts: Sequence[JournalStart], notes: list[str]) -> Iterator[JournalStart]:
-    """Yield the starts of the journal's format; note the others."""
-    for number, start in enumerate(starts):
-        if (found := start.started.get("format", FORMAT)) == FORMAT:
-            yield start
-        else:
-            notes.append(
-                f"start {number} of the journal has format {found}, this program reads {FORMAT}: it is ignored"
-            )
 
 
 def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
