@@ -141,18 +141,14 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     )
 
 
-def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Return the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
+def read_stamped(folder: Path) -> Iterator[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Yield the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
     past = read_journal_starts(RunLayout(folder).journal)
-    found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
-    return [
-        (
-            steps,
-            [event for event in this.events_named("shares") if steps.step[0] <= _at_step(event) <= steps.step[-1]],
-            this.started.get("config") or {},
-        )
-        for steps, this in found
-    ]
+    for start in read_starts(folder):
+        if len(steps := start.steps.step):
+            this = _journal_of(start, past)
+            shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
+            yield start.steps, shares, this.started.get("config") or {}
 
 
 def _evidence(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,10 +141,9 @@ def over_time(run: RunTrace, changes: Sequence[Change], blame: Blame) -> OverTim
     """Return moments of equal length, and starts, changes and stragglers; None without a journal."""
     if run.history is None:
         return None
-    moments = list(_moments(run.history))
-    kinds = [list(_starts(run)), list(_changes(changes)), list(_spells(blame))]
-    marks = [mark for found in kinds for mark in found[:_MOST_MARKS]]
-    return OverTime(moments, sorted(marks, key=lambda mark: mark.step))
+    kinds = (_starts(run), _changes(changes), _spells(blame))
+    marks = [mark for found in kinds for mark in islice(found, _MOST_MARKS)]
+    return OverTime(list(_moments(run.history)), sorted(marks, key=lambda mark: mark.step))
 
 
 def turns(changes: Sequence[Change], blame: Blame) -> list[int]:
