@@ -69,6 +69,7 @@ def changes(run: RunTrace) -> list[Change]:
         parts = {part: _median(v[each]) - _median(v[usual]) for part, v in journal.parts_ms.items()}
         begins, begin, end = each.start == first, int(step[each.start]), int(step[each.stop - 1])
         turned, near = end if begins else begin, max(1.0, _NEAR * float(step[-1] - step[first]))
+        coincided = [*_differences(run.steps, journal, usual, each), *_events(run, turned, near)]
         found.append(
             Change(
                 first_step=begin,
@@ -79,10 +80,7 @@ def changes(run: RunTrace) -> list[Change]:
                 step_ms=_median(ms[each]),
                 share=(each.stop - each.start) / len(step),
                 parts_ms={part: value for part, value in parts.items() if value >= _PART_SHARE * more},
-                coincided=[
-                    *_differences(run.steps, journal, usual, each),
-                    *_events(run, turned, near),
-                ],
+                coincided=coincided,
             )
         )
     return found
