@@ -84,8 +84,12 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
             found=content,
             next_step="name a run's folder, such as runs/RUN",
         )
-    notes: list[str] = []
-    past = list(_readable(read_journal_starts(layout.journal), notes))
+    every = read_journal_starts(layout.journal)
+    formats = [start.started.get("format", FORMAT) for start in every]
+    past = [start for start, number in zip(every, formats, strict=True) if number == FORMAT]
+    wrong = [(number, found) for number, found in enumerate(formats) if found != FORMAT]
+    unread = f"this program reads {FORMAT}: it is ignored"
+    notes = [f"start {number} of the journal has format {found}, {unread}" for number, found in wrong]
     starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
     start = next(reversed(stamped or starts), None)
@@ -137,18 +141,14 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     )
 
 
-def read_stamped(folder: Path) -> list[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Return the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
+def read_stamped(folder: Path) -> Iterator[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Yield the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
     past = read_journal_starts(RunLayout(folder).journal)
-    found = [(start.steps, _journal_of(start, past)) for start in read_starts(folder) if len(start.steps.step)]
-    return [
-        (
-            steps,
-            [event for event in this.events_named("shares") if steps.step[0] <= _at_step(event) <= steps.step[-1]],
-            this.started.get("config") or {},
-        )
-        for steps, this in found
-    ]
+    for start in read_starts(folder):
+        if len(steps := start.steps.step):
+            this = _journal_of(start, past)
+            shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
+            yield start.steps, shares, this.started.get("config") or {}
 
 
 def _evidence(
@@ -158,17 +158,6 @@ def _evidence(
     with suppress(ConfigError, DataError):
         return read_evidence(folder, lambda step: step["step"] > chosen, lines=records, start=start)
     return None
-
-
-def _readable(starts: Sequence[JournalStart], notes: list[str]) -> Iterator[JournalStart]:
-    """Yield the starts of the journal's format; note the others."""
-    for number, start in enumerate(starts):
-        if (found := start.started.get("format", FORMAT)) == FORMAT:
-            yield start
-        else:
-            notes.append(
-                f"start {number} of the journal has format {found}, this program reads {FORMAT}: it is ignored"
-            )
 
 
 def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:

@@ -57,15 +57,8 @@ def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
     order = np.lexsort((-spans.end_us, spans.start_us))
     start, end = np.round(spans.start_us - zero_us, 3), np.round(spans.end_us - zero_us, 3)
     for name, tid, step, begin, until in _rows(order, spans.name, tracks, spans.step, start, end):
-        yield {
-            "name": spans.names[name],
-            "ph": "X",
-            "pid": spans.rank,
-            "tid": tid,
-            "ts": begin,
-            "dur": round(until - begin, 3),
-            "args": {"step": step},
-        }
+        times = {"ts": begin, "dur": round(until - begin, 3)}
+        yield {"name": spans.names[name], "ph": "X", "pid": spans.rank, "tid": tid, **times, "args": {"step": step}}
 
 
 def late_events(table: StepTable, traced: Sequence[RankSpans], zero_us: float) -> Iterator[Event]:
@@ -77,15 +70,9 @@ def late_events(table: StepTable, traced: Sequence[RankSpans], zero_us: float) -
         ahead_us = float(ready[last] - np.partition(ready, -2)[-2]) if len(ready) > 1 else 0.0
         if ahead_us <= table.clock_error_us.max() or ready[last] < zero_us:
             continue
-        yield {
-            "name": f"rank {last} is the last to be ready",
-            "ph": "i",
-            "s": "t",
-            "pid": last,
-            "tid": MAIN,
-            "ts": float(round(ready[last] - zero_us, 3)),
-            "args": {"step": int(table.step[column]), "after the rank before it, us": round(ahead_us, 1)},
-        }
+        name, ts = f"rank {last} is the last to be ready", float(round(ready[last] - zero_us, 3))
+        facts = {"step": int(table.step[column]), "after the rank before it, us": round(ahead_us, 1)}
+        yield {"name": name, "ph": "i", "s": "t", "pid": last, "tid": MAIN, "ts": ts, "args": facts}
 
 
 def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_us: float) -> Iterator[Event]:
@@ -101,15 +88,9 @@ def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_
     order = np.lexsort((-trace.duration_us, trace.start_us))
     columns = (trace.tensor, trace.phase, trace.start_us, trace.duration_us, trace.nbytes)
     for tensor, phase, us, duration, nbytes in _rows(order, *columns):
-        yield {
-            "name": trace.phases[phase],
-            "ph": "X",
-            "pid": pid,
-            "tid": int(track[tensor]),
-            "ts": round(us + shift_us, 3),
-            "dur": duration,
-            "args": {"tensor": trace.tensors[tensor]} | ({"bytes": nbytes} if nbytes >= 0 else {}),
-        }
+        times = {"ts": round(us + shift_us, 3), "dur": duration}
+        facts = {"tensor": trace.tensors[tensor]} | ({"bytes": nbytes} if nbytes >= 0 else {})
+        yield {"name": trace.phases[phase], "ph": "X", "pid": pid, "tid": int(track[tensor]), **times, "args": facts}
     ticks = np.arange(len(trace.tick_us))
     for tensor, rank, us in _rows(ticks, trace.tick_tensor, trace.tick_rank, trace.tick_us):
         tid, ts = int(track[tensor]), round(us + shift_us, 3)

@@ -34,11 +34,8 @@ def main(command: str, argv: list[str]) -> int:
 
 def parser(command: str) -> Parser:
     """Declare the options."""
-    made = Parser(
-        prog=f"hvdtrain timeline {command}",
-        description="Compare step times and options of two runs; mark significant differences.",
-        epilog=_EPILOG,
-    )
+    what = "Compare step times and options of two runs; mark significant differences."
+    made = Parser(prog=f"hvdtrain timeline {command}", description=what, epilog=_EPILOG)
     made.add_argument("run_a", type=local, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
     made.add_argument("run_b", type=local, metavar="RUN_B", help="another run or Timeline")
     made.add_argument("--json", action="store_true", help="print JSON")

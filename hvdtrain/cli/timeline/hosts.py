@@ -96,11 +96,8 @@ def _lines(kind: str, places: Sequence[Place]) -> list[str]:
 
 def parser(command: str) -> Parser:
     """Declare the options."""
-    made = Parser(
-        prog=f"hvdtrain timeline {command}",
-        description="Name the hosts and GPUs that slowed jobs, most costly first, over all starts of runs.",
-        epilog=_EPILOG,
-    )
+    what = "Name the hosts and GPUs that slowed jobs, most costly first, over all starts of runs."
+    made = Parser(prog=f"hvdtrain timeline {command}", description=what, epilog=_EPILOG)
     made.add_argument("run", nargs="+", type=local, metavar="RUN", help="a run's folder")
     made.add_argument("--groups", type=local, metavar="FILE", help="groups of hosts, such as racks: lines HOST GROUP")
     made.add_argument("--json", action="store_true", help="print JSON")

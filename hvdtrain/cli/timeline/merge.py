@@ -27,12 +27,8 @@ def parser(command: str) -> Parser:
 
 
 def _summary(merged: Merged) -> str:
-    parts = (
-        (len(merged.ranks), "rank"),
-        (len(merged.timelines), "Horovod Timeline"),
-        (len(merged.profiles), "torch profile"),
-    )
-    content = ", ".join(wording.counted(number, noun) for number, noun in parts if number)
+    made = {"rank": len(merged.ranks), "Horovod Timeline": len(merged.timelines), "torch profile": len(merged.profiles)}
+    content = ", ".join(wording.counted(number, noun) for noun, number in made.items() if number)
     lines = [f"{merged.path}: {merged.events} events of {content}, {merged.nbytes / (1 << 20):.1f} MiB"]
     if len(merged.ranks) > 1 and merged.clock_error_us < float("inf"):
         lines.append(f"the ranks' clocks agree to within {merged.clock_error_us:.1f} us")

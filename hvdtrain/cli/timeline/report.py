@@ -85,20 +85,14 @@ def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes],
 
 def parser(command: str) -> Parser:
     """Declare the options."""
-    made = Parser(
-        prog=f"hvdtrain timeline {command}",
-        description="Explain a run or any Horovod Timeline: step time by part, stragglers, findings.",
-        epilog=_EPILOG,
-    )
+    what = "Explain a run or any Horovod Timeline: step time by part, stragglers, findings."
+    made = Parser(prog=f"hvdtrain timeline {command}", description=what, epilog=_EPILOG)
     add = made.add_argument
     add("path", nargs="+", type=local, metavar="PATH", help="a run's folder, or Horovod's Timeline")
     add("--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)")
     add("--html", type=local, metavar="FILE", help="write a self-contained page")
     log = "output of the job, to explain Horovod's and NCCL's lines in it"
     add("--log", type=local, metavar="FILE", action="append", default=[], help=log)
-    add(
-        "--fail_if",
-        metavar="CONDITION",
-        help="exit with code 1 if this is true: NAME OP NUMBER [and ...]. --json shows the names, as figures",
-    )
+    condition = "exit with code 1 if this is true: NAME OP NUMBER [and ...]. --json shows the names, as figures"
+    add("--fail_if", metavar="CONDITION", help=condition)
     return made

@@ -61,11 +61,8 @@ def main(command: str, argv: list[str]) -> int:
 
 def parser(command: str) -> Parser:
     """Declare the options."""
-    made = Parser(
-        prog=f"hvdtrain timeline {command}",
-        description="Say what slows a run while it runs: stragglers, longer steps, communication, input.",
-        epilog=_EPILOG,
-    )
+    what = "Say what slows a run while it runs: stragglers, longer steps, communication, input."
+    made = Parser(prog=f"hvdtrain timeline {command}", description=what, epilog=_EPILOG)
     made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     every = "seconds between two looks (default: %(default)g)"
     made.add_argument("--every_s", type=lambda text: above_0(text, 1e6), default=_EVERY_S, metavar="S", help=every)

@@ -18,6 +18,9 @@ from hvdtrain.observe.live_window import Answer, Request, read_answer, write_req
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
 
+SEEN_WITHIN_S = 15.0
+"""A job polls for requests every 0.5 s. A shared file system may delay them by some seconds."""
+_LOOK_EVERY_S = 0.1
 _PATIENCE_S = 300.0
 _DESCRIPTIONS = {
     "start": "Record all ranks from the next step on: spans, and Horovod's Timeline if the job supports it.",
@@ -63,8 +66,7 @@ def _begun(run: Path, found: Answer) -> str:
 def _ended(run: Path, found: Answer) -> str:
     until = "the end of the run" if found.last is None else str(found.last)
     lines = [f"recorded: steps {found.first} to {until}", *(f"  {file}" for file in found.files)]
-    if found.lacks:
-        lines.append(f"not recorded: {found.lacks}")
+    lines += [f"not recorded: {found.lacks}"] if found.lacks else []
     return "\n".join([*lines, f"next: hvdtrain timeline report {shlex.quote(str(run))}"])
 
 
@@ -73,11 +75,6 @@ def _count(text: str) -> int:
     if not 0 < number < 1 << 31:
         raise argparse.ArgumentTypeError("expected a number of steps >= 1")
     return number
-
-
-SEEN_WITHIN_S = 15.0
-"""A job polls for requests every 0.5 s. A shared file system may delay them by some seconds."""
-_LOOK_EVERY_S = 0.1
 
 
 def ask_window(

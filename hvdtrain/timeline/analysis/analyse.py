@@ -45,7 +45,6 @@ def analyse(run: RunTrace) -> Analysis:
     if stragglers is None and (rounds := from_ticks(ticks)) is not None:
         stragglers = find_stragglers(rounds)
     blame = _blame(run, stragglers)
-    size = run.size or len(blame.ranks)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
     facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
     memory = run.newest("memory")
@@ -53,7 +52,7 @@ def analyse(run: RunTrace) -> Analysis:
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
         title=name or run.path.resolve().name or str(run.path),  # as the user named it, but for . and ..
-        size=size,
+        size=run.size or len(blame.ranks),
         budget=spent,
         communication=exchange,
         carriers=communication.top_carriers(run),
@@ -82,10 +81,8 @@ def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
         if of_start is not None:
             late = sum(part.share for part in of_start.parts if part.name == budget.LATE)
             waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
-    return goodput_of(
-        run.starts,
-        {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()},
-    )
+    shares = {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()}
+    return goodput_of(run.starts, shares)
 
 
 def _outer(run: RunTrace) -> OuterSteps | None:
@@ -117,18 +114,11 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     rounds, table = stragglers.rounds, run.steps if stragglers.rounds.source == "stamps" else None
     parts = budget.parts_by_rank(table) if table is not None else {}
     behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
-    rows = [
-        RankRow(
-            rank,
-            host,
-            float(stragglers.last_share[rank]),
-            _not_negative(stragglers.cost_ms[rank]),
-            {name: float(values[rank]) for name, values in parts.items()},
-            float(rounds.clock_error_ms[rank]),
-            float(behind[rank]),
-        )
-        for rank, host in enumerate(rounds.hosts)
-    ]
+    rows = []
+    for rank, host in enumerate(rounds.hosts):
+        last, cost = float(stragglers.last_share[rank]), _not_negative(stragglers.cost_ms[rank])
+        means, error = {name: float(values[rank]) for name, values in parts.items()}, rounds.clock_error_ms[rank]
+        rows.append(RankRow(rank, host, last, cost, means, float(error), float(behind[rank])))
     causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
     late = list(stragglers.late)
     order = {rank: place for place, rank in enumerate(late)}

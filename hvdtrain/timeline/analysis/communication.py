@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -214,7 +214,7 @@ def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
     return found
 
 
-def _carriers_of_timeline(trace: HorovodTrace) -> list[Carrier]:
+def _carriers_of_timeline(trace: HorovodTrace) -> Iterator[Carrier]:
     steps = max(1, phases.count_steps(trace))
     mine = phases.of_kind(trace, "", phases.NEGOTIATION)
     total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))
@@ -222,17 +222,9 @@ def _carriers_of_timeline(trace: HorovodTrace) -> list[Carrier]:
     np.maximum.at(nbytes, trace.tensor, trace.nbytes)
     total[~phases.recurring(trace)] = 0.0
     most = np.argsort(-total, kind="stable")[:MOST]
-    return [
-        Carrier(
-            trace.tensors[i],
-            [tensor_module(trace.tensors[i])],
-            int(nbytes[i]) if nbytes[i] >= 0 else None,
-            float(total[i]) / 1e3 / steps,
-            None,
-        )
-        for i in most
-        if total[i] > 0
-    ]
+    for i in most[total[most] > 0]:
+        name, size = trace.tensors[i], int(nbytes[i]) if nbytes[i] >= 0 else None
+        yield Carrier(name, [tensor_module(name)], size, float(total[i]) / 1e3 / steps, None)
 
 
 def modules_of(parameters: Sequence[str]) -> list[str]:

@@ -105,9 +105,8 @@ def _buckets(facts: Facts, factor: float, why: str, cost_ms: float) -> str:
 def _more_samples(facts: Facts) -> str:
     batch = facts.option("train", "global_batch")
     twice = Change(global_batch=2 * batch) if isinstance(batch, int) else Change()
-    return facts.confirmed(
-        f"more samples per step, --train.global_batch{f' {2 * batch}' if facts.evidence else ''}", twice
-    )
+    text = f"more samples per step, --train.global_batch{f' {2 * batch}' if facts.evidence else ''}"
+    return facts.confirmed(text, twice)
 
 
 def _bandwidth(facts: Facts) -> Iterator[Finding]:
@@ -120,10 +119,8 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
         alone = wording.speed(found.link_gb_per_s)
         text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
         gain = facts.ms(TRANSFER) * (1 - found.bus_gb_per_s / found.link_gb_per_s)
-        advice = (
-            _buckets(facts, 4, "use larger buckets, or free CPU cores", gain) or "backward needs the same CPU cores"
-        )
-        yield Finding("bandwidth", text, gain, advice)
+        advice = _buckets(facts, 4, "use larger buckets, or free CPU cores", gain)
+        yield Finding("bandwidth", text, gain, advice or "backward needs the same CPU cores")
 
 
 _IDLE = 0.05
@@ -138,10 +135,8 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     stages, size = facts.option("parallel", "pp"), facts.run.size
     batch, micro_batch = facts.option("train", "global_batch"), facts.option("train", "micro_batch")
     tp, cp, chunks = (facts.option("parallel", name) or 1 for name in ("tp", "cp", "virtual_stages"))
-    if (
-        not all(isinstance(each, int) and each > 0 for each in (stages, batch, micro_batch, tp, cp, chunks))
-        or stages < 2
-    ):
+    numbers = (stages, batch, micro_batch, tp, cp, chunks)
+    if not all(isinstance(each, int) and each > 0 for each in numbers) or stages < 2:
         return
     later = facts.option("parallel", "zero_bubble") is True
     dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks, zero_bubble=later)

@@ -196,9 +196,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         yield Finding("pause", text, took[steps] / looked_at, advice)
     if left := order[_MANY_PAUSES:]:
         count = sum(len(together[steps]) for steps in left)
-        text = (
-            f"{count} more rank{'s' if count > 1 else ''} paused, each for {_seconds(took[left[0]])} or less in total"
-        )
+        text = f"{wording.counted(count, 'more rank')} paused, each for {_seconds(took[left[0]])} or less in total"
         yield Finding("pause", text, None, "check what the hosts did then")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,7 @@ def changes(run: RunTrace) -> list[Change]:
         parts = {part: _median(v[each]) - _median(v[usual]) for part, v in journal.parts_ms.items()}
         begins, begin, end = each.start == first, int(step[each.start]), int(step[each.stop - 1])
         turned, near = end if begins else begin, max(1.0, _NEAR * float(step[-1] - step[first]))
+        coincided = [*_differences(run.steps, journal, usual, each), *_events(run, turned, near)]
         found.append(
             Change(
                 first_step=begin,
@@ -79,10 +80,7 @@ def changes(run: RunTrace) -> list[Change]:
                 step_ms=_median(ms[each]),
                 share=(each.stop - each.start) / len(step),
                 parts_ms={part: value for part, value in parts.items() if value >= _PART_SHARE * more},
-                coincided=[
-                    *_differences(run.steps, journal, usual, each),
-                    *_events(run, turned, near),
-                ],
+                coincided=coincided,
             )
         )
     return found
@@ -141,10 +139,9 @@ def over_time(run: RunTrace, changes: Sequence[Change], blame: Blame) -> OverTim
     """Return moments of equal length, and starts, changes and stragglers; None without a journal."""
     if run.history is None:
         return None
-    moments = list(_moments(run.history))
-    kinds = [list(_starts(run)), list(_changes(changes)), list(_spells(blame))]
-    marks = [mark for found in kinds for mark in found[:_MOST_MARKS]]
-    return OverTime(moments, sorted(marks, key=lambda mark: mark.step))
+    kinds = (_starts(run), _changes(changes), _spells(blame))
+    marks = [mark for found in kinds for mark in islice(found, _MOST_MARKS)]
+    return OverTime(list(_moments(run.history)), sorted(marks, key=lambda mark: mark.step))
 
 
 def turns(changes: Sequence[Change], blame: Blame) -> list[int]:

@@ -95,11 +95,8 @@ class Facts:
         table = self.run.steps
         if table is None or not self.step_ms:
             return None
-        waits = {
-            number: row
-            for number in np.unique(table.block)
-            if (row := table.facts[number].get("cpu_wait_us")) and None not in row
-        }
+        rows = {number: table.facts[number].get("cpu_wait_us") for number in np.unique(table.block)}
+        waits = {number: row for number, row in rows.items() if row and None not in row}
         if not waits:
             return None
         waited = np.sum(np.array([*waits.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*waits]).sum())

@@ -66,16 +66,14 @@ def headline(analysis: Analysis) -> list[str]:
         if exposed:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
             clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
-    others = 0
     if analysis.blame.late:
         name, cost, ranks = wording.worst_straggler(analysis.blame)
-        others = len(analysis.blame.late) - len(ranks)
         clauses.append(f"{name} is a straggler and costs {cost}")
-    if not analysis.blame.late and analysis.blame.source != "none":
+        if others := len(analysis.blame.late) - len(ranks):
+            clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
+    elif analysis.blame.source != "none":
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
-    if others:
-        clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
     return clauses or ["No step was measured"]
 
 

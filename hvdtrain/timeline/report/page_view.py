@@ -104,17 +104,12 @@ def shares_view(amounts: Collection[tuple[str, float]], exposed: Collection[str]
     """Return segments of a bar [x and width in percent], by name, which divide it as `amounts` do."""
     whole = sum(amount for _, amount in amounts) or 1.0
     begins = accumulate((100 * amount / whole for _, amount in amounts), initial=0.0)
-    return [
-        {
-            "name": name,
-            "hue": hue(name, exposed=name in exposed),
-            "exposed": name in exposed,
-            "share": wording.percent(amount / whole),
-            "x": begin,
-            "width": 100 * amount / whole,
-        }
-        for (name, amount), begin in zip(amounts, begins, strict=False)
-    ]
+    found = []
+    for (name, amount), begin in zip(amounts, begins, strict=False):
+        is_exposed, share = name in exposed, wording.percent(amount / whole)
+        look = {"name": name, "hue": hue(name, exposed=is_exposed), "exposed": is_exposed, "share": share}
+        found.append({**look, "x": begin, "width": 100 * amount / whole})
+    return found
 
 
 def hue(name: str, *, exposed: bool = False) -> str:

@@ -12,15 +12,9 @@ import pytest
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.spans import EXCHANGE, MAIN
+from hvdtrain.timeline.analysis import communication
 from hvdtrain.timeline.analysis.analysis import Communication
-from hvdtrain.timeline.analysis.communication import (
-    MOST,
-    bus_bytes,
-    measure_communication,
-    modules_of,
-    tensor_module,
-    top_carriers,
-)
+from hvdtrain.timeline.analysis.communication import bus_bytes, measure_communication, modules_of, tensor_module
 from hvdtrain.timeline.analysis.phases import PHASES, count_steps, kind_of, recurring, without_start
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RunTrace, StepTable
 from tests.support.step_tables import columns_of, table_of
@@ -145,7 +139,7 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
     run = _spans()
     found = measure_communication(run)
     assert found.busy_ms == pytest.approx(14.0) and found.hidden_share == pytest.approx(10 / 14)
-    first, second = top_carriers(run)
+    first, second = communication.top_carriers(run)
     assert (first.name, first.ms, first.exposed_ms) == ("gradients/1", pytest.approx(6.0), pytest.approx(4.0))
     assert (second.name, second.ms, second.exposed_ms) == ("gradients/0", pytest.approx(8.0), pytest.approx(0.0))
     assert first.modules == ["layers.1.up", "layers.1.down"] and first.nbytes == 200
@@ -154,7 +148,7 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
 @pytest.mark.parametrize(("name", "sent"), [("none", 200), ("int8", None), ("powersgd:4", 16), ("auto", None)])
 def test_bytes_of_spans_are_those_of_the_compression(name: str, sent: int | None) -> None:
     run = _spans(name)
-    found, carried = measure_communication(run).bytes_per_step, top_carriers(run)[0].nbytes
+    found, carried = measure_communication(run).bytes_per_step, communication.top_carriers(run)[0].nbytes
     if name == "int8":
         assert found == 2 * sum(parse(name).payload(Bucket([[4]], "float32", 50), 2).values()) != 400
     else:
@@ -162,10 +156,10 @@ def test_bytes_of_spans_are_those_of_the_compression(name: str, sent: int | None
 
 
 def test_tensors_of_any_program_are_listed_by_their_time() -> None:
-    found = top_carriers(RunTrace(Path("timeline.json"), 4, horovod=[_trace()]))
+    found = communication.top_carriers(RunTrace(Path("timeline.json"), 4, horovod=[_trace()]))
     assert found[0].modules in (["layers.0"], ["layers.1"])
     assert found[0].ms == pytest.approx(5.2) and found[0].nbytes == 8_000_000
-    assert len(found) <= MOST
+    assert len(found) <= communication.MOST
 
 
 def test_modules_are_named_as_far_as_they_have_something_in_common() -> None:
