@@ -28,7 +28,7 @@ def test_each_parameter_has_one_place(shapes: list[tuple[list[int], str]], limit
     finished = random.sample(names, random.randint(0, len(names)))
     sparse = random.sample(names, random.randint(0, len(names)))
     few = {name: 1 for name in names if name not in sparse and random.random() < 0.2}
-    made = assign_buckets(named, limit_bytes, finished, sparse, rows=few)
+    made = assign_buckets(named, limit_bytes, finished, sparse=sparse, rows=few)
     assert made.fits(sizes_of(named))
     assert sorted(made.sparse) == sorted(sparse)
     layouts = lay_out(made, dict(named), "g")

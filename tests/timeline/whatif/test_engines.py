@@ -114,8 +114,8 @@ def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "by_element", "name", "message"),
     [
-        (Change(engine="ddp", shard="optimizer"), True, None, "--engine ddp --shard optimizer cannot"),
-        (Change(shard="parameters"), True, None, "--engine horovod --shard parameters cannot"),
+        (Change(engine="ddp", shard="optimizer"), True, None, "engine ddp does not support --parallel.shard opt"),
+        (Change(shard="parameters"), True, None, "shard parameters does not support|only FSDP"),
         (Change(shard="gradients", size=1), True, None, "one rank"),
         (Change(shard="gradients", compression="int8"), True, None, "with compression int8"),
         (Change(engine="fsdp", compression="fp16"), True, None, "with compression fp16"),
