@@ -61,11 +61,6 @@ def test_gradients_lie_in_the_order_in_which_they_come(shapes: list[tuple[list[i
     assert [n for bucket in assign_buckets(named, 100).buckets for n in bucket] == names[::-1]
 
 
-def test_what_backward_skips_has_buckets_of_its_own() -> None:
-    named = _named([([2], "float32")] * 3)
-    assert assign_buckets(named, 100, ["p1"]).buckets == (("p1",), ("p2", "p0"))
-
-
 def test_a_plan_fits_its_own_parameters_only() -> None:
     named = _named([([2], "float32"), ([3], "float64")])
     made = assign_buckets(named, 100)
