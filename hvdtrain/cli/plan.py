@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.parser import Parser, local, positive
-from hvdtrain.config.schema import Config, TrainConfig
+from hvdtrain.config.schema import Config
 
 if TYPE_CHECKING:
     from hvdtrain.plan.plan import Plan
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     options, rest = parser().parse_known_args(argv)
     from hvdtrain.config.parse import parse_argv
     from hvdtrain.plan.description import describe
+    from hvdtrain.plan.plan import plan_of
     from hvdtrain.plan.refusals import resolve
 
     given = _of_every_run(options.config) if options.config is not None else []
@@ -58,8 +59,8 @@ def main(argv: list[str]) -> int:
     config = parse_argv([*given, *rest], None).config
     plan = resolve(config, elastic=options.elastic)
     found = describe(plan, options.ranks)
-    if options.config is not None and (folder := options.config.parent) and _has_sizes(folder, given, plan):
-        found += _in_bytes(folder, config.train, plan, options.ranks)
+    if options.config is not None:
+        found += _in_bytes(options.config.parent, plan_of(parse_argv(given, None).config), config, plan, options.ranks)
     if options.json:
         print(json.dumps([{"name": name, "value": value} for name, value in found], indent=1))
         return 0
@@ -71,33 +72,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _has_sizes(folder: Path, given: list[str], plan: Plan) -> bool:
-    """Whether a folder is that of a run that recorded the sizes of what its ranks would hold with this plan."""
-    from hvdtrain.config.parse import parse_argv
-    from hvdtrain.plan.plan import plan_of
-    from hvdtrain.run_layout import RunLayout
-
-    if not RunLayout(folder).timeline.gradients.is_file():
-        return False
-    was = plan_of(parse_argv(given, None).config)
-    divide = was.dimensions.divides_model or plan.dimensions.divides_model
-    return was.engine != "fsdp" and not (divide and was.dimensions != plan.dimensions)
-
-
-def _in_bytes(folder: Path, train: TrainConfig, plan: Plan, size: int) -> list[tuple[str, str]]:
-    """Return what a rank of a job holds and sends, with the model of a run; nothing if that is not known."""
+def _in_bytes(folder: Path, was: Plan, config: Config, plan: Plan, size: int) -> list[tuple[str, str]]:
+    """Return what a rank holds and sends with the model of a run, which had another plan; nothing if it is unknown."""
     from hvdtrain.errors import ConfigError
     from hvdtrain.plan.collectives import collectives
     from hvdtrain.plan.held import held
     from hvdtrain.plan.plan import Ranks
+    from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.whatif.prediction_text import memory_text
     from hvdtrain.timeline.whatif.read_run import read_gradients
     from hvdtrain.timeline.wording import nbytes
 
-    gradients, was = read_gradients(folder)
-    ranks = Ranks(size, size if was.hosts == 1 else min(size, was.per_host))
-    samples = train.micro_batch if isinstance(train.micro_batch, int) else train.global_batch
-    passes = -(-train.global_batch // (samples * (size // plan.dimensions.same_samples)))
+    has_parts = was.dimensions != plan.dimensions and (was.dimensions.divides_model or plan.dimensions.divides_model)
+    if not RunLayout(folder).timeline.gradients.is_file() or has_parts or was.engine == "fsdp":
+        return []
+    gradients, before = read_gradients(folder)
+    ranks = Ranks(size, size if before.hosts == 1 else min(size, before.per_host))
+    batch, asked = config.train.global_batch, config.train.micro_batch
+    passes = -(-batch // ((asked if isinstance(asked, int) else batch) * (size // plan.dimensions.same_samples)))
     try:
         sent = collectives(plan, gradients, ranks, passes)
     except ConfigError:  # no name of a parameter shows a block

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,9 @@ def sizes_of(named: Named) -> Sizes:
     return {name: (p.numel() * p.dtype.itemsize, (p.dtype, p.device)) for name, p in named}
 
 
-def assign_buckets(
-    named: Named,
-    limit_bytes: int,
-    finished: Sequence[str] = (),
-    sparse: Iterable[str] = (),
-    groups: Sequence[Sequence[str]] = (),
-    rows: Mapping[str, int] | None = None,
-) -> BucketPlan:
+def assign_buckets(named: Named, limit_bytes: int, finished: Sequence[str] = (), **more: Any) -> BucketPlan:
     """Assign parameters, in the model's order, to buckets: see `plan.buckets.assign`."""
-    return assign(sizes_of(named), limit_bytes, finished, sparse, groups, rows)
+    return assign(sizes_of(named), limit_bytes, finished, **more)
 
 
 @dataclass(frozen=True)

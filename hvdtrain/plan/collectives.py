@@ -16,7 +16,7 @@ from hvdtrain.config.sync import OuterPlan
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.buckets import Sizes, are_few, assign
 from hvdtrain.plan.gradients import Gradient, finished
-from hvdtrain.plan.plan import AUTO, Plan, Ranks
+from hvdtrain.plan.plan import Plan, Ranks
 
 if TYPE_CHECKING:
     from hvdtrain.data.workers import Workers
@@ -97,13 +97,13 @@ def collectives(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes:
         return []
     if plan.dp_shard is not None and plan.dp_shard < ranks.size:
         width = plan.dp_shard
-        rows = [replace(g, shape=(-(-g.shape[0] // width), *g.shape[1:])) for g in gradients]
-        inside, among = replace(plan, dp_shard=None, compression="none"), replace(plan, engine="horovod", shard="none")
+        inside = replace(plan, dp_shard=None, compression="none")
+        among = replace(plan, dp_shard=None, engine="horovod", shard="none")
         copies = Ranks(ranks.size // width, max(1, ranks.per_host // width))
-        own = collectives(inside, gradients, _part(ranks, width), passes)
-        return [*own, *collectives(replace(among, dp_shard=None), rows, copies)]
-    compression = parse("none" if plan.compression == AUTO else plan.compression)
-    return exchanged(plan, buckets(plan, gradients, ranks, compression), ranks, passes, compression)
+        sums_of_rows = collectives(among, [gradient.part(width) for gradient in gradients], copies)
+        return [*collectives(inside, gradients, _part(ranks, width), passes), *sums_of_rows]
+    made = buckets(plan, gradients, ranks, plan.first_compression)
+    return exchanged(plan, made, ranks, passes, plan.first_compression)
 
 
 def _part(ranks: Ranks, size: int) -> Ranks:

@@ -34,6 +34,11 @@ class Gradient:
         """Size in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def part(self, ranks: int) -> Gradient:
+        """Return the rows of the first of `ranks` that divide it, as FSDP does."""
+        rows = -(-self.shape[0] // ranks) if self.shape else 1
+        return replace(self, shape=(rows, *self.shape[1:]))
+
     @property
     def unit(self) -> str:
         """The block that its parameter is in, or the module if it is outside of blocks.

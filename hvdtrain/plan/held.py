@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.compression.sizes import ITEM_BYTES
-from hvdtrain.compression.table import parse
 from hvdtrain.plan.collectives import buckets, workers_of
 from hvdtrain.plan.gradients import Gradient
-from hvdtrain.plan.plan import AUTO, Plan, Ranks
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.plan.shards import divide
 
 
@@ -40,18 +39,13 @@ def held(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes: int = 
     """Return what a rank holds if a step has `passes` passes; the gradients are in the model's order.
 
     Activations, buckets under way and gathered blocks are not counted.
-
-    Errors:
-        ConfigError: of FSDP, no name shows a block.
     """
+    if plan.shard == "parameters":
+        gradients = [gradient.part(plan.dp_shard or ranks.size) for gradient in gradients]
     parameters = summed = sum(gradient.nbytes for gradient in gradients)
     own = [Counter({gradient: math.prod(gradient.shape) for gradient in gradients})]  # elements that ranks update
     elements = sum(own[0].values())
-    if plan.shard == "parameters":
-        among = plan.dp_shard or ranks.size
-        own = [Counter({g: math.prod(g.shape[1:]) * -(-g.shape[0] // among) for g in gradients})]  # of rank 0
-        parameters = summed = sum(count * ITEM_BYTES[gradient.dtype] for gradient, count in own[0].items())
-    elif plan.shard != "none":
+    if plan.shard in ("optimizer", "gradients"):
         segments, own = _segments(plan, gradients, ranks)
         summed = segments if plan.sums_each_pass or passes == 1 else summed
     known = [state for each in own if (state := _state(each)) is not None]
@@ -83,7 +77,7 @@ def _state(own: Mapping[Gradient, int]) -> float | None:
 
 def _segments(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks) -> tuple[int, list[Counter[Gradient]]]:
     """Return the bytes of a rank's segments of all buckets, and the elements of each parameter by rank."""
-    made = buckets(plan, gradients, ranks, parse("none" if plan.compression == AUTO else plan.compression))
+    made = buckets(plan, gradients, ranks, plan.first_compression)
     without_copies = {*gradients} - {gradient for bucket in made for gradient in bucket.gradients}
     total = sum(gradient.nbytes for gradient in without_copies)
     found = [Counter({gradient: math.prod(gradient.shape) for gradient in without_copies}) for _ in range(ranks.size)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.mesh import mesh_groups
+from hvdtrain.compression.table import Compression, parse
 from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sync import OuterPlan, outer_plan
@@ -85,6 +86,11 @@ class Plan:
         return by_fsdp or self.dimensions.tp > 1 or self.dimensions.pp > 1
 
     @property
+    def first_compression(self) -> Compression:
+        """The compression at the start. Errors: ConfigError: there is no such one."""
+        return parse("none" if self.compression == AUTO else self.compression)
+
+    @property
     def engine_and_shard(self) -> tuple[str, str]:
         """What sums gradients, and what is divided by rows."""
         return self.engine, self.shard
@@ -111,18 +117,13 @@ class Plan:
         return [*mesh_groups(size, self.dp_shard), *workers(size), *self.dimensions.groups(size, within)]
 
 
-def divided(engine: str, shard: str) -> str:
-    """Return what ranks divide by rows, by these options: FSDP always divides the parameters."""
-    return "parameters" if engine == "fsdp" and shard == "none" else shard
-
-
 def plan_of(config: Config, *, elastic: bool = False) -> Plan:
     """Return the plan of a run, unchecked. Errors: ConfigError: the options of workers contradict each other."""
     parallel, train = config.parallel, config.train
     return Plan(
         engine=parallel.engine,
         compression=parallel.compression,
-        shard=divided(parallel.engine, parallel.shard),
+        shard="parameters" if parallel.engine == "fsdp" and parallel.shard == "none" else parallel.shard,
         dp_shard=parallel.dp_shard,
         dimensions=Dimensions.of(vars(parallel)),
         offload=config.memory.offload != "none",

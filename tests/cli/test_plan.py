@@ -35,12 +35,21 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, str]:
         (["--precision=bf16-weights"], "parameters", ["a copy in bf16"]),
         (["--elastic"], "number of ranks", ["may change"]),
         (["--parallel.engine=fsdp", "--parallel.dp_shard=4"], "parameters", ["2 groups of 4 hold copies"]),
+        (["--config=RUN"], "held", ["gradients: 8.39 MB, from backward to the update"]),
+        (["--config=RUN"], "sent", ["gradients: 8.39 MB a step to 8 ranks, in 2 allreduce(s), the last"]),
+        (["--config=RUN", "--parallel.shard=gradients"], "held", ["optimizer state: 2.10 MB"]),
+        (["--config=RUN", "--parallel.shard=gradients"], "sent", ["parameters: 1.05 MB a step to 8 ranks, in 2 all"]),
+        (["--config=RUN", "--parallel.sync=diloco:4", "--parallel.workers=2"], "sent", ["to 2 ranks", "every 4 steps"]),
+        (["--config=RUN", "--parallel.engine=fsdp"], "parameters", ["rows of each block"]),
+        (["--config=RUN", "--parallel.tp=2"], "parameters", ["its part of the mesh"]),
     ],
 )
 def test_who_holds_and_sends_what(
-    options: list[str], name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+    options: list[str], name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = said(capsys, *options)
+    """RUN is of a run, which knows the sizes of a model without blocks."""
+    path = run_folder(tmp_path / "run", size=2, passes=2, state_bytes=(8, 0)) / "config.yaml"
+    found = said(capsys, *(option.replace("RUN", str(path)) for option in options))
     assert all(word in found[name] for word in words), found[name]
 
 
@@ -52,25 +61,6 @@ def test_of_a_file_with_options_of_its_task(tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "4 groups of 16" in " ".join(text.split()) and "not a part of the plan: --model.preset" in text
     assert max(map(len, text.splitlines())) < 80
-
-
-@pytest.mark.parametrize(
-    ("options", "held", "sent"),
-    [
-        ([], "gradients: 8.39 MB, from backward", "gradients: 8.39 MB a step to 8 ranks, in 2 allreduce(s), the last"),
-        (["--parallel.shard=gradients"], "optimizer state: 2.10 MB", "parameters: 1.05 MB a step to 8 ranks, in 2 all"),
-        (["--parallel.sync=diloco:4", "--parallel.workers=2"], "that workers share: 8.39 MB", "every 4 steps"),
-        (["--parallel.engine=fsdp"], "", ""),
-        (["--parallel.tp=2"], "", ""),
-    ],
-)
-def test_with_the_file_of_a_run_it_says_how_many_bytes(
-    options: list[str], held: str, sent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its model has no blocks for FSDP."""
-    path = run_folder(tmp_path / "run", size=2, passes=2, state_bytes=(8, 0))
-    found = said(capsys, f"--config={path / 'config.yaml'}", *options)
-    assert ("held" in found) == bool(held) and held in found.get("held", "") and sent in found.get("sent", "")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_each_parameter_has_one_place(shapes: list[tuple[list[int], str]], limit
     finished = random.sample(names, random.randint(0, len(names)))
     sparse = random.sample(names, random.randint(0, len(names)))
     few = {name: 1 for name in names if name not in sparse and random.random() < 0.2}
-    made = assign_buckets(named, limit_bytes, finished, sparse, rows=few)
+    made = assign_buckets(named, limit_bytes, finished, sparse=sparse, rows=few)
     assert made.fits(sizes_of(named))
     assert sorted(made.sparse) == sorted(sparse)
     layouts = lay_out(made, dict(named), "g")
@@ -59,11 +59,6 @@ def test_gradients_lie_in_the_order_in_which_they_come(shapes: list[tuple[list[i
     finished = random.sample(names, len(names))
     assert [n for bucket in assign_buckets(named, 100, finished).buckets for n in bucket] == finished
     assert [n for bucket in assign_buckets(named, 100).buckets for n in bucket] == names[::-1]
-
-
-def test_what_backward_skips_has_buckets_of_its_own() -> None:
-    named = _named([([2], "float32")] * 3)
-    assert assign_buckets(named, 100, ["p1"]).buckets == (("p1",), ("p2", "p0"))
 
 
 def test_a_plan_fits_its_own_parameters_only() -> None:

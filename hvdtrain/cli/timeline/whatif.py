@@ -25,8 +25,6 @@ def main(command: str, argv: list[str]) -> int:
         ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
-    from hvdtrain.config.schema import Config, ParallelConfig
-    from hvdtrain.plan.refusals import resolve
     from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import as_data, lines
@@ -54,11 +52,8 @@ def main(command: str, argv: list[str]) -> int:
         print(shown if options.json else "\n".join(rare_lines(evidence, change, rare)))
         return 0
     prediction = predict(evidence, change, probed)
-    job = prediction.job
-    asked = {name: getattr(job.plan, name) for name in ("engine", "compression", "shard")}
-    resolve(Config(parallel=ParallelConfig(**asked, **vars(job.plan.dimensions))))
     if options.probe or options.check:
-        probed.measure(evidence, (evidence.job, job))
+        probed.measure(evidence, (evidence.job, prediction.job))
         prediction = predict(evidence, change, probed)
     data = as_data(evidence, change, prediction)
     if not options.json:

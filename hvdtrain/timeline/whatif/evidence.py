@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.compression.table import Compression, parse
+from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.collectives import PlannedBucket, buckets, lay_out
 from hvdtrain.plan.gradients import Gradient
-from hvdtrain.plan.plan import Plan, Ranks, divided
+from hvdtrain.plan.plan import Plan, Ranks
+from hvdtrain.plan.refusals import resolve
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Algorithm, Link
-
-ENGINES = {"horovod": ("none", "optimizer", "gradients"), "ddp": ("none",), "fsdp": ("none", "parameters")}
-"""Values of `--parallel.shard` by engine that the model knows."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,7 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
     """Return the job after the change.
 
     Errors:
-        ConfigError: a number is out of range, the compression does not exist, or the model does not know how the
-            engine exchanges.
+        ConfigError: a number is out of range, the options do not go together, or the model does not know them.
     """
     was = evidence.job
     _check_ranges(change)
@@ -189,16 +187,13 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
     compression = was.plan.compression if change.compression is None else str(parse(change.compression))
     engine = change.engine or was.plan.engine
     shard = change.shard or (was.plan.shard if engine == was.plan.engine else "none")
-    plan = replace(
-        was.plan,
-        engine=engine,
-        shard=divided(engine, shard),
-        compression=compression,
-        bucket_mib=was.plan.bucket_mib if change.bucket_mib is None else change.bucket_mib,
-    )
+    bucket_mib = was.plan.bucket_mib if change.bucket_mib is None else change.bucket_mib
+    plan = replace(was.plan, engine=engine, shard=shard, compression=compression, bucket_mib=bucket_mib)
     job = Job(Ranks(size, min(per_host, size)), plan, change.global_batch or was.global_batch, was.micro_batch)
     if plan.dimensions:
         _check_mesh(was, job, change)
+    asked: dict[str, Any] = {"engine": engine, "shard": shard, "compression": compression, **vars(plan.dimensions)}
+    job = replace(job, plan=replace(plan, shard=resolve(Config(parallel=ParallelConfig(**asked))).shard))
     _check_engine(job)
     if engine == "fsdp" and any(gradient.whole for gradient in evidence.gradients):
         raise ConfigError(
@@ -231,9 +226,6 @@ def _check_mesh(was: Job, job: Job, change: Change) -> None:
 def _check_engine(job: Job) -> None:
     engine, shard = job.plan.engine_and_shard
     options = f"--engine {engine} --shard {shard}"
-    if shard not in ENGINES.get(engine, ()):
-        known = [f"--engine {engine} --shard {shard}" for engine, shards in ENGINES.items() for shard in shards]
-        raise ConfigError(f"{options} cannot be predicted", expected=", ".join(known), next_step="choose one of these")
     if shard != "none" and job.ranks.size == 1:
         raise ConfigError(
             f"{options} divides the update among ranks, but there is one rank",

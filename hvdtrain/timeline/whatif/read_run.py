@@ -21,10 +21,10 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
 from hvdtrain.observe.past_journal import journal_lines, read_events
 from hvdtrain.plan.gradients import Gradient
-from hvdtrain.plan.plan import Plan, Ranks, divided
+from hvdtrain.plan.plan import ENGINES, Plan, Ranks
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
-from hvdtrain.timeline.whatif.evidence import ENGINES, Evidence, Job, median_parts, read_parts
+from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_link
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.predict import wait_and_wire
@@ -108,7 +108,7 @@ def _read(
         Plan(
             engine,
             _compression(path, config, profile),
-            divided(engine, shard),
+            shard,
             dimensions=Dimensions.of(config["parallel"]),
             bucket_mib=config["parallel"].get("bucket_mib"),
         ),
@@ -176,7 +176,7 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
             expected="--parallel.engine horovod --parallel.shard none, without virtual stages and zero bubble",
             next_step="measure the change, and compare both runs: hvdtrain compare",
         )
-    if shard in ENGINES.get(engine, ()) and engine != "fsdp":
+    if engine != "fsdp":
         return engine, shard
     raise DataError(
         f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard} does not record"

@@ -114,8 +114,8 @@ def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "by_element", "name", "message"),
     [
-        (Change(engine="ddp", shard="optimizer"), True, None, "--engine ddp --shard optimizer cannot"),
-        (Change(shard="parameters"), True, None, "--engine horovod --shard parameters cannot"),
+        (Change(engine="ddp", shard="optimizer"), True, None, "engine ddp does not support --parallel.shard opt"),
+        (Change(shard="parameters"), True, None, "only FSDP divides parameters"),
         (Change(shard="gradients", size=1), True, None, "one rank"),
         (Change(shard="gradients", compression="int8"), True, None, "with compression int8"),
         (Change(engine="fsdp", compression="fp16"), True, None, "with compression fp16"),
@@ -126,10 +126,8 @@ def test_gradients_are_exchanged_in_each_pass(tmp_path: Path) -> None:
 def test_what_the_model_does_not_know_is_refused(
     pair: Evidence, change: Change, by_element: bool, name: str | None, message: str
 ) -> None:
-    gradients = [
-        replace(each, name=name.format(n) if name else each.name, whole=not by_element)
-        for n, each in enumerate(pair.gradients)
-    ]
+    named = [replace(each, name=name.format(n) if name else each.name) for n, each in enumerate(pair.gradients)]
+    gradients = [replace(each, whole=not by_element) for each in named]
     with pytest.raises(ConfigError, match=message):
         predict(replace(pair, gradients=gradients), change)
 

@@ -86,15 +86,10 @@ def test_ranks_share_out_the_global_batch(alone: Path) -> None:
     assert one.step_s == pytest.approx(COMPUTE_S)
     spread_ms = PARTS["forward"] + PARTS["backward"] + PARTS["data"] + PARTS["copy"]
     assert two.compute_s * 1e3 == pytest.approx(COMPUTE_S * 1e3 - spread_ms / 2, abs=2)
+    few = replace(read_evidence(alone), gradients=[Gradient("e", (8192, 320), ready_s=1.0, rows=100)])
+    assert [few.buckets_of(changed_job(few, Change(size=n)))[0].rows for n in (2, 4)] == [2 * 50, 4 * 25]
     idle = predict(read_evidence(alone), Change(size=8))
     assert any("4 of 8 ranks would be idle" in note for note in idle.notes)
-
-
-def test_fewer_passes_touch_fewer_rows(pair: Path) -> None:
-    embedding = Gradient("e", (8192, 320), ready_s=1.0, rows=100)
-    evidence = replace(read_evidence(pair), gradients=[embedding])
-    twice, once = (evidence.buckets_of(changed_job(evidence, Change(global_batch=batch))) for batch in (16, 8))
-    assert [once[0].rows, twice[0].rows] == [200, 400]
 
 
 def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:
