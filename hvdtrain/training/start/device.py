@@ -111,7 +111,7 @@ def bind_rank(
     variables: Mapping[str, str],
     root: Path = Path("/"),
 ) -> Binding | None:
-    """Pin this process to cores near its device (`runtime.binding`), and fit torch's number of threads to them.
+    """Pin this process to cores near its device (`runtime.host`), and fit torch's number of threads to them.
 
     Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training.
 
