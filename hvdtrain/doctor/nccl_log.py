@@ -188,10 +188,5 @@ def nccl_warnings(log: NcclLog) -> Finding | None:
 
 
 CHECKS: tuple[Callable[[NcclLog], Finding | None], ...] = (
-    nccl_log,
-    nccl_one_version,
-    nccl_network,
-    nccl_direct,
-    nccl_peers,
-    nccl_warnings,
+    *(nccl_log, nccl_one_version, nccl_network, nccl_direct, nccl_peers, nccl_warnings),
 )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm.link_probe import MEASURED
 from hvdtrain.doctor.links.measured import aligned
 
 if TYPE_CHECKING:
@@ -204,6 +203,8 @@ class Deadline:
     def _listen(
         self, store: Store, size: int, in_flight: Mapping[str, float]
     ) -> tuple[dict[int, bool], dict[int, list[str]]]:
+        from hvdtrain.comm.link_probe import MEASURED  # imports torch, which must not be loaded before the settings
+
         before = _reports(store, size)
         self._ended.wait(_LISTEN_S)
         self._report(store, in_flight)

@@ -83,13 +83,10 @@ def settings(choices: Sequence[Choice]) -> Iterator[Entry]:
     """Yield the settings made before torch and MPI are loaded, and those left as they were."""
     for choice in choices:
         setting = choice.setting
-        preferred = "" if choice.applied else f"{setting.value} would be set: "
-        yield Entry(
-            "set" if choice.applied else "left",
-            "",
-            f"{setting.variable}={setting.value}" if choice.applied else f"{setting.variable}: {choice.kept}",
-            (f"because: {preferred}{setting.reason}", f"effect: {setting.effect}"),
-        )
+        mark, text, preferred = "set", f"{setting.variable}={setting.value}", ""
+        if not choice.applied:
+            mark, text, preferred = "left", f"{setting.variable}: {choice.kept}", f"{setting.value} would be set: "
+        yield Entry(mark, "", text, (f"because: {preferred}{setting.reason}", f"effect: {setting.effect}"))
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
+from hvdtrain.files import write_text
 from hvdtrain.install.build_plan import HOROVOD, RECIPE
 from hvdtrain.install.build_probe import find_compiler, find_mpi, find_torch
 from hvdtrain.install.steps import Say, Step, run, timed
@@ -113,9 +114,7 @@ def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> 
 
 def finish(project: Path, venv: Path) -> None:
     """Write the stamp: setup is complete until one of its inputs changes."""
-    temporary = venv / (_STAMP + ".new")
-    temporary.write_text(json.dumps({**_inputs(project), "python": sys.executable}))
-    temporary.replace(venv / _STAMP)
+    write_text(venv / _STAMP, json.dumps({**_inputs(project), "python": sys.executable}))
 
 
 def plan(project: Path, venv: Path, base: BaseInterpreter) -> tuple[Step, ...]:

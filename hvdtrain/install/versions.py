@@ -89,11 +89,6 @@ class MpiBuild:
         return None
 
     @property
-    def label(self) -> str:
-        """Part of a local version: ``openmpi4.1.8``."""
-        return f"{self.flavour}{self.version}"
-
-    @property
     def major(self) -> int:
         """The major version."""
         return int(self.version.split(".")[0])
@@ -111,8 +106,8 @@ class Label:
     nccl: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.torch.label, self.mpi.label] + ([f"nccl{self.nccl}"] if self.nccl else [])
-        return ".".join(parts)
+        nccl = f".nccl{self.nccl}" if self.nccl else ""
+        return f"{self.torch.label}.{self.mpi.flavour}{self.mpi.version}{nccl}"
 
     @classmethod
     def parse(cls, text: str) -> Label | None:

@@ -88,7 +88,7 @@ class Agent:
             with self._lock:
                 workers = list(self._workers.values())
             for worker in workers:
-                worker.close_channel()
+                worker.channel.close()
                 worker.kill(signal.SIGTERM)
             until = time.monotonic() + TERM_S
             while self._workers and time.monotonic() < until:
@@ -123,7 +123,7 @@ class Agent:
             if worker is None:
                 return
             if kind == "tell":
-                worker.send(message["what"], message["facts"])
+                worker.channel.send(message["what"], **message["facts"])
             elif kind == "kill":
                 worker.kill_after(float(message["after_s"]))
             else:

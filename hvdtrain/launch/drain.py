@@ -28,23 +28,12 @@ _CONNECT_S = 10
 
 def find_ranks(root: psutil.Process) -> list[psutil.Process]:
     """Return the ranks among the descendants of a process, without the processes that ranks started."""
-    found = {process.pid: process for process in root.children(recursive=True) if _is_of_rank(process)}
-    parents = {pid: _parent(process) for pid, process in found.items()}
-    return [process for pid, process in found.items() if parents[pid] is not None and parents[pid] not in found]
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return int(process.ppid())
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _is_of_rank(process: psutil.Process) -> bool:
-    try:
-        return any(name in process.environ() for name in _OF_RANKS)
-    except psutil.Error:  # it has ended, or is of another user
-        return False
+    found: dict[int, tuple[psutil.Process, int]] = {}
+    for process in root.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended, or is of another user
+            if any(name in process.environ() for name in _OF_RANKS):
+                found[process.pid] = process, process.ppid()
+    return [process for process, parent in found.values() if parent not in found]
 
 
 def drain(pid: int) -> None:

@@ -52,7 +52,7 @@ class Batch:
     image: str | None = None
     namespace: str | None = None
     resources: tuple[tuple[str, int], ...] = ()  # extended resources of each pod of Kubernetes: ``rdma/ib`` and 1
-    pod_patch: Mapping[str, Any] = field(default_factory=dict)  # changes of pods, of `pod_patch.read_pod_patch`
+    pod_patch: Mapping[str, Any] = field(default_factory=dict)  # changes of pods, of `mpijob.read_pod_patch`
     setup: tuple[str, ...] = ()  # lines of shell before the ranks start: modules, conda
     jsrun: bool = False  # whether LSF allocates whole hosts, on which jsrun starts the ranks
 

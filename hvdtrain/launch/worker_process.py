@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 from hvdtrain.programs import read_stat
 from hvdtrain.runtime.channel import HELD, LIFELINE, VARIABLE, Channel, Lifeline, make_lifeline
@@ -65,7 +65,7 @@ class WorkerProcess:
             if made is not None:
                 os.close(made[1])
         self.pid = self._process.pid
-        self._channel = Channel(ours)
+        self.channel = Channel(ours)  # closing it ends the worker
         self._report = report
         self._alive = threading.Lock()
         self._reaped = False
@@ -79,10 +79,6 @@ class WorkerProcess:
             self._readers.append(threading.Thread(target=self._read, args=(stream, err), daemon=True))
         for thread in (*self._readers, self._listener, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
-
-    def send(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Send it a message."""
-        self._channel.send(kind, **facts)
 
     def send_signal(self, name: str) -> None:
         """Send a signal to the process alone."""
@@ -99,10 +95,6 @@ class WorkerProcess:
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
-
-    def close_channel(self) -> None:
-        """Close its channel, which ends it."""
-        self._channel.close()
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all its output is forwarded."""
@@ -136,11 +128,11 @@ class WorkerProcess:
         with self._alive:
             self._reaped = True
             self._process.wait()
-        self._channel.close()
+        self.channel.close()
 
     def _listen(self) -> None:
         watcher = None
-        for message in self._channel.messages():
+        for message in self.channel.messages():
             if message["type"] != HELD:
                 self._report("said", message=message)
             elif self._lifeline is not None and watcher is None:
@@ -152,7 +144,7 @@ class WorkerProcess:
 
     def _watch(self, lifeline: Lifeline) -> None:
         if lifeline.wait():
-            self._channel.stop_reading()
+            self.channel.stop_reading()
 
     def _read(self, stream: IO[bytes], err: bool) -> None:
         with stream:

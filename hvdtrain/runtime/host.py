@@ -20,8 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.threads import thread_ids
 
@@ -198,6 +196,8 @@ def pin_process(cpus: frozenset[int]) -> None:
     A thread that may use none of them keeps its mask, such as one that was bound elsewhere by a variable of a library.
     Threads of torch and Horovod that start later inherit the mask of the thread that starts them.
     """
+    import psutil  # takes 30 ms
+
     _narrow(0, cpus)  # first: threads that it starts from now on need no further look
     me, seen = psutil.Process(), set[int]()
     while new := {task for one in (me, *me.children(recursive=True)) for task in thread_ids(one.pid)} - seen:

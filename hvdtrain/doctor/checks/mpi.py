@@ -154,15 +154,12 @@ def launcher(facts: DoctorFacts) -> Finding:
     if refusal is not None:
         why = f"{refusal.what} Expected: {refusal.expected}"
         return Finding("launcher", "broken", found, why, refusal.next_step or "")
+    without_horovod = (f"--parallel.engine {name}" for name in ENGINES if not Plan(engine=name).by_horovod)
     notes = {
         NO_LAUNCHER: f"a single process; start several ranks with {_OURS}",
-        TORCHRUN: f"for {_without_horovod()}; other engines need ranks started by {_OURS}",
+        TORCHRUN: f"for {' or '.join(without_horovod)}; other engines need ranks started by {_OURS}",
     }
     return Finding("launcher", "ok", found, notes.get(facts.info.launcher, ""))
-
-
-def _without_horovod() -> str:
-    return " or ".join(f"--parallel.engine {name}" for name in ENGINES if not Plan(engine=name).by_horovod)
 
 
 def stale_launcher(facts: DoctorFacts) -> Finding | None:

@@ -57,7 +57,8 @@ def interfaces(facts: DoctorFacts) -> Finding:
         why = "there is no network except the loopback: other hosts cannot be reached"
         level: Level = "ok" if facts.info.one_host else "warning"
         return Finding("interfaces", level, found, why, "" if level == "ok" else "ip -brief address")
-    if not others or facts.info.one_host or _chosen(facts):
+    is_excluded = any(name.endswith("_if_exclude") for name in (*facts.environ, *facts.mpi.site))
+    if not others or facts.info.one_host or is_excluded or any(_named(facts)):
         return Finding("interfaces", "ok", found)
     excluded = ",".join(["lo", *others])
     why = f"MPI and NCCL may try {', '.join(others)}, which leads to no other host: the job hangs at start"
@@ -117,11 +118,6 @@ def _named(facts: DoctorFacts) -> Iterator[tuple[str, str]]:
         value = facts.environ.get(variable) or facts.mpi.site.get(variable, ("", None))[0]
         if value:
             yield variable, value
-
-
-def _chosen(facts: DoctorFacts) -> bool:
-    excluded = any(name.endswith("_if_exclude") for name in (*facts.environ, *facts.mpi.site))
-    return excluded or any(_named(facts))
 
 
 def _missing(variable: str, value: str, existing: list[str]) -> list[str]:

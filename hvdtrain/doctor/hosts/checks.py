@@ -237,16 +237,8 @@ def duplicate_hosts(survey: Survey) -> list[Finding]:
 
 
 CHECKS: tuple[Callable[[Survey], list[Finding]], ...] = (
-    reached,
-    duplicate_hosts,
-    compare,
-    horovod_works,
-    limits,
-    folder,
-    network_checks.clocks,
-    network_checks.connections,
-    network_checks.routes,
-    network_checks.shared_addresses,
+    *(reached, duplicate_hosts, compare, horovod_works, limits, folder),
+    *(network_checks.clocks, network_checks.connections, network_checks.routes, network_checks.shared_addresses),
 )
 
 

@@ -165,7 +165,7 @@ class Hosts:
         return Survey(job.hosts, job.folder, writer, lost, facts, addresses, offsets, attempts, sees_file)
 
     def measure(self, source: str, target: str, budget_s: float) -> tuple[float, float]:
-        """Measure latency and bandwidth, as `peers.measure` does. Errors: NoAnswerError if that is impossible."""
+        """Measure latency and bandwidth, as `host_probe.measure` does. Errors: NoAnswerError if that is impossible."""
         door = self._listeners[target]
         latency_s, bytes_per_s = self._probes[source].ask("measure", 60.0 + budget_s, door=door, budget_s=budget_s)
         return latency_s, bytes_per_s

@@ -130,8 +130,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "launch/drain.py",
-        "if parents[pid] is not None and parents[pid] not in found]",
-        "if parents[pid] is not None]",
+        "found.values() if parent not in found]",
+        "found.values()]",
         "processes that a rank has started are ended before it has saved",
         "tests/launch/test_pods.py",
     ),
