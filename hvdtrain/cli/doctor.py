@@ -232,10 +232,8 @@ def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
             next_step="hvdtrain doctor --hosts a,b --probe, or under mpirun: python -m hvdtrain doctor --probe",
         )
     if info.launcher == GLOO_LAUNCHER:
-        raise ConfigError(
-            "--probe needs MPI, but these ranks were started without it.",
-            next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
-        )
+        next_step = "start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe"
+        raise ConfigError("--probe needs MPI, but these ranks were started without it.", next_step=next_step)
     check_launch(info)
     links = by_mpi.measure(info)
     if links is None:

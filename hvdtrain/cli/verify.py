@@ -105,13 +105,16 @@ def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
 
     config = read_config(run_dir)  # first, so that a wrong path creates nothing
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
+    ending = (signal.SIGTERM, signal.SIGHUP)  # they also end the jobs that this process started, as Ctrl-C does
+    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # they end the jobs that this process started, as Ctrl-C does
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
         compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
     except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print("\n" + _table(compared))
     wrong = [each for each in compared if each.first is not None]
     for each in wrong:
