@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
         return 128 + signal.SIGPIPE
     except Exception as error:  # mostly of the user's code, which some commands import
-        from hvdtrain.cli.ending import end
+        from hvdtrain.cli.parser import end
 
         return end(error, None)
     return code

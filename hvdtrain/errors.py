@@ -3,26 +3,12 @@
 ::
 
     HvdtrainError
-    ├── ConfigError          an option or a config file is wrong
-    ├── TaskError            a task function cannot be loaded, or returned or raised something wrong
-    │   ├── CallOrderError   backward, step and so on were called in the wrong order
-    │   └── JoinedError      a rank has called Horovod's join, so only sums can be exchanged
-    ├── DataError            data is missing, empty or unreadable
-    │   └── TransientDataError         a process that loads data died, or a disk is full
-    ├── LaunchError          the ranks do not match: launcher, MPI or world size
-    │   └── UnreachableError           a host or a store does not answer
-    ├── LostRankError        a collective of torch.distributed failed, because another rank is lost
-    ├── HorovodError         Horovod is missing, or built for another torch or MPI
-    ├── BuildError           building Horovod failed
-    ├── RunDirectoryError    a run directory cannot be used
-    │   └── UnusableRunDirectoryError  trying again would fail, too
-    ├── CheckpointError      a checkpoint cannot be read or does not match the model
-    │   ├── UnreadableCheckpointError  its files cannot be opened; it may be complete
-    │   └── UnwrittenCheckpointError   a disk is full or damaged
-    ├── LostStateError       a part of the training's state was only in the memory of lost ranks
-    ├── TraceError           a trace cannot be read, or is from another program
-    ├── NonFiniteError       loss or gradient was inf or nan too many times in a row
-    └── DriftError           parameters differ between ranks
+    ├── TaskError            └── CallOrderError, JoinedError
+    ├── DataError            └── TransientDataError
+    ├── LaunchError          └── UnreachableError
+    ├── RunDirectoryError    └── UnusableRunDirectoryError
+    ├── CheckpointError      └── UnreadableCheckpointError, UnwrittenCheckpointError
+    └── ConfigError, LostRankError, HorovodError, BuildError, LostStateError, TraceError, NonFiniteError, DriftError
 """
 
 from __future__ import annotations

@@ -42,10 +42,8 @@ def _import_module(name: str, error: type[HvdtrainError]) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name and name.startswith(missing.name):
-            raise error(
-                f"there is no module {name!r} to import",
-                next_step="use file.py:name for a file, or install the module into this environment",
-            ) from missing
+            next_step = "use file.py:name for a file, or install the module into this environment"
+            raise error(f"there is no module {name!r} to import", next_step=next_step) from missing
         raise
 
 

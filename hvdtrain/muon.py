@@ -32,28 +32,19 @@ class Muon(Optimizer):
     A matrix changes by the orthogonal factor of its Nesterov momentum. Parameters (experts, rows, columns) are matrices
     one by one. Matrices of equal shape are orthogonalized in batches.
 
-    Args:
-        groups: of parameters; those with ``"matrices": True`` have parameters of two or three dimensions.
-        lr: learning rate of all groups.
-        weight_decay: decoupled weight decay of all groups.
-        momentum: of matrices.
-        betas: decay rates of AdamW's moments.
-        eps: number added to AdamW's denominator.
-        fused: use the fused kernel of AdamW.
-
     Errors: ValueError: a group with `matrices` has a parameter that is not one.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[dict[str, Any]],  # those with "matrices": True have parameters of two or three dimensions
         lr: float = 8e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.9,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        weight_decay: float = 0.1,  # decoupled, as in AdamW
+        momentum: float = 0.9,  # of matrices
+        betas: tuple[float, float] = (0.9, 0.95),  # decay rates of AdamW's moments
+        eps: float = 1e-8,  # added to AdamW's denominator
         *,
-        fused: bool = False,
+        fused: bool = False,  # use the fused kernel of AdamW
     ) -> None:
         options = {"momentum": momentum, "betas": betas, "eps": eps, "fused": fused, "matrices": False}
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, **options})

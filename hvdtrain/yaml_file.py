@@ -137,10 +137,7 @@ def _check_nodes(root: yaml.Node, what: str) -> None:
             for place, (key, value) in enumerate(node.value):
                 name = prefix + (key.value if isinstance(key, yaml.ScalarNode) else f"[{place}]")
                 if name in keys and key.value != "<<":
-                    raise ConfigError(
-                        f"{what} has the key {name} twice",
-                        expected="each option once",
-                        found=f"a second one in line {key.start_mark.line + 1}",
-                    )
+                    found = f"a second one in line {key.start_mark.line + 1}"
+                    raise ConfigError(f"{what} has the key {name} twice", expected="each option once", found=found)
                 keys.add(name)
                 pending += [(key, depth + 1, f"{name}?"), (value, depth + 1, f"{name}.")]

@@ -67,13 +67,8 @@ def _make(options: argparse.Namespace) -> int:
     cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]
     bundle.require_project(project)
     installed = tuple(sorted(canonicalize_name(name) for name in options.installed.split(",") if name.strip()))
-    target = Target(
-        options.python or get_python_version(),
-        options.platform or this_platform(),
-        options.torch or "0",
-        installed,
-        options.extras,
-    )
+    python, platform = options.python or get_python_version(), options.platform or this_platform()
+    target = Target(python, platform, options.torch or "0", installed, options.extras)
     if options.torch is None:
         pins = fetch.pins((project / "constraints.txt").read_text(), target.markers)
         target = replace(target, torch=package_version("torch") or pins["torch"])

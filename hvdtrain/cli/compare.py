@@ -6,6 +6,7 @@ import sys
 
 from hvdtrain.cli.parser import Parser, local
 
+_DESCRIPTION = "Compare the losses, options and costs of runs with those of the first."
 _EPILOG = """\
 examples:
   hvdtrain compare runs/a runs/b
@@ -41,11 +42,7 @@ def main(argv: list[str]) -> int:
 
 def parser() -> Parser:
     """Declare the options."""
-    made = Parser(
-        prog="hvdtrain compare",
-        description="Compare the losses, options and costs of runs with those of the first.",
-        epilog=_EPILOG,
-    )
+    made = Parser(prog="hvdtrain compare", description=_DESCRIPTION, epilog=_EPILOG)
     add = made.add_argument
     add("run_a", type=local, metavar="RUN_A", help="folder of the run to compare with (the base)")
     add("run_b", type=local, nargs="+", metavar="RUN_B", help="folders of other runs")

@@ -12,8 +12,7 @@ from typing import Any
 from hvdtrain.cli.parser import Parser, local
 
 _SHELLS = ("bash", "zsh", "fish")
-_PARSERS = {"launch": "hvdtrain.cli.launch_options"}
-"""Modules that declare the options of a command, if not the command's own."""
+
 TASK_HELP = "include the parameters of this task: NAME, file.py:function or module:function (default: language_model)"
 _EPILOG = """\
 run once, and again after an update:
@@ -96,7 +95,7 @@ def combined_parser(task_function: Callable[..., Any]) -> ArgumentParser:
     whole.add_argument("--version", action="store_true", help="print the version")
     commands = whole.add_subparsers()
     for name, (module, text) in COMMANDS.items():
-        own = import_module(_PARSERS.get(name, module))
+        own = import_module(module)
         if name == "train":
             commands.add_parser(name, help=text, parents=[_training(task_function)], add_help=False)
         elif hasattr(own, "COMMANDS"):

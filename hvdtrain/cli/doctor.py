@@ -11,9 +11,8 @@ import json
 import os
 import platform
 import shlex
-import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.variables import FOUND_BY, passed_variables
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
 from hvdtrain.runtime.mpi import check_launch
-from hvdtrain.runtime.tuning import Choice, prepare, without_our_variables
+from hvdtrain.runtime.tuning import prepare, without_our_variables
 
 if TYPE_CHECKING:
     from hvdtrain.doctor.links.expected import Outlook
@@ -72,9 +71,7 @@ def main(argv: list[str]) -> int:
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("hvdtrain: interrupted\n")
-        return 128 + signal.SIGINT
+
     if found is None:
         return 0
     if options.json:
@@ -93,8 +90,14 @@ def _examine(options: argparse.Namespace) -> Report | None:
         raise ConfigError("--write-site describes this host", next_step="omit --hosts and --probe")
     if options.hosts:
         return _check_hosts(options)
-    log = _read(options.nccl_log) if options.nccl_log else None
-    info, choices, refusal = _prepare(options)
+    log = _read_log(options.nccl_log) if options.nccl_log else None
+    refusal: LaunchError | None = None
+    try:
+        info, choices = prepare()
+    except LaunchError as error:  # the launcher's variables are inconsistent
+        if options.probe:  # which needs ranks
+            raise
+        info, choices, refusal = RankInfo(host=platform.node()), [], error
     if options.probe:
         return _probe_ranks(options, info)
     if info.rank != 0:
@@ -105,24 +108,8 @@ def _examine(options: argparse.Namespace) -> Report | None:
     return Report(examine(gather(info, environ(), options.run_dir, log, refusal)), info, choices)
 
 
-def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
-    """Return the rank, the settings, and the error of the launcher's variables, if they are inconsistent.
-
-    Errors: LaunchError: they are inconsistent, and --probe needs ranks.
-    """
-    try:
-        return *prepare(), None
-    except LaunchError as error:
-        if options.probe:
-            raise
-        return RankInfo(host=platform.node()), (), error
-
-
 def _write_site(path: Path) -> None:
-    """Write the proposed profile.
-
-    Errors: ConfigError: the file exists, has another name than NAME.yaml, or cannot be written.
-    """
+    """Write the proposed profile. Errors: ConfigError: it is not NAME.yaml, exists, or cannot be written."""
     if path.suffix != ".yaml":
         raise ConfigError(f"--write-site {path} is not the name of a profile", expected="NAME.yaml")
     now = without_our_variables(environ())
@@ -135,16 +122,13 @@ def _write_site(path: Path) -> None:
     print(f"wrote {path}: check it, then: hvdtrain launch --site {shlex.quote(str(path))} --dry-run ...")
 
 
-def _read(path: Path) -> NcclLog:
+def _read_log(path: Path) -> NcclLog:
     try:
         with io.TextIOWrapper(open_regular(path), errors="replace") as file:
             return read_nccl_log(file, str(path))
     except OSError as error:
-        raise ConfigError(
-            f"--nccl_log {path} cannot be read.",
-            expected="the output of a job with NCCL_DEBUG=INFO",
-            found=error.strerror,
-        ) from error
+        what, expected = f"--nccl_log {path} cannot be read.", "the output of a job with NCCL_DEBUG=INFO"
+        raise ConfigError(what, expected=expected, found=error.strerror) from error
 
 
 def _print_table(found: Report) -> None:
@@ -191,10 +175,8 @@ def _check_hosts_options(options: argparse.Namespace) -> None:
         what = "--model_parameters and --step_ms must be given together"
         raise ConfigError(what, next_step="give both, or only --run RUN")
     if model and options.run:
-        raise ConfigError(
-            "--run and --model_parameters cannot be given together",
-            next_step="remove --run, or remove --model_parameters and --step_ms",
-        )
+        what = "--run and --model_parameters cannot be given together"
+        raise ConfigError(what, next_step="remove --run, or remove --model_parameters and --step_ms")
     if (model or options.run) and not options.probe:
         what = "--run and --model_parameters need --probe, which measures the links"
         raise ConfigError(what, next_step="add --probe")
@@ -249,10 +231,8 @@ def _probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report | None:
             next_step="hvdtrain doctor --hosts a,b --probe, or under mpirun: python -m hvdtrain doctor --probe",
         )
     if info.launcher == GLOO_LAUNCHER:
-        raise ConfigError(
-            "--probe needs MPI, but these ranks were started without it.",
-            next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
-        )
+        next_step = "start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe"
+        raise ConfigError("--probe needs MPI, but these ranks were started without it.", next_step=next_step)
     check_launch(info)
     links = measure_ranks(info)
     if links is None:

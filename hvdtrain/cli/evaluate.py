@@ -7,16 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.cli.parser import MODEL_HELP, Parser, local
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
-
-if TYPE_CHECKING:
-    from hvdtrain.runtime.environment import RankInfo
-
+from hvdtrain.runtime.environment import RankInfo
 
 Result = tuple[dict[str, Any], Callable[[], list[str]]]
 """The values to print; and what makes the lines of --per_sample."""
@@ -61,7 +58,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Evaluate, and print on rank 0."""
-    from hvdtrain.cli.ending import end
+    from hvdtrain.cli.parser import end
     from hvdtrain.runtime.tuning import prepare
 
     make_output_unfailing()

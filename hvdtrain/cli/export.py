@@ -40,10 +40,8 @@ def main(argv: list[str]) -> int:
 
     source = find_model(str(options.run), "RUN")
     if not source.is_checkpoint:
-        raise ConfigError(
-            f"{options.run} is not a run or checkpoint of hvdtrain",
-            expected="a run folder, RUN@best, RUN@100 for step 100, or a checkpoint",
-        )
+        what = f"{options.run} is not a run or checkpoint of hvdtrain"
+        raise ConfigError(what, expected="a run folder, RUN@best, RUN@100 for step 100, or a checkpoint")
     export(source, options.out, options.format)
     print(f"{options.out} has the model of {source.folder}")
     return 0

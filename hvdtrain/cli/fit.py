@@ -102,10 +102,8 @@ def main(argv: list[str]) -> int:
 def _step_times(options: argparse.Namespace) -> list[StepTimes]:
     if not options.run:
         if options.bandwidth_gbit is not None or options.ranks_per_host is not None:
-            raise ConfigError(
-                "--bandwidth_gbit and --ranks_per_host affect the time of a step, which is not predicted",
-                next_step="name a run of this model: --run RUN",
-            )
+            what = "--bandwidth_gbit and --ranks_per_host affect the time of a step, which is not predicted"
+            raise ConfigError(what, next_step="name a run of this model: --run RUN")
         return []
     from hvdtrain.fit.step_time import StepTimes
 

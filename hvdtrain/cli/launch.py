@@ -19,16 +19,7 @@ from hvdtrain.cli.launch_options import given, parse, parser
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError, exit_code
-from hvdtrain.launch.choose import (
-    OWN,
-    Choice,
-    choose,
-    needs_machine,
-    options_of,
-    refuse_container,
-    refuse_options,
-    refuse_shape,
-)
+from hvdtrain.launch import choose
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import find_unknown_host, run_script
@@ -46,14 +37,15 @@ from hvdtrain.runtime.environment import LAUNCH_OPTIONS, change_variables, envir
 
 _SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGTERM", "SIGUSR1": "SIGUSR1"}
 """Signals that our own driver handles, and as which."""
+_OF_COMMAND = ("help", "dry_run", "site")
+"""Options that make no sense in a site's profile."""
 
 
 def main(argv: list[str]) -> int:
     """Run the subcommand and return the launcher's exit code.
 
     hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it.
-    2: an error that would recur, such as a wrong option.
-    1: the job could not be started.
+    2: an error that would recur, such as a wrong option; 1: the job could not be started.
     """
     site = NO_SITE
     try:
@@ -61,7 +53,7 @@ def main(argv: list[str]) -> int:
         site = find_site(typed.site, platform.node(), environ())
         options, choice, spec = _job(argv, typed, site)
         own = argv[: len(argv) - len(options.arguments)]
-        plan = plan_of(own, options, spec, environ()) if choice.target == OWN else None
+        plan = plan_of(own, options, spec, environ()) if choice.target == choose.OWN else None
         _say_choice(choice, spec, plan, site, starts=not options.dry_run)
         if note := idle_gpus(spec, choice.target, environ()):
             say(note)
@@ -71,8 +63,9 @@ def main(argv: list[str]) -> int:
         start = target.render(spec)
         if isinstance(start, Command):
             start = _found(Command(start.argv, {**spec.site_variables, **start.variables}))
-        if options.dry_run or isinstance(start, Script):
-            _refuse_undecoded(str(start))
+        text = str(start) if options.dry_run or isinstance(start, Script) else ""  # scripts and manifests are UTF-8
+        if found := re.search("[\ud800-\udfff]+", text):
+            raise LaunchError("an argument or the folder is not UTF-8", found=repr(text[: found.end()][-40:]))
         if options.dry_run:
             print(start)
             return 0
@@ -80,8 +73,11 @@ def main(argv: list[str]) -> int:
             say(f"not passed to the ranks, because other users could read them: {', '.join(hidden)}")
         if isinstance(start, Command):
             if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
+                words = ["--hosts", ",".join(spec.hosts)]
+                words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
+                words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
                 where = "it has no address, and is not in ssh's configuration"
-                say(f"unknown host {host}: {where}; if the start fails: {_doctor(spec)}")
+                say(f"unknown host {host}: {where}; if the start fails: {command_line('hvdtrain', 'doctor', *words)}")
             return _run(own, start, target)
         if spec.trains and not target.elsewhere and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
@@ -94,38 +90,32 @@ def main(argv: list[str]) -> int:
         return exit_code(error)
 
 
-def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argparse.Namespace, Choice, JobSpec]:
+def _job(argv: list[str], typed: argparse.Namespace, site: Site) -> tuple[argparse.Namespace, choose.Choice, JobSpec]:
     """Return the options, the target and the job. Set the variables of the site's profile in this process."""
     # Options of a profile neither choose our own driver nor are refused.
     asked = [name for name in given(typed) if name != "container" or typed.container]
     change_variables({name: value for name, value in site.environment.items() if name not in environ()})
     options = merge(site, argv, typed)
-    machine = detect_machine(environ()) if needs_machine(options.to, asked) else Machine()
+    machine = detect_machine(environ()) if choose.needs_machine(options.to, asked) else Machine()
     machine = replace(machine, pmi=options.pmi or "")
-    choice = choose(options.to, {*asked, *(["container"] if options.container else [])}, machine)
-    refuse_options(choice.target, asked)
-    refuse_container(choice.target, asked, options.container)
+    choice = choose.choose(options.to, {*asked, *(["container"] if options.container else [])}, machine)
+    choose.refuse_options(choice.target, asked)
+    choose.refuse_container(choice.target, asked, options.container)
     options = merge(site, argv, typed, choice.target)
     spec = spec_of(options, choice, machine, environ(), site)
-    refuse_shape(spec, choice.target)
+    choose.refuse_shape(spec, choice.target)
     return options, choice, spec
 
 
-def _say_choice(choice: Choice, spec: JobSpec, plan: WorkerPlan | None, site: Site, *, starts: bool) -> None:
+def _say_choice(choice: choose.Choice, spec: JobSpec, plan: WorkerPlan | None, site: Site, *, starts: bool) -> None:
     agents = f"; agents on other hosts by {plan.starter.by}" if plan and (spec.remote or spec.discover) else ""
     box = f"; containers by {spec.container.runtime}" if spec.container else ""
     by_site = f"; {site}" if site is not NO_SITE else ""
     what = f"starting {spec.ranks} rank(s), " if starts else ""
     say(f"{what}--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}{agents}{box}{by_site}")
     missing = site.missing_modules(environ())
-    if missing and not {"directive", "image"} & options_of(choice.target):  # only scripts load them
+    if missing and not {"directive", "image"} & choose.options_of(choice.target):  # only scripts load them
         say(f"modules of the site that are not loaded here: {' '.join(missing)}")
-
-
-def _refuse_undecoded(text: str) -> None:
-    """Raise LaunchError for bytes of an argument or a folder that are not UTF-8: scripts and manifests are."""
-    if found := re.search("[\ud800-\udfff]+", text):
-        raise LaunchError("an argument or the folder is not UTF-8", found=repr(text[: found.end()][-40:]))
 
 
 def say(text: str) -> None:
@@ -173,13 +163,6 @@ def _found(start: Command) -> Command:
     return Command(start.argv, {"PATH": os.pathsep.join([folder, now.get("PATH", os.defpath)]), **start.variables})
 
 
-def _doctor(spec: JobSpec) -> str:
-    words = ["--hosts", ",".join(spec.hosts)]
-    words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
-    words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
-    return command_line("hvdtrain", "doctor", *words)
-
-
 def _run(own: Sequence[str], start: Command, target: Target) -> int:
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
@@ -219,10 +202,6 @@ def _submit(start: Script, target: Target) -> int:
     return subprocess.run(start.submit, input=start.text, env=variables, text=True, check=False).returncode
 
 
-_OF_COMMAND = ("help", "dry_run", "site")
-"""Options that make no sense in a profile."""
-
-
 class _Strict(Parser):
     """A parser that raises its errors."""
 
@@ -233,19 +212,15 @@ class _Strict(Parser):
 def merge(site: Site, argv: Sequence[str], typed: argparse.Namespace, target: str | None = None) -> argparse.Namespace:
     """Return the options of a profile, overridden by those of the command line. Repeated options add to its own.
 
-    Args:
-        site: the profile.
-        argv: the command line.
-        typed: its options alone.
-        target: leave out options of the profile that it does not take; None for all of them.
+    `typed` are the options of `argv` alone. With a `target`, options of the profile that it does not take are left out.
 
     Errors: LaunchError: the profile has an unknown option or an invalid value.
     """
     by_option = _words(site)
     if typed.hosts:
         by_option.pop("discover", None)
-    words = [word for name, some in by_option.items() if target is None or name in options_of(target) for word in some]
-    return parse([*words, *argv])
+    takes = by_option.keys() if target is None else choose.options_of(target)
+    return parse([*(word for name, some in by_option.items() if name in takes for word in some), *argv])
 
 
 def _words(site: Site) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.config.schema import Config
@@ -23,16 +24,11 @@ scheduler, or with hvdtrain's own driver. The driver keeps an elastic job
 running while ranks and hosts join and leave. --dry-run prints what would run."""
 
 _OF_HOROVODRUN = {
-    "--min-np": "--elastic MIN:MAX",
-    "--max-np": "--elastic MIN:MAX",
-    "--min-num-proc": "--elastic MIN:MAX",
-    "--max-num-proc": "--elastic MIN:MAX",
-    "--np": "-np N",
-    "--num-proc": "-np N",
+    **dict.fromkeys(("--min-np", "--max-np", "--min-num-proc", "--max-num-proc"), "--elastic MIN:MAX"),
+    **dict.fromkeys(("--np", "--num-proc"), "-np N"),
     "--hosts": "-H a:2,b:2",
     "--host-discovery-script": "--discover SCRIPT",
-    "--network-interface": "--interface IF",
-    "--network-interfaces": "--interface IF",
+    **dict.fromkeys(("--network-interface", "--network-interfaces"), "--interface IF"),
 }
 """Options of horovodrun, and the options of launch that replace them."""
 
@@ -58,8 +54,7 @@ def _whole(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
-    return _whole(text, 1)
+_positive = partial(_whole, least=1)
 
 
 def _word(pattern: str, problem: str) -> Callable[[str], str]:

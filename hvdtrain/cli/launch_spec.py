@@ -44,7 +44,9 @@ def spec_of(
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
     elastic = _range(options.elastic)
     ranks = options.np or _ranks(options, sum(hosts.values()))
-    words = _arguments(options.arguments)
+    if options.arguments and options.arguments[0] != "--":  # unknown arguments of launch
+        raise LaunchError(f"{options.arguments[0]!r} is not an option of launch", next_step=AFTER_DASHES)
+    words = tuple(options.arguments[1:])
     is_program = _is_program(words)
     elsewhere = target is not None and target.elsewhere
     own = {name: value for name, value in site.environment.items() if elsewhere or environ[name] == value}
@@ -119,6 +121,7 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
     interface = spec.interface or next(iter(networks().values()), "")
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
+
     return WorkerPlan(
         spec,
         program=_rank_program(spec),
@@ -236,13 +239,6 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
         return int(options.nodes or 1) * int(options.gpus_per_node)
     next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
     raise LaunchError("the number of ranks is missing", next_step=next_step)
-
-
-def _arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words after ``--``. Words without ``--`` before them are unknown arguments of launch."""
-    if words and words[0] != "--":
-        raise LaunchError(f"{words[0]!r} is not an option of launch", next_step=AFTER_DASHES)
-    return tuple(words[1:])
 
 
 def _is_program(words: Sequence[str]) -> bool:

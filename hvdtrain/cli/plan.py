@@ -53,8 +53,12 @@ def main(argv: list[str]) -> int:
     from hvdtrain.plan.description import describe
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.plan.refusals import resolve
+    from hvdtrain.yaml_file import flatten, read_yaml
 
-    given = _of_every_run(options.config) if options.config is not None else []
+    given = []
+    if options.config is not None:
+        flat = flatten({name: value for name, value in read_yaml(options.config).items() if name in _NAMES})
+        given = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flat.items()]
     rest, others = _divide(rest)
     config = parse_argv([*given, *rest], None).config
     plan = resolve(config, elastic=options.elastic)
@@ -119,11 +123,3 @@ def _divide(argv: list[str]) -> tuple[list[str], list[str]]:
             others += [] if is_own else [name]
         own += [word] if is_own else []
     return own, others
-
-
-def _of_every_run(file: Path) -> list[str]:
-    """Return the options of a file that every run has, as of a command line."""
-    from hvdtrain.yaml_file import flatten, read_yaml
-
-    flat = flatten({name: value for name, value in read_yaml(file).items() if name in _NAMES})
-    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flat.items()]

@@ -64,7 +64,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Measure, print on rank 0, and return the exit code: that of rank 0 counts, other ranks return 0."""
-    from hvdtrain.cli.ending import end
+    from hvdtrain.cli.parser import end
     from hvdtrain.observe.output import make_output_unfailing
 
     make_output_unfailing()
@@ -101,7 +101,12 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     hosts += [fact["host"] for fact in facts]
     found = _measure(comm, options, info, facts, log, deadline)
     deadline.close()
-    on_rank_0(comm, lambda: _show(options, found), name="preflight/shown")
+
+    def show() -> None:
+        print(json.dumps(asdict(found)) if options.json else "\n".join(lines(found)), flush=True)
+        _write(options.write, found.bad)
+
+    on_rank_0(comm, show, name="preflight/shown")
     if info.rank or not found.bad:
         rounds.report_leaving("finished")
     return found
@@ -169,11 +174,6 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
         "remarks": gpu_remarks(gpu) if gpu is not None else [],
         "gpu_free_bytes": torch.cuda.mem_get_info(device)[0] if gpu is not None else None,
     }
-
-
-def _show(options: argparse.Namespace, found: Preflight) -> None:
-    print(json.dumps(asdict(found)) if options.json else "\n".join(lines(found)), flush=True)
-    _write(options.write, found.bad)
 
 
 def _write(path: Path | None, hosts: Iterable[str]) -> None:

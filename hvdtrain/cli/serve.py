@@ -162,11 +162,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} cannot be listened on",
-            found=str(error),
-            next_step="choose another port: --port 0 takes a free one",
-        ) from error
+        next_step = "choose another port: --port 0 takes a free one"
+        raise ConfigError(f"{host}:{port} cannot be listened on", found=str(error), next_step=next_step) from error
 
 
 def _port(text: str) -> int:

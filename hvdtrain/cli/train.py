@@ -13,10 +13,9 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
+from hvdtrain.cli.parser import EXIT_OF_SIGNAL, end, show
 from hvdtrain.config.spelling import declared_spelling
-from hvdtrain.observe.output import FailureOutput, make_output_unfailing
-from hvdtrain.observe.progress import duration, table
+from hvdtrain.observe.output import FailureOutput, duration, make_output_unfailing, table
 from hvdtrain.observe.shell_commands import command_line, relative_to_start, resume_command
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import NoPlace

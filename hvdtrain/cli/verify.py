@@ -8,18 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.ending import end
-from hvdtrain.cli.parser import Parser, local, positive, run_group
+from hvdtrain.cli.parser import Parser, end, local, positive, run_group
 
 if TYPE_CHECKING:
-    from hvdtrain.verify.equality import Comparison
+    from hvdtrain.verify.resume import Comparison
 
 COMMANDS = {
     "data": "check that every sample of each epoch was used exactly once, across kills and resizes",
@@ -78,16 +74,15 @@ def parser(name: str) -> Parser:
     if name == "data":
         made = Parser(prog="hvdtrain verify data", description=_DATA_DESCRIPTION, epilog=_DATA_EPILOG)
         made.add_argument("run", type=local, metavar="RUN", help="run folder")
-        return made
-    if name == "plan":
+    elif name == "plan":
         made = Parser(prog="hvdtrain verify plan", description=_PLAN_DESCRIPTION, epilog=_PLAN_EPILOG)
         help_ = "number of ranks to start (default: twice as many as divide the model, or 2)"
         made.add_argument("--ranks", type=positive, metavar="N", help=help_)
-        return made
-    made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
-    made.add_argument("run", type=local, metavar="RUN", help="run folder with the config to train")
-    made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
-    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
+    else:
+        made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
+        made.add_argument("run", type=local, metavar="RUN", help="run folder with the config to train")
+        made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
+        made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
     return made
 
 
@@ -110,12 +105,16 @@ def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
 
     config = read_config(run_dir)  # first, so that a wrong path creates nothing
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
+    ending = (signal.SIGTERM, signal.SIGHUP)  # they also end the jobs that this process started, as Ctrl-C does
+    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:
-        with _ended_by(signal.SIGTERM, signal.SIGHUP):
-            compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
+        compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
     except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print("\n" + _table(compared))
     wrong = [each for each in compared if each.first is not None]
     for each in wrong:
@@ -155,21 +154,6 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     if info.rank == 0:
         print(found.to_text(), flush=True)
     return 1 if found.wrong else 0
-
-
-@contextmanager
-def _ended_by(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals that end this process also end the jobs that it started, as Ctrl-C does."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _table(compared: list[Comparison]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.compare.curves import SAMPLES, SECONDS, Curve, Points
 from hvdtrain.errors import TraceError
 from hvdtrain.observe.cost import Cost, cost_of
-from hvdtrain.observe.past_journal import ENDINGS, JournalStart, PastSteps, read_journal_starts
+from hvdtrain.observe.past_journal import ENDINGS, PastSteps, read_journal_starts
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.yaml_file import flatten
@@ -66,7 +66,10 @@ def read_run(path: Path) -> RunRecord:
         SAMPLES: Curve(*_segments(np.array(past.positions, float), values), values),
         SECONDS: Curve(*_segments(np.array(past.seconds), values), values),
     }
-    return RunRecord(path, losses, evaluations, options, started, _state(starts, past), cost_of(starts))
+    ends = [event["event"] for event in starts[-1].events if event["event"] in ENDINGS] if starts else []
+    state = f"step {len(past.seconds) - 1:,}, {ends[-1] if ends else 'no end: killed, or still running'}"
+    state += f", {len(starts)} starts" if len(starts) > 1 else ""
+    return RunRecord(path, losses, evaluations, options, started, state, cost_of(starts))
 
 
 def _segments(ends: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -88,7 +91,9 @@ def _evaluations(past: PastSteps) -> dict[str, dict[str, Points]]:
     for step, event in sorted(past.evaluations.items()):
         if step not in past:
             continue
-        figures = {HELD_OUT: event["loss"], **_own_names(event.get("metrics") or {})}
+        figures = {HELD_OUT: event["loss"]}
+        for name, value in (event.get("metrics") or {}).items():  # one with the name of a figure of ours gets another
+            figures[f"metric_{name}" if name in (LOSS, HELD_OUT) else name] = value
         for name, value in figures.items():
             place = (float(past.positions[step]), past.seconds[step])
             found.setdefault(name, []).append((*place, float("nan") if value is None else float(value)))
@@ -97,15 +102,3 @@ def _evaluations(past: PastSteps) -> dict[str, dict[str, Points]]:
         samples, seconds, values = np.array(rows).T
         made[name] = {SAMPLES: Points(samples, values), SECONDS: Points(seconds, values)}
     return made
-
-
-def _own_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the task; one with the name of a figure of ours gets another name."""
-    return {f"metric_{name}" if name in (LOSS, HELD_OUT) else name: value for name, value in metrics.items()}
-
-
-def _state(starts: list[JournalStart], past: PastSteps) -> str:
-    steps = f"step {len(past.seconds) - 1:,}"
-    ends = [event["event"] for event in starts[-1].events if event["event"] in ENDINGS] if starts else []
-    counted = f", {len(starts)} starts" if len(starts) > 1 else ""
-    return f"{steps}, {ends[-1] if ends else 'no end: killed, or still running'}{counted}"

@@ -15,7 +15,7 @@ from hvdtrain.compare.comparison import Comparison, Row
 from hvdtrain.compare.curves import SAMPLES, SECONDS
 from hvdtrain.compare.read import RunRecord
 from hvdtrain.observe import cost
-from hvdtrain.observe.progress import duration
+from hvdtrain.observe.output import duration
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.report import condition

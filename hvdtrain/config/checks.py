@@ -32,52 +32,34 @@ def _fraction(of: str) -> _Rule:
 
 
 _RULES: Mapping[str, _Rule] = {
-    "train.steps": _COUNT,
-    "train.epochs": _POSITIVE,
-    "train.stop_at": _AT_LEAST_1,
-    "train.global_batch": _COUNT,
+    **dict.fromkeys(("train.steps", "train.global_batch", "parallel.tp", "parallel.ep", "parallel.cp"), _COUNT),
+    **dict.fromkeys(("parallel.pp", "parallel.virtual_stages", "outer.fragments", "loader.prefetch"), _COUNT),
+    **dict.fromkeys(("train.stop_at", "train.eval_every", "train.patience", "train.max_skipped"), _AT_LEAST_1),
+    "checkpoint.keep": _AT_LEAST_1,
+    **dict.fromkeys(("train.epochs", "optimizer.lr", "optimizer.eps", "parallel.bucket_mib", "outer.lr"), _POSITIVE),
+    **dict.fromkeys(("memory.limit", "observe.peak_tflops"), _POSITIVE),
+    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "outer.momentum"), _DECAY_RATE),
+    "outer.mix": _DECAY_RATE,
     "train.clip": _not_negative("off"),
-    "train.eval_every": _AT_LEAST_1,
     "train.eval_samples": _not_negative("all"),
     "train.check_every": _not_negative("at checkpoints only"),
-    "train.patience": _AT_LEAST_1,
     "train.ema": (lambda value: 0 < value < 1, "more than 0, and less than 1"),
     "train.router_bias": _not_negative("off"),
     "train.balance_loss": _not_negative("none"),
-    "train.max_skipped": _AT_LEAST_1,
-    "optimizer.lr": _POSITIVE,
     "optimizer.weight_decay": _not_negative("off"),
-    "optimizer.beta1": _DECAY_RATE,
-    "optimizer.beta2": _DECAY_RATE,
-    "optimizer.eps": _POSITIVE,
-    "optimizer.momentum": _DECAY_RATE,
     "optimizer.warmup_steps": _not_negative("no warm-up"),
     "optimizer.min_lr": _fraction("optimizer.lr"),
     "optimizer.decay": _fraction("all steps"),
-    "parallel.bucket_mib": _POSITIVE,
     "parallel.dp_shard": (lambda value: value >= 2, "2 or more"),
-    "parallel.tp": _COUNT,
-    "parallel.ep": _COUNT,
-    "parallel.cp": _COUNT,
-    "parallel.pp": _COUNT,
-    "parallel.virtual_stages": _COUNT,
     "parallel.workers": (lambda value: 2 <= value < _LIMIT, "2 or more"),
-    "outer.lr": _POSITIVE,
-    "outer.momentum": _DECAY_RATE,
     "outer.feedback": _fraction("what compression has lost"),
     "outer.start_steps": _not_negative("none"),
-    "outer.fragments": _COUNT,
     "outer.delay": _not_negative("use it at once"),
-    "outer.mix": (lambda value: 0 <= value < 1, "0 or more, and less than 1"),
-    "memory.limit": _POSITIVE,
     "loader.workers": (lambda value: 0 <= value <= 1024, "0 to 1024 processes per rank"),
-    "loader.prefetch": _COUNT,
     "checkpoint.every": _not_negative("at the end only"),
-    "checkpoint.keep": _AT_LEAST_1,
     "elastic.loss_s": _not_negative("lose nothing"),
     "observe.line_every_s": _not_negative("each step"),
     "observe.histograms_every": _not_negative("off"),
-    "observe.peak_tflops": _POSITIVE,
     "observe.stall_timeout_s": _not_negative("never"),
     "observe.watch_every_s": _not_negative("never"),
     "observe.price_per_hour": _not_negative("free"),
@@ -120,10 +102,8 @@ def _check_workers(config: Config) -> None:
     plan, train, sync = outer_plan(config), config.train, f"--parallel.sync {config.parallel.sync}"
     if plan is None:
         if config.parallel.workers is not None:
-            raise ConfigError(
-                f"--parallel.workers {config.parallel.workers} has no effect with {sync}",
-                next_step="add for example --parallel.sync diloco:32, or omit it",
-            )
+            what = f"--parallel.workers {config.parallel.workers} has no effect with {sync}"
+            raise ConfigError(what, next_step="add for example --parallel.sync diloco:32, or omit it")
         return
     if train.micro_batch == SIZE_AUTO:  # which workers do not support
         return

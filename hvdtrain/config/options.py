@@ -15,26 +15,14 @@ import yaml
 from hvdtrain.config.schema import Config
 from hvdtrain.yaml_file import yaml_text
 
-_TYPE_NAMES: Mapping[Any, str] = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    type(None): "null",
-}
-_METAVARS: Mapping[str, str] = {
-    "run_dir": "DIR",
+_TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+_METAVARS = {
+    **dict.fromkeys(("run_dir", "model.from", "data.dataset"), "DIR"),
+    **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
+    **dict.fromkeys(("data.text", "data.chat"), "GLOB"),
+    **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),
     "resume": "CHECKPOINT",
-    "model.config": "FILE",
-    "model.from": "DIR",
-    "data.text": "GLOB",
-    "data.tokens": "FILE",
-    "data.dataset": "DIR",
-    "data.chat": "GLOB",
-    "data.tokenizer": "FILE",
     "parallel.compression": "NAME",
-    "observe.timeline": "STEPS",
-    "observe.profile": "STEPS",
 }
 """Placeholders of options for which the last part of the name says nothing new."""
 _SECTIONS = ("", "model", "data", "train", "optimizer", "parallel", "memory", "checkpoint", "loader", "elastic",

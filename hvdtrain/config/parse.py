@@ -35,15 +35,8 @@ NOT_IDENTITY = (
 )
 """Prefixes of options that may change when a run resumes."""
 
-_TYPE_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "list": "a list such as '[A, B]'",
-    "NoneType": "null",
-    "None": "null",
-}
+_TYPE_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null",
+               "NoneType": "null", "list": "a list such as '[A, B]'"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,11 +118,8 @@ def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
         try:
             parser.add_function_arguments(task_function, as_group=False, fail_untyped=False)
         except ValueError as error:  # such as a **more that it passes on
-            raise ConfigError(
-                "the parameters of the task function cannot be options",
-                found=str(error),
-                next_step="rename or remove them",
-            ) from None
+            what = "the parameters of the task function cannot be options"
+            raise ConfigError(what, found=str(error), next_step="rename or remove them") from None
     return parser
 
 
@@ -224,7 +214,11 @@ def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
     if namespace.optimizer.lr is None:  # so that `config.yaml` names it
         namespace.optimizer.lr = LEARNING_RATES[namespace.optimizer.name]
     resolved = yaml.safe_load(parser.dump(namespace))
-    values = vars(parser.instantiate(namespace, instantiators=[(_make_section, object, True)]))
+
+    def make_section(section: type, *args: Any, **options: Any) -> Any:
+        return section(*args, **{f"{name}_" if iskeyword(name) else name: value for name, value in options.items()})
+
+    values = vars(parser.instantiate(namespace, instantiators=[(make_section, object, True)]))
     names = {field.name for field in fields(Config)}
     config = Config(**{name: values[name] for name in names})
     check_values(flatten(asdict(config)), config)
@@ -232,14 +226,13 @@ def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
     return RunConfig(config, task_args, resolved)
 
 
-def _make_section(section: type, *args: Any, **options: Any) -> Any:
-    return section(*args, **{f"{name}_" if iskeyword(name) else name: value for name, value in options.items()})
-
-
 def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:
     """Convert the parser's error into ours. For an unknown option it names the nearest one."""
     known = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
-    for option, place in _options_used(argv):
+    used = [(argument.partition("=")[0], "") for argument in argv if argument.startswith("--")]
+    for path in map(Path, _values("--config", argv)):
+        used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
+    for option, place in used:
         if declared_spelling(option, known) not in known and f"--{option}" not in known:
             return ConfigError(f"there is no option {option}{place}", next_step=_instead(option, known))
     text = " ".join(str(error.message).split())
@@ -283,11 +276,3 @@ def _in_words(hint: str) -> str:
     text = re.sub(r"Literal\['(\w+)'\]", r"\1", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", text)
     return re.sub(r"\b(int|float|bool|str|list|NoneType|None)\b", lambda found: _TYPE_WORDS[found[1]], text)
-
-
-def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each option in use, and the config file that it comes from in words, or ""."""
-    used = [(argument.partition("=")[0], "") for argument in argv if argument.startswith("--")]
-    for path in map(Path, _values("--config", argv)):
-        used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
-    return used

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hvdtrain.config.schema import Config
 
 EVERY_STEP = "every_step"
 AUTO_SYNC = "auto"
@@ -63,8 +60,6 @@ class OuterPlan:
 
 _DEFAULTS: dict[str, dict[str, float | str]] = {
     "local": {"lr": 1.0, "momentum": 0.0},
-    "diloco": {},
-    "streaming": {},
     "sparseloco": {"lr": 1.0, "momentum": 0.0, "feedback": 0.95, "coding": "topk:0.03"},
 }
 _STREAMING = 4
@@ -90,12 +85,10 @@ def outer_plan(config: Config) -> OuterPlan | None:
     interval = sync.every // fragments
     delay = outer.delay if outer.delay is not None else (interval // 2 if streams else 0)
     given = {"lr": outer.lr, "momentum": outer.momentum, "feedback": outer.feedback, "coding": outer.compression}
-    chosen = {**_DEFAULTS[sync.method], **{name: value for name, value in given.items() if value is not None}}
+    chosen = {**_DEFAULTS.get(sync.method, {}), **{name: value for name, value in given.items() if value is not None}}
     if sync.every % fragments:
-        raise ConfigError(
-            f"--outer.fragments {fragments} does not divide --parallel.sync {config.parallel.sync}",
-            expected=f"a divisor of {sync.every}",
-        )
+        what = f"--outer.fragments {fragments} does not divide --parallel.sync {config.parallel.sync}"
+        raise ConfigError(what, expected=f"a divisor of {sync.every}")
     if delay >= interval:
         raise ConfigError(
             f"--outer.delay {delay} is not below the {interval} steps between two exchanges",

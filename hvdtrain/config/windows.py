@@ -36,9 +36,8 @@ OFF = Window(last=0)
 def parse_window(text: str, option: str, *words: str) -> Window:
     """Read a window of steps: ``off``, ``all`` or ``FIRST:LAST``.
 
-    Errors:
-        ConfigError: it is none of these, FIRST is 0, or FIRST is after LAST. The message names `option`, and `words`,
-            its other values, which the caller handles.
+    Errors: ConfigError: it is none of these, FIRST is 0, or FIRST is after LAST. The message names `option`, and
+    `words`, its other values, which the caller handles.
     """
     if text in ("off", "all"):
         return OFF if text == "off" else ALL

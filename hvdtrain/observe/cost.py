@@ -42,7 +42,8 @@ def cost_of(starts: Sequence[JournalStart]) -> Cost | None:
         return None
     hours = [devices_of(start) * max(0.0, start.last_time - start.started["time"]) / S_PER_HOUR for start in known]
     hours = [own + gap for own, gap in zip(hours, hours_before(known), strict=True)]
-    prices = [_price(start) for start in known]
+    configs = [as_mapping(as_mapping(start.started.get("config")).get("observe")) for start in known]
+    prices = [float(price) if _is_number(price := config.get("price_per_hour")) else None for config in configs]
     paid = [price * used for price, used in zip(prices, hours, strict=True) if price is not None]
     energy_kwh, unmeasured = _energy(known)
     money = sum(paid) if len(paid) == len(known) else None
@@ -65,16 +66,12 @@ def hours_before(known: Sequence[JournalStart]) -> list[float]:
 
 
 def text(cost: Cost) -> str:
-    """Format a cost as one line."""
+    """Format a cost as one line, with the energy, or why it is unknown."""
     parts = [f"money {money(cost.money)}"] if cost.money is not None else []
-    return ", ".join([*parts, f"{number(cost.device_hours)} device-hours", energy(cost)])
-
-
-def energy(cost: Cost) -> str:
-    """Format the energy, or say why it is unknown."""
+    energy = f"energy not measured ({next(iter(cost.unmeasured.values()), 'no counters')})"
     if cost.all_kwh is not None:
-        return f"{number(cost.all_kwh)} kWh ({' and '.join(cost.energy_kwh)})"
-    return f"energy not measured ({next(iter(cost.unmeasured.values()), 'no counters')})"
+        energy = f"{number(cost.all_kwh)} kWh ({' and '.join(cost.energy_kwh)})"
+    return ", ".join([*parts, f"{number(cost.device_hours)} device-hours", energy])
 
 
 def number(value: float) -> str:
@@ -98,11 +95,6 @@ def devices_of(start: JournalStart) -> int:
     return int(found if _is_number(found) else start.started["size"])
 
 
-def _price(start: JournalStart) -> float | None:
-    price = as_mapping(as_mapping(start.started.get("config")).get("observe")).get("price_per_hour")
-    return float(price) if _is_number(price) else None
-
-
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return a mapping of a record; an empty one if it is anything else, as in a damaged journal."""
     return value if isinstance(value, Mapping) else {}
@@ -119,7 +111,8 @@ def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str,
     for start in starts:
         last = (start.events_named("energy") or [{}])[-1]
         for kind, reason in _reasons(start.started).items():
-            if reason or kind in _failed(last):
+            failed = last.get("failed")
+            if reason or (isinstance(failed, list) and kind in failed):
                 reasons.setdefault(kind, reason or "a counter failed during the run")
             joules = as_mapping(last.get("joules")).get(kind)
             used[kind] = used.get(kind, 0.0) + (joules if _is_number(joules) else 0.0)
@@ -127,11 +120,6 @@ def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str,
         missing = {kind for kind in used for start in starts if kind not in _reasons(start.started)}
         reasons |= dict.fromkeys(missing - reasons.keys(), "not in every start")
     return {kind: joules / _J_PER_KWH for kind, joules in used.items() if kind not in reasons}, reasons
-
-
-def _failed(event: Mapping[str, Any]) -> list[Any]:
-    found = event.get("failed")
-    return found if isinstance(found, list) else []
 
 
 def _reasons(started: Mapping[str, Any]) -> dict[str, str]:

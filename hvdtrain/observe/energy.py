@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from hvdtrain.observe.monitor import GpuIdentity, open_nvml
 
@@ -22,13 +21,6 @@ _ZONE = re.compile(r"intel-rapl(:\d+){1,2}")
 
 class CounterError(Exception):
     """A counter cannot be read; the text is the reason."""
-
-
-class Counter(Protocol):
-    """A counter of energy."""
-
-    def read(self) -> int:
-        """Return the millijoules since some moment; they never fall. Errors: CounterError."""
 
 
 class GpuCounter:
@@ -57,9 +49,6 @@ class CpuCounter:
     Zones of parts of a processor are left out, because the processor's own counter includes them. That of memory
     (dram) is separate. AMD's processors have the same files.
 
-    Args:
-        root: the root of the file system with ``sys``.
-
     Errors: CounterError: there are no counters, or this user may not read them.
     """
 
@@ -72,23 +61,19 @@ class CpuCounter:
         for zone in zones:
             name = _text(zone / "name")
             if name.startswith("package") or name == "dram":
-                self._last_uj[zone] = _number(zone / "energy_uj")
-                self._zones[zone] = _number(zone / "max_energy_range_uj")
+                self._last_uj[zone] = int(_text(zone / "energy_uj"))
+                self._zones[zone] = int(_text(zone / "max_energy_range_uj"))
         if not self._zones:
             raise CounterError("no RAPL counters")
 
     def read(self) -> int:
         """Return the millijoules since this object was made. Each counter may have started again at 0 once."""
         for zone, range_uj in self._zones.items():
-            now_uj = _number(zone / "energy_uj")
+            now_uj = int(_text(zone / "energy_uj"))
             used_uj = now_uj - self._last_uj[zone]
             self._total_uj += used_uj if used_uj >= 0 else used_uj + range_uj
             self._last_uj[zone] = now_uj
         return self._total_uj // 1000
-
-
-def _number(file: Path) -> int:
-    return int(_text(file))
 
 
 def _text(file: Path) -> str:
@@ -100,6 +85,10 @@ def _text(file: Path) -> str:
         raise CounterError(f"RAPL: {error.strerror}") from None
 
 
+Counter = GpuCounter | CpuCounter
+"""A counter of energy, with `read`: millijoules since some moment; they never fall. Errors: CounterError."""
+
+
 def open_counter(make: Callable[[], Counter]) -> tuple[Counter | None, str]:
     """Return a counter, or None and the reason why there is none."""
     try:
@@ -109,12 +98,7 @@ def open_counter(make: Callable[[], Counter]) -> tuple[Counter | None, str]:
 
 
 class EnergyMeter:
-    """Sums the energy of this rank's counters. A thread of its own reads them, because a driver may take long.
-
-    Args:
-        counters: by kind.
-        every_s: how often to read.
-    """
+    """Sums the energy of this rank's counters. A thread of its own reads them, because a driver may take long."""
 
     def __init__(self, counters: Mapping[str, Counter], every_s: float = EVERY_S) -> None:
         self._counters = dict(counters)

@@ -36,12 +36,9 @@ _PEAKS: tuple[tuple[str, dict[str, float], str], ...] = (
 
 
 def peak_tflops(device: str, precision: str, *, tf32: bool) -> tuple[float, str] | None:
-    """Return the peak of a device in TFLOP/s, and the source; None for an unknown device or precision.
+    """Return the peak of a device, by its name in torch, in TFLOP/s, and the source; None if it is not known.
 
-    Args:
-        device: its name in torch.
-        precision: fp32, bf16 or fp16.
-        tf32: whether fp32 products may be rounded to TF32.
+    `tf32`: whether fp32 products may be rounded to TF32.
     """
     wanted = ("tf32" if tf32 else "fp32",) if precision == "fp32" else (precision, "half")
     if " MIG " in device:  # a part of a device

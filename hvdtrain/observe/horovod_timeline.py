@@ -35,9 +35,8 @@ class HorovodTimeline:
     early: only the negotiation of these broadcasts may lack its beginning or end. Work between the last step of the
     window and the next step, such as an evaluation, is in the file too.
 
-    Opening and closing each wait about 1.1 ms for the writer thread, because Horovod polls it every millisecond. A
-    busy-waiting writer gets idle priority while it has nothing to do, but only then: on busy cores that priority
-    delayed opening by up to 0.2 s, and Horovod's shutdown by a second.
+    Opening and closing wait for the writer thread, which Horovod polls every millisecond. A busy-waiting writer gets
+    idle priority while it has nothing to do, but only then: on busy cores it delays opening and Horovod's shutdown.
     """
 
     comm: Comm

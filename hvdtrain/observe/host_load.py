@@ -23,11 +23,8 @@ _TICK_S, _LATE_S, _MOST_OF_IT = 0.1, 0.05, 0.8
 class HostLoad:
     """Measures the causes for this rank. Constructed and read in the training thread.
 
-    Figures of the host and the GPU may take long to read, so a thread of its own reads them every two seconds.
-
-    Args:
-        gpu: returns figures of the device (`Monitor.device`), empty without one.
-        root: replaces ``/`` before ``proc``.
+    Figures of the host and the GPU (`gpu` returns those of `Monitor.device`) may take long to read, so a thread of its
+    own reads them every two seconds.
     """
 
     def __init__(self, gpu: Callable[[], Mapping[str, Any]], root: Path = Path("/")) -> None:

@@ -68,10 +68,8 @@ class LineFile:
         try:
             append_whole(self._file, line)
         except OSError as error:
-            raise RunDirectoryError(
-                f"{self._file.name} cannot be written: {error.strerror}",
-                next_step="free disk space; the same command resumes from the last checkpoint",
-            ) from error
+            next_step = "free disk space; the same command resumes from the last checkpoint"
+            raise RunDirectoryError(f"{self.path} cannot be written: {error.strerror}", next_step=next_step) from error
 
     def close(self) -> None:
         """Close the file."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -77,11 +77,8 @@ def _read(path: Path, kind: type[_Content]) -> _Content | None:
         return None
 
 
-class Recording(Protocol):
-    """A recorder of windows of steps."""
-
-    def record(self, window: Window) -> None:
-        """Record later steps, or end the open window with the last of these steps."""
+_Record = Callable[[Window], None]
+"""Records later steps, or ends the open window with the last of these steps."""
 
 
 class Requests:
@@ -132,8 +129,8 @@ class LiveWindow:
 
     folder: Path
     requests: Requests | None  # None on ranks other than 0
-    recordings: Sequence[Recording]
-    profile: Recording
+    recordings: Sequence[_Record]
+    profile: _Record
     lacks: str  # what is not recorded here, and why
     say: Callable[[str], None]  # shows a line when a window opens and when it is over
     _window: Window = OFF
@@ -199,8 +196,8 @@ class LiveWindow:
 
     def _set(self, window: Window) -> None:
         self._window = window
-        for recording in (*self.recordings, *([self.profile] if self._profiled else ())):
-            recording.record(window)
+        for record in (*self.recordings, *([self.profile] if self._profiled else ())):
+            record(window)
 
     def _end(self, last: int | None) -> None:
         window, self._window = self._window, OFF

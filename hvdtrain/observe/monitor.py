@@ -21,14 +21,8 @@ _FIRST_AFTER_S = 2.0
 _NO_ADDRESS = "0000:00:00.0"
 """Of a torch that does not report it; it is that of a bridge, never of a GPU."""
 
-THROTTLES = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal, software",
-    0x40: "thermal, hardware",
-    0x80: "power brake",
-}
+THROTTLES = {0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal, software",
+             0x40: "thermal, hardware", 0x80: "power brake"}  # fmt: skip
 """Bits of NVML's clocks event reasons that mean a lowered clock, without idling and clocks that users set."""
 
 _FAULTS = ("hardware slowdown", "thermal, software", "thermal, hardware", "power brake")
@@ -80,14 +74,9 @@ class Monitor:
     _sampled: bool = False
 
     def sample(self) -> dict[str, Any]:
-        """Return current figures. Any thread may call it, but only one at a time.
+        """Return current figures of the host (its processor from the second sample on), the device and its allocator.
 
-        Returns:
-            ``host_cpu_percent`` of all cores since the last sample, from the second one on;
-            ``host_memory_used_bytes``, ``host_memory_total_bytes``, ``process_rss_bytes``;
-            ``gpu_percent`` of the time a kernel ran, ``gpu_clock_mhz``, ``gpu_temperature_c``, ``gpu_power_w``,
-            ``gpu_memory_used_bytes``, ``gpu_memory_total_bytes``, ``gpu_throttle`` (reasons of a lowered clock);
-            ``cuda_allocated_peak_bytes``, ``cuda_reserved_peak_bytes`` of torch's allocator.
+        Any thread may call it, but only one at a time.
         """
         return {**self._host(), **self.device(), **self._allocator()}
 

@@ -40,12 +40,7 @@ MACHINE = {
 
 
 class Interval:
-    """The steps since the last point.
-
-    Args:
-        unit: what a step's `tokens` counts.
-        position: samples consumed before the first step.
-    """
+    """The steps since the last point, at `position` (samples consumed). `unit` is what a step's `tokens` counts."""
 
     def __init__(self, unit: str = "tokens", position: int = 0) -> None:
         self.position = position

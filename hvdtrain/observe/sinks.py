@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.observe.journal import Journal
-from hvdtrain.observe.progress import Progress
+from hvdtrain.observe.output import Progress
 from hvdtrain.runtime.clock import steady_s
 
 Record = Mapping[str, Any]
@@ -150,12 +150,7 @@ class Watcher(Protocol):
 
 
 class Recorder:
-    """Journal, display, sinks and watchers of one rank.
-
-    Args:
-        journal: None on ranks other than 0.
-        display: quiet on ranks other than 0.
-    """
+    """Journal, display, sinks and watchers of one rank. Other ranks than 0 have no journal, and a quiet display."""
 
     def __init__(self, journal: Journal | None, display: Progress) -> None:
         self._journal = journal

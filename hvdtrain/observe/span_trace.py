@@ -21,17 +21,13 @@ _END = b"\n]\n"
 
 
 class TraceFile:
-    """A growing JSON array of trace events.
+    """A growing JSON array of trace events: a new file with the `first` ones, at least one.
 
     A single write replaces the closing bracket by new events and a bracket, so the array is always closed. The format
     is the JSON array form of Google's "Trace Event Format", as in Horovod's Timeline. Perfetto and chrome://tracing
     read it.
 
-    Args:
-        path: must not exist; its folder is created.
-        first: the first events, at least one.
-
-    Errors: OSError: it exists, or cannot be written.
+    Errors: OSError: the file exists, or cannot be written.
     """
 
     def __init__(self, path: Path, first: Sequence[Mapping[str, Any]]) -> None:

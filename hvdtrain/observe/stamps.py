@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.clock_fit import Offset
 from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.host_load import CAUSES, throttle_text
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import journal_lines
-from hvdtrain.observe.step_format import BlockLine, ClockLine, StartLine
+from hvdtrain.observe.step_format import BlockLine, ClockLine, Offset, StartLine
 from hvdtrain.spans import DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
@@ -125,12 +124,7 @@ class Block(NamedTuple):
 
 
 def pack(
-    first: int,
-    count: int,
-    probe_clocks: bool,
-    facts: Sequence[float],
-    rows: Sequence[Sequence[float]],
-    sizes: Mapping[int, int],
+    first: int, count: int, probe_clocks: bool, facts: Sequence[float], rows: Sequence[Any], sizes: Mapping[int, int]
 ) -> Tensor:
     """Return one rank's message: float64 [1, length], of the same length for each block.
 

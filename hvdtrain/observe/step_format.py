@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from hvdtrain.observe.clock_fit import Offset
-
 VERSION = 1
 
 Numbers = list[float | None]
 """One number per rank, or one per step; None if unknown."""
+
+
+class Offset(NamedTuple):
+    """Microseconds to add to another clock's time, and their largest error."""
+
+    us: float
+    error_us: float
 
 
 class ClockLine(Struct):

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.past_journal import ENDINGS, PastSteps
 from hvdtrain.observe.scalars import BANDS, OF_EVENTS, Interval, machine_scalars, numbers, rank_scalars, stacked
 from hvdtrain.observe.tensorboard_page import EventFile
 from hvdtrain.runtime.clock import steady_s
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary
 
 _HISTOGRAMS = "histograms"
 
@@ -29,19 +26,8 @@ _REPLAYED_S = 30.0
 """Seconds before a checkpoint in which a killed process may have lost points."""
 
 _SHOWN_AS_TEXT = (
-    "warning",
-    "verdict",
-    "compiled",
-    "checkpoint_failed",
-    "loss_spike",
-    "loss_drop",
-    "loss_rises",
-    "grad_norm_spike",
-    "skipped_step",
-    "not_finite",
-    "failed",
-    "stopped",
-    "config_changed",
+    *("warning", "verdict", "compiled", "checkpoint_failed", "loss_spike", "loss_drop", "loss_rises"),
+    *("grad_norm_spike", "skipped_step", "not_finite", "failed", "stopped", "config_changed"),
 )
 """Events on the text page."""
 
@@ -52,15 +38,12 @@ def is_installed() -> bool:
 
 
 class TensorBoard:
-    """Writes the files of TensorBoard. Called from one thread, on rank 0.
+    """Writes the files of TensorBoard, in `RUN/tensorboard`. Called from one thread, on rank 0.
 
     The loss is in three of TensorBoard's runs, because a run has one axis: steps, samples consumed, and whole seconds
     of training without pauses. The held-out loss is in three more, because a run has one colour. Several fast steps
-    share a point. The first step and the last step of a start and each saved step have a point of their own.
-
-    Args:
-        directory: `RUN/tensorboard`. Points of repeated steps are replaced.
-        journal: of the run's earlier starts; may be missing.
+    share a point. The first step and the last step of a start and each saved step have a point of their own. Points of
+    repeated steps are replaced; `journal` has the steps of earlier starts, if there are any.
     """
 
     def __init__(self, directory: Path, journal: Path, *, gpu: bool = False) -> None:
@@ -94,7 +77,11 @@ class TensorBoard:
         elif event == "machine":
             self._machine = machine_scalars(record)
         elif event == "evaluation":
-            self._evaluation(record)
+            step, time_s = record.get("at_step", self._step), _time(record)
+            metrics = {f"heldout/{name}": value for name, value in (record.get("metrics") or {}).items()}
+            values = numbers({**metrics, "loss/heldout": record["loss"]})
+            self._opened()["."].add([page.scalars(values)], step, time_s)
+            self._add_loss("heldout", values.get("loss/heldout"), step, time_s)
         elif event == "histograms":
             found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
             self._opened()
@@ -209,27 +196,18 @@ class TensorBoard:
             shown = page.layout(self._started.get("unit", "tokens"), gpu=self._gpu, several=several, **known)
             files["."].add([shown], last["step"], time_s)
 
-    def _evaluation(self, record: Mapping[str, Any]) -> None:
-        step, time_s = record.get("at_step", self._step), _time(record)
-        values = {f"heldout/{name}": value for name, value in (record.get("metrics") or {}).items()}
-        values["loss/heldout"] = record["loss"]
-        self._opened()["."].add([page.scalars(numbers(values))], step, time_s)
-        self._add_loss("heldout", numbers(values).get("loss/heldout"), step, time_s)
-
     def _add_loss(self, run: str, loss: float | None, step: int, time_s: float) -> None:
         """Write a loss by steps, by samples, and by seconds (at most one point a second)."""
         if loss is None:
             return
-        self._files[run].add([page.scalars({page.LOSS_BY_STEP: loss})], step, time_s)
-        self._files[f"{run}/by_samples"].add(
-            [page.scalars({page.LOSS_BY_SAMPLES: loss})], self._interval.position, time_s
-        )
-        x = int(self._seconds)
-        if x > self._last_x.get(run, -1):
+        points = [("", page.LOSS_BY_STEP, step), ("/by_samples", page.LOSS_BY_SAMPLES, self._interval.position)]
+        if (x := int(self._seconds)) > self._last_x.get(run, -1):
             self._last_x[run] = x
-            self._files[f"{run}/by_seconds"].add([page.scalars({page.LOSS_BY_SECONDS: loss})], x, time_s)
+            points.append(("/by_seconds", page.LOSS_BY_SECONDS, x))
+        for suffix, tag, place in points:
+            self._files[run + suffix].add([page.scalars({tag: loss})], place, time_s)
 
-    def _add(self, summary: Summary, record: Mapping[str, Any]) -> None:
+    def _add(self, summary: Any, record: Mapping[str, Any]) -> None:
         self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))
 
     def _histogram_file(self) -> EventFile:

@@ -35,9 +35,7 @@ class EventFile:
     ignores the first restart. It names files by the clock alone, so files of a host with a slow clock are read in the
     wrong order. It imports TensorFlow if installed, and has one thread per file.
 
-    Args:
-        directory: one run of TensorBoard's; created if missing.
-        first_step: readers drop points of this and later steps in earlier files.
+    `directory` is one run of TensorBoard's. Readers drop points of `first_step` and later steps in its earlier files.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.scalars import OF_EVENTS, Interval, numbers
@@ -24,25 +24,12 @@ _IDS = "trackers.json"
 _LONGEST_PARAMETER = 500
 
 
-class _Client(Protocol):
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def end(self, *, failed: bool) -> None: ...
-
-
 class Tracker:
-    """Sends the numbers of a run to a tracker: those of steps as in TensorBoard, evaluations, memory, experts, and
-    the report.
-
-    Args:
-        name: of `TRACKERS`.
-        folder: of the run.
-        variables: of the environment.
-    """
+    """Sends a run's numbers to a tracker: of steps as in TensorBoard, evaluations, memory, experts, the report."""
 
     def __init__(self, name: str, folder: Path, variables: Mapping[str, str]) -> None:
         self._name, self._folder, self._variables = name, folder, variables
-        self._client: _Client | None = None
+        self._client: _Wandb | _Mlflow | None = None
         self._interval = Interval()
         self._written_s = -float("inf")
         self._failed = False
@@ -97,10 +84,7 @@ class _Wandb:
         self._module.log(dict(values), step=step)
 
     def end(self, *, failed: bool) -> None:
-        if self._module.__name__ == "wandb":
-            self._module.finish(exit_code=int(failed))
-        else:
-            self._module.finish()
+        self._module.finish(**({"exit_code": int(failed)} if self._module.__name__ == "wandb" else {}))
 
 
 class _Mlflow:
@@ -109,14 +93,10 @@ class _Mlflow:
         client = self._mlflow.MlflowClient()
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & variables.keys():
             self._mlflow.set_experiment(_PROJECT)
-        known = self._mlflow.search_runs(
-            filter_string=f"tags.hvdtrain = '{_id_of('mlflow', folder)}'", output_format="list"
-        )
-        run = self._mlflow.start_run(
-            run_id=known[0].info.run_id if known else None,
-            run_name=folder.name,
-            tags={"hvdtrain": _id_of("mlflow", folder)},
-        )
+        tags = {"hvdtrain": _id_of("mlflow", folder)}
+        known = self._mlflow.search_runs(filter_string=f"tags.hvdtrain = '{tags['hvdtrain']}'", output_format="list")
+        run_id = known[0].info.run_id if known else None
+        run = self._mlflow.start_run(run_id=run_id, run_name=folder.name, tags=tags)
         self._client, self._run = client, run.info.run_id
         if not known:
             parameters = {name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()}
@@ -139,7 +119,7 @@ def _id_of(tracker: str, folder: Path) -> str:
     return known[tracker]
 
 
-TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], Mapping[str, str]], _Client]] = {
+TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], Mapping[str, str]], _Wandb | _Mlflow]] = {
     "wandb": partial(_Wandb, "wandb"),
     "trackio": partial(_Wandb, "trackio"),
     "mlflow": _Mlflow,
@@ -150,7 +130,5 @@ def check_installed(name: str) -> None:
     """Check that the package of a tracker is installed. Errors: ConfigError."""
     if find_spec(name) is None:
         package = "mlflow-skinny" if name == "mlflow" else name
-        raise ConfigError(
-            f"--observe.sinks {name} needs the package {package}, which is not installed",
-            next_step=f"pip install {package}",
-        )
+        what = f"--observe.sinks {name} needs the package {package}, which is not installed"
+        raise ConfigError(what, next_step=f"pip install {package}")

@@ -45,12 +45,8 @@ _WARNED = 0.5
 class Patience:
     """Measures how long ranks have made no progress, without the time in which the whole job was suspended.
 
-    It uses this rank's monotonic clock only: another rank's progress counts from when its new heartbeat was read.
-
-    Args:
-        timeout_s: seconds without progress that end the run; 0 for never.
-        now_s: the time at the start, by a clock that also advances while the process is stopped.
-        poll_s: seconds between calls.
+    It uses this rank's monotonic clock only, which also advances while the process is stopped: another rank's progress
+    counts from when its new heartbeat was read. `timeout_s`: of no progress, 0 for never; `poll_s`: between calls.
     """
 
     def __init__(self, timeout_s: float, now_s: float, poll_s: float = 0.0) -> None:
@@ -74,12 +70,8 @@ class Patience:
         Call it as often as heartbeats are written, and begin before the timeout: the age of a heartbeat that is read
         for the first time is unknown, so it counts as new.
 
-        Args:
-            idle_s: of this rank, from `idle_s()`.
-            beats: last heartbeats of the other ranks: "beat", a number that changes each time; "idle_s", how long the
-                rank had made no progress then.
-            now_s: by the clock of `idle_s`.
-            times: factor on the timeout.
+        `beats` are the last heartbeats of the other ranks: "beat", a number that changes each time; "idle_s", how long
+        the rank had made no progress then. `times` is a factor on the timeout.
         """
         for rank, beat in beats.items():
             number, idle = beat.get("beat"), beat.get("idle_s")
@@ -97,19 +89,12 @@ class Watchdog:
     SIGTERM wakes it at once: when a rank dies, mpirun sends SIGTERM to the other ranks and kills them a second later,
     while their training threads are blocked. The training thread still handles the signal.
 
-    Args:
-        stall_timeout_s: seconds without progress on every rank that end the run; 0 for never.
-        driven: whether a driver handles dead and failed ranks. Then this rank reports no dead ranks, and does not end
-            when another rank fails.
+    It ends the run after `stall_timeout_s` seconds without progress on every rank; 0 for never. If it is `driven`, a
+    driver handles dead and failed ranks: this rank reports no dead ranks, and does not end when another rank fails.
     """
 
     def __init__(
-        self,
-        reporter: Reporter,
-        stall_timeout_s: float,
-        end: Callable[[int], None] = os._exit,
-        *,
-        driven: bool = False,
+        self, reporter: Reporter, stall_timeout_s: float, end: Callable[[int], None] = os._exit, *, driven: bool = False
     ) -> None:
         self._reporter = reporter
         self._poll_s = reporter.mailbox.poll_interval_s(_POLL_S)

@@ -31,7 +31,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hvdtrain.serve.request import Limits, RefusedError, read_request
+from hvdtrain.serve.request import Limits, read_request
 
 CLIENT_CLOSED = 499
 """Status in the metrics of a request if its connection was cut. Source: nginx."""
@@ -59,14 +59,9 @@ class OneModel:
 
 
 class Service:
-    """The routes: completions, chat completions, models, health and metrics.
+    """The routes: completions, chat completions, models, health and metrics. A `key` that is not "" is required.
 
     Requests wait for the model in a queue; it answers one after the other.
-
-    Args:
-        served: the model.
-        limits: of each request.
-        key: that requests must have; "" for none.
     """
 
     def __init__(self, served: OneModel, limits: Limits, key: str) -> None:
@@ -92,9 +87,7 @@ class Service:
             Route("/v1/chat/completions", self._counted(chat), methods=["POST"]),
             Route("/v1/models", self._counted(self._models)),
             Route("/health", lambda request: JSONResponse({"status": "ok", "waiting": self._waiting})),
-            Route(
-                "/metrics", lambda request: Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-            ),
+            Route("/metrics", lambda _: Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)),
         ]
         hosts_only = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
         failed = {HTTPException: lambda request, error: _error(error.status_code, str(error.detail))}
@@ -123,10 +116,8 @@ class Service:
             try:
                 given = request.headers.get("authorization", "")
                 if self._key and not hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode()):
-                    raise RefusedError(401, "the request needs the server's key: Authorization: Bearer KEY")
+                    raise HTTPException(401, "the request needs the server's key: Authorization: Bearer KEY")
                 response = await answer(request)
-            except RefusedError as error:
-                response = _error(error.status, str(error))
             except HTTPException as error:
                 response = _error(error.status_code, str(error.detail))
             except ClientDisconnect:
@@ -135,7 +126,7 @@ class Service:
                 traceback.print_exc()
                 response = _error(500, f"generation failed: {type(error).__name__}")
             if isinstance(response, StreamingResponse):
-                response.body_iterator = self._stream(response.body_iterator, began, count)  # type: ignore[arg-type]
+                response.body_iterator = self._stream(response.body_iterator, began, count)
             else:
                 count(response.status_code)
             return response
@@ -160,50 +151,50 @@ class Service:
             if not isinstance(response, StreamingResponse):
                 self._add_tokens(json.loads(bytes(response.body)))
                 if self._left(began) < 0:
-                    raise RefusedError(504, f"the answer takes longer than {self._limits.seconds:g} s")
+                    raise HTTPException(504, f"the answer takes longer than {self._limits.seconds:g} s")
             return response
 
         return answer
 
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise RefusedError(415, "the content type must be application/json")
+            raise HTTPException(415, "the content type must be application/json")
 
         async def read() -> bytes:
             body = bytearray()
             async for piece in request.stream():
                 body += piece
                 if len(body) > self._limits.input_bytes:
-                    raise RefusedError(413, f"the request has more than {self._limits.input_bytes} bytes")
+                    raise HTTPException(413, f"the request has more than {self._limits.input_bytes} bytes")
             return bytes(body)
 
         try:
             return await asyncio.wait_for(read(), self._limits.seconds)
         except asyncio.TimeoutError:
-            raise RefusedError(408, f"the request did not arrive within {self._limits.seconds:g} s") from None
+            raise HTTPException(408, f"the request did not arrive within {self._limits.seconds:g} s") from None
 
     def _room(self, asked: dict[str, Any]) -> int:
-        """Return how many tokens the model can add. Errors: RefusedError: none, or there is no chat template."""
+        """Return how many tokens the model can add. Errors: HTTPException: none, or there is no chat template."""
         tokenizer, config = self._served.tokenizer, self._served.model.config.get_text_config()
         if "messages" in asked:
             if not tokenizer.chat_template:
-                raise RefusedError(400, "the model has no chat template: use /v1/completions")
+                raise HTTPException(400, "the model has no chat template: use /v1/completions")
             try:
                 ids = tokenizer.apply_chat_template(asked["messages"], add_generation_prompt=True, return_dict=True)
             except TemplateError as error:
-                raise RefusedError(400, f"the chat template refuses the messages: {error}") from None
+                raise HTTPException(400, f"the chat template refuses the messages: {error}") from None
             used = len(ids["input_ids"])
         else:
             used = len(tokenizer(asked["prompt"]).input_ids)
         most = getattr(config, "max_position_embeddings", None) or used + self._limits.tokens
         if not 0 < used < most:
-            raise RefusedError(400, f"the input has {used} tokens; expected 1 to {most - 1}")
+            raise HTTPException(400, f"the input has {used} tokens; expected 1 to {most - 1}")
         return int(most - used)
 
     async def _take_turn(self, request: Request, began: float) -> None:
         free = not self._turn.locked()  # then one of those that wait is about to take the turn
         if self._waiting >= self._limits.waiting + free:
-            raise RefusedError(429, f"{self._waiting} requests wait for the model already")
+            raise HTTPException(429, f"{self._waiting} requests wait for the model already")
         self._waiting += 1
         turn, cut = asyncio.create_task(self._turn.acquire()), asyncio.create_task(_wait_for_cut(request))
         try:
@@ -214,7 +205,7 @@ class Service:
             cut.cancel()
         await asyncio.wait((turn, cut))
         if turn.cancelled():
-            busy = RefusedError(503, f"the model was busy for {self._limits.seconds:g} s")
+            busy = HTTPException(503, f"the model was busy for {self._limits.seconds:g} s")
             raise busy if cut.cancelled() else ClientDisconnect
 
     def _left(self, began: float) -> float:
@@ -224,9 +215,7 @@ class Service:
         await idle
         self._turn.release()
 
-    async def _stream(
-        self, pieces: AsyncIterator[str], began: float, count: Callable[[int], None]
-    ) -> AsyncIterator[str]:
+    async def _stream(self, pieces: Any, began: float, count: Callable[[int], None]) -> AsyncIterator[str]:
         """Pass on a stream, and end it as OpenAI does; when time is over, with an error."""
         code = CLIENT_CLOSED
         try:
@@ -242,7 +231,7 @@ class Service:
             problem = _problem(504, f"the answer takes longer than {self._limits.seconds:g} s")
             yield f"data: {json.dumps(problem)}\n\n"
         finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
+            await pieces.aclose()
             count(code)
 
     def _add_tokens(self, answer: dict[str, Any]) -> None:
@@ -303,6 +292,5 @@ class Connection(H11Protocol):
         if self._is_idle():
             self.timeout_keep_alive_handler()
         else:
-            self._timer = self.loop.call_later(
-                (self.config.timeout_graceful_shutdown or 0) + HEAD_S, self.transport.abort
-            )
+            patience_s = (self.config.timeout_graceful_shutdown or 0) + HEAD_S
+            self._timer = self.loop.call_later(patience_s, self.transport.abort)

@@ -11,11 +11,9 @@ from typing import Any
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 
-SPEED = frozenset(
-    (
-        *("train.micro_batch", "train.compile", "parallel.bucket_mib", "parallel.engine", "parallel.shard"),
-        *("memory.checkpointing", "memory.offload", "loader.workers"),
-    )
+SPEED = (
+    *("train.micro_batch", "train.compile", "parallel.bucket_mib", "parallel.engine", "parallel.shard"),
+    *("memory.checkpointing", "memory.offload", "loader.workers"),
 )
 """Options that change the time of a step, but not the losses."""
 
@@ -66,17 +64,13 @@ class Choice:
         return f"{self.name}={'|'.join(self.values)}"
 
 
-def parse_space(text: str, config: Config, size: int) -> list[Range | Choice]:
-    """Return the options in ``optimizer.lr=1e-4:1e-2,parallel.compression=none|fp16``.
+Space = Sequence[Range | Choice]
 
-    A name alone has the values of `_default`.
 
-    Args:
-        text: names, with ranges or values, joined by commas.
-        config: of the run, for defaults.
-        size: number of ranks.
+def parse_space(text: str, config: Config, size: int) -> Space:
+    """Return the options in ``optimizer.lr=1e-4:1e-2,parallel.compression=none|fp16`` for runs on `size` ranks.
 
-    Errors: ConfigError: wrong syntax, or a name without default values.
+    A name alone has the values of `_default`. Errors: ConfigError: wrong syntax, or a name without default values.
     """
     found = [_parse(part.strip(), config, size) for part in text.split(",")]
     names = [each.name for each in found]
@@ -85,16 +79,14 @@ def parse_space(text: str, config: Config, size: int) -> list[Range | Choice]:
     return found
 
 
-def is_about_speed(space: Sequence[Range | Choice]) -> bool:
+def is_about_speed(space: Space) -> bool:
     """Return whether no option changes the losses."""
     return all(each.name in SPEED for each in space)
 
 
 def _parse(part: str, config: Config, size: int) -> Range | Choice:
     name, _, values = part.removeprefix("--").partition("=")
-    if not re.fullmatch(r"[a-z_]\w*(\.[a-z_]\w*)*", name):
-        raise _wrong(part)
-    if not values and "=" in part:
+    if not re.fullmatch(r"[a-z_]\w*(\.[a-z_]\w*)*", name) or (not values and "=" in part):
         raise _wrong(part)
     if not values:
         return _default(name, config, size)

@@ -21,7 +21,7 @@ from hvdtrain.observe.past_journal import is_finished, journal_lines
 from hvdtrain.programs import end_group
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
-from hvdtrain.tune.space import Choice, Range
+from hvdtrain.tune.space import Space
 from hvdtrain.yaml_file import yaml_text
 
 STUDY = "study.jsonl"
@@ -45,24 +45,18 @@ class Tried:
 
 def search(
     folder: Path,
-    space: Sequence[Range | Choice],
+    space: Space,
     command: Sequence[str],
     *,
     trials: int,
     measure: str,
     seed: int,
-    say: Callable[[str], None],
+    say: Callable[..., None],
 ) -> list[Tried]:
     """Run trials until there are `trials`, with those of earlier starts; return all.
 
-    Args:
-        folder: of the search; a new one, or one with the same space and measure.
-        space: options and their values.
-        command: that trains, to which a trial adds its options.
-        trials: number of trials.
-        measure: "loss", the held-out loss at the end, or "step_s", the median seconds of a step.
-        seed: of the choices.
-        say: gets a line for each trial.
+    `folder` is new, or has a search with the same space and measure. A trial adds its options to `command`. `measure`
+    is "loss", the held-out loss at the end, or "step_s", the median seconds of a step.
 
     Errors: RunDirectoryError: the folder has another search.
     """

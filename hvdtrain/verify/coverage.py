@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.verify.starts import Window
+from hvdtrain.verify.starts import Ints, Window
 
 _MOST_RANGES = 3
 """Most ranges of positions that a line lists."""
@@ -26,10 +26,10 @@ class Wrong:
 class Rows:
     """Ranges [begin, end) of positions with their step and the rank that used them, in order; each column is [M]."""
 
-    steps: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    ranks: NDArray[np.int64]
+    steps: Ints
+    begins: Ints
+    ends: Ints
+    ranks: Ints
 
 
 def find_unrecorded(window: Window) -> Wrong | None:
@@ -51,7 +51,7 @@ def find_unrecorded(window: Window) -> Wrong | None:
 
 def collect_rows(window: Window) -> Rows:
     """Collect the ranges in a window that every rank has recorded."""
-    parts: list[list[NDArray[np.int64]]] = []
+    parts: list[list[Ints]] = []
     for rank in window.start.entries:
         entries = window.entries(rank)
         steps = np.repeat(entries.steps, np.diff(entries.first))
@@ -101,7 +101,7 @@ def _describe(step: int, window: Window, rows: Rows, holes: _Holes) -> str:
     return f"step {step}: {found or 'ranges out of order'}; the ledger contains: {recorded or 'nothing'}"
 
 
-def describe_ranges(positions: NDArray[np.int64]) -> str:
+def describe_ranges(positions: Ints) -> str:
     """Describe sorted positions as ranges."""
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     parts = [(int(part[0]), int(part[-1])) for part in np.split(positions, cuts) if len(part)]
@@ -117,17 +117,17 @@ class _Holes:
         self.begins, self.ends = np.array([*left_out, [end, end]], np.int64).T
         self.before = np.cumsum([0, *(self.ends - self.begins)[:-1]])  # number of skipped positions before each hole
 
-    def index_after(self, positions: NDArray[np.int64]) -> NDArray[np.intp]:
+    def index_after(self, positions: Ints) -> NDArray[np.intp]:
         """Return the index of the first hole that ends after each position."""
         return np.searchsorted(self.ends, positions, side="right")
 
-    def without(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def without(self, positions: Ints) -> Ints:
         """Return the positions, counted without the holes before them."""
-        counted: NDArray[np.int64] = positions - self.before[self.index_after(positions)]
+        counted: Ints = positions - self.before[self.index_after(positions)]
         return counted
 
-    def with_them(self, counted: NDArray[np.int64]) -> NDArray[np.int64]:
+    def with_them(self, counted: Ints) -> Ints:
         """Return the positions from such counts: the inverse of `without`."""
         starts = (self.begins - self.before)[:-1]
-        positions: NDArray[np.int64] = counted + self.before[np.searchsorted(starts, counted, side="right")]
+        positions: Ints = counted + self.before[np.searchsorted(starts, counted, side="right")]
         return positions

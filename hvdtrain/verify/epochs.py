@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.order import SampleOrder
 from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.coverage import Rows, Wrong
-from hvdtrain.verify.starts import Window
+from hvdtrain.verify.starts import Ints, Window
 
 _POSITIONS_AT_ONCE = 1 << 18
 
@@ -45,7 +45,7 @@ class Epochs:
         self._key: tuple[int, list[list[int]], int, str] | None = None
         self._open: dict[int, _OpenEpoch] = {}
 
-    def add(self, header: StartHeader, positions: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+    def add(self, header: StartHeader, positions: Ints, indices: Ints) -> None:
         """Add samples by their positions and indices, in the order that `header` describes."""
         key = (header.samples, header.sources, header.seed, header.data_id)
         if key != self._key:
@@ -64,14 +64,7 @@ class Epochs:
             self._add(source, length, left_out, ranks[own], indices[own] - begin)
             begin += length
 
-    def _add(
-        self,
-        source: int,
-        length: int,
-        left_out: list[list[int]],
-        positions: NDArray[np.int64],
-        indices: NDArray[np.int64],
-    ) -> None:
+    def _add(self, source: int, length: int, left_out: list[list[int]], positions: Ints, indices: Ints) -> None:
         if source in self._open:
             self._open[source].count_left_out(left_out)
         numbers = positions // length
@@ -101,9 +94,8 @@ class Epochs:
             self.whole += 1
         else:
             number = source + 1 if self._key is not None and self._key[1] else 0
-            self.others.append(
-                Epoch(counted.number, length, counted.used, distinct, counted.left_out, is_last, source=number)
-            )
+            counts = (counted.used, distinct, counted.left_out)
+            self.others.append(Epoch(counted.number, length, *counts, is_last, source=number))
 
 
 @dataclass
@@ -171,7 +163,7 @@ def _differing(part: Window, rank: int, data: memoryview, origin: int) -> Wrong 
     return None
 
 
-def _positions(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions(begins: Ints, ends: Ints) -> Ints:
     """Return all positions in sorted ranges."""
     lengths = ends - begins
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])

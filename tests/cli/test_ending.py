@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cli.ending import end
+from hvdtrain.cli.parser import end
 from hvdtrain.errors import (
     CheckpointError,
     DataError,

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.observe.clock_fit import KEPT, MAX_DRIFT, ClockFit, offset_at
-from hvdtrain.observe.clocks import EVERY_US, Clocks
+from hvdtrain.observe.clocks import EVERY_US, KEPT, MAX_DRIFT, ClockFit, Clocks, offset_at
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 HOUR_US = 3.6e9

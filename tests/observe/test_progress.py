@@ -9,8 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from hvdtrain.observe.output import unfailing
-from hvdtrain.observe.progress import Progress
+from hvdtrain.observe.output import Progress, unfailing
 
 
 class Terminal(io.StringIO):

@@ -12,21 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.observe import stamps as written
 from hvdtrain.observe.clocks import Clocks
-from hvdtrain.observe.stamps import (
-    BLOCK,
-    COLUMNS,
-    FACTS,
-    MOMENTS,
-    Block,
-    StepFile,
-    block_line,
-    is_gathered,
-    ranks_event,
-    starts_so_far,
-    step_rows,
-    unpack,
-)
+from hvdtrain.observe.stamps import BLOCK, COLUMNS, Block, is_gathered, step_rows
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
@@ -91,13 +79,13 @@ def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks
     gathered: list[Block] = []
 
     def put(record: Mapping[str, Any]) -> None:
-        gathered.append(unpack(record["message"]))
+        gathered.append(written.unpack(record["message"]))
 
     def body(comm: ThreadComm) -> None:
         clock = Clock(10**12 * (comm.rank + 1))
         spans = Spans(clock)
         clocks = Clocks(comm, ["one"] * size)
-        laps = [7.0, *[math.nan] * (len(FACTS) - 2)]  # waits for a core 7 us a lap
+        laps = [7.0, *[math.nan] * (len(written.FACTS) - 2)]  # waits for a core 7 us a lap
         causes: Any = SimpleNamespace(read=lambda: laps, close=laps.clear)
         writer: Any = SimpleNamespace(put=put, close=lambda patience_s: None) if comm.rank == 0 else None
         stamps = StepStamps(comm, spans, clocks, causes, looks, started_at, stop, writer)
@@ -149,7 +137,7 @@ def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, 
             "optimizer": PART_US,
         }
         for name, us in expected.items():
-            since_us = stamps[:, :, 0] if name in MOMENTS else 0.0
+            since_us = stamps[:, :, 0] if name in written.MOMENTS else 0.0
             assert np.allclose(stamps[:, :, COLUMNS.index(name)] - since_us, us, atol=1e-3), name
 
 
@@ -230,19 +218,19 @@ def _clocks(size: int) -> Clocks:
 
 def _write(path: Path, gathered: list[Block], size: int, warn: Callable[[str], None], start: int = 0) -> None:
     offsets = _clocks(size)
-    file = StepFile(path, warn, offsets, 5.0, pytest.fail)
+    file = written.StepFile(path, warn, offsets, 5.0, pytest.fail)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
     clock = ClockLine.from_offsets(known)
     file.append(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
     for block in gathered:
-        file.append(block_line(block, known, 5.0))
+        file.append(written.block_line(block, known, 5.0))
     file.close()
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     gathered = run(2, 0, 2 * BLOCK + 3)
     _write(tmp_path / "steps.jsonl", gathered, 2, pytest.fail)
-    assert starts_so_far(tmp_path / "steps.jsonl") == 1
+    assert written.starts_so_far(tmp_path / "steps.jsonl") == 1
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
     assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
@@ -270,7 +258,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
 def test_sinks_get_the_lateness_of_ranks() -> None:
     (gathered,) = run(2, 0, 5)
     aligned = gathered._replace(stamps=gathered.stamps - gathered.stamps[:, :1, :1])
-    event = ranks_event(aligned, [_clocks(2).offset(0, 0.0)] * 2)
+    event = written.ranks_event(aligned, [_clocks(2).offset(0, 0.0)] * 2)
     assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
     assert event["exposed_ms"] == pytest.approx([0.2, 0.17])

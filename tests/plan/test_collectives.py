@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
-from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.plan.collectives import buckets, collectives
 from hvdtrain.plan.gradients import Gradient
@@ -38,8 +38,8 @@ def test_engines_hand_over_what_a_plan_says(shard: str, compression: str) -> Non
     sent = {"allreduce": 2, "allgather": 2, "alltoall": 1, "reducescatter": 1}
     expected = sum(each.times * sent[each.kind] * each.nbytes for each in collectives(plan, gradients, Ranks(2, 2), 2))
     assert comm.traffic.sent == pytest.approx(expected, rel=1e-3 if shard == "none" else 0.05)
-    if isinstance(engine, ExchangeEngine):
-        found = [[part.name for part in layout.shape.parts] for layout in engine.reducer.layouts()]
+    if isinstance(engine.sums, InAllCopies):
+        found = [[part.name for part in layout.shape.parts] for layout in engine.sums.reducer.layouts()]
         assert found == [bucket.names for bucket in buckets(plan, gradients, Ranks(2, 2), parse(compression))]
         assert found[-1] == ["skipped"] and len(found) == 3
 

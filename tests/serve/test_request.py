@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
-from hvdtrain.serve.request import Limits, RefusedError, read_request
+from hvdtrain.serve.request import Limits, read_request
 
 LIMITS = Limits(tokens=50, input_bytes=1000, seconds=5, waiting=2, stop_bytes=9)
 
@@ -72,16 +73,16 @@ def test_parts_of_messages_are_joined() -> None:
     ],
 )
 def test_what_is_refused(body: Any, message: str) -> None:
-    with pytest.raises(RefusedError, match=message) as caught:
+    with pytest.raises(HTTPException, match=message) as caught:
         _read(body)
-    assert caught.value.status == (404 if "model" in message else 400)
+    assert caught.value.status_code == (404 if "model" in message else 400)
 
 
 @pytest.mark.parametrize(
     "messages", [[], "hi", [1], [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}]]
 )
 def test_messages_that_are_refused(messages: Any) -> None:
-    with pytest.raises(RefusedError, match="message"):
+    with pytest.raises(HTTPException, match="message"):
         _read({"messages": messages}, is_chat=True)
 
 

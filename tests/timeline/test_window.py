@@ -118,14 +118,14 @@ def test_steps_are_added_to_a_window_that_is_open_and_a_profile_ends_with_it(
     sums: dict[int, list[int]], windows: list[Window], profiled: int, tmp_path: Path
 ) -> None:
     told, profile = Told(), Told()
-    window = LiveWindow(tmp_path, None, [told], profile, "", lambda text: None)
+    window = LiveWindow(tmp_path, None, [told.record], profile.record, "", lambda text: None)
     for step, asked in sums.items():
         window.on_sums(step, asked)
     assert (told.windows, profile.windows) == (windows, windows[:profiled])
 
 
 def job_of(folder: Path, lacks: str = "") -> LiveWindow:
-    return LiveWindow(folder, Requests(folder, every_s=0.001), [Told()], Told(), lacks, lambda text: None)
+    return LiveWindow(folder, Requests(folder, every_s=0.001), [Told().record], Told().record, lacks, lambda text: None)
 
 
 def taken(window: LiveWindow, folder: Path, request: Request) -> list[int]:

@@ -17,8 +17,8 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe.output import Progress
 from hvdtrain.observe.past_journal import read_journal
-from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout

@@ -22,7 +22,7 @@ from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_position, merge_ranges
 from hvdtrain.verify.data import verify_data
-from hvdtrain.verify.equality import Outcome, compare
+from hvdtrain.verify.resume import Outcome, compare
 from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads

@@ -18,8 +18,8 @@ from hvdtrain.config.parse import parse_object
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.output import Progress as Display
 from hvdtrain.observe.past_journal import read_journal
-from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.driver_client import JobFailed

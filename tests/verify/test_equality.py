@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.verify import resume
-from hvdtrain.verify.equality import Comparison, Outcome, compare
+from hvdtrain.verify.resume import Comparison, Outcome, compare
 
 
 def _outcome(**changes: Any) -> Outcome:
@@ -80,9 +80,10 @@ def test_across_numbers_of_ranks_all_is_trained_in_fp32(
     trained: list[tuple[str, tuple[str, ...]]] = []
     compared: list[tuple[Any, Any, bool]] = []
 
-    def run(runner: Any, name: str, size: int, what: str, *options: str) -> None:
+    def run(runner: Any, name: str, size: int, what: str, *options: str) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
         trained.append((name, tuple(runner.options)))
+        return SimpleNamespace(name=name, state=state)
 
     def compare(name: str, found: Any, wanted: Any, *, exact: bool) -> Comparison:
         compared.append((found.name, wanted.name, exact))
@@ -90,7 +91,7 @@ def test_across_numbers_of_ranks_all_is_trained_in_fp32(
 
     monkeypatch.setattr(resume._Runner, "_run", run)
     state = StateDict({"exchange": {"w/residual": torch.ones(2)} if means else {}}, {"exchange": {}})
-    monkeypatch.setattr(resume._Runner, "_outcome", lambda runner, name: SimpleNamespace(name=name, state=state))
+
     monkeypatch.setattr(resume, "compare", compare)
     said: list[str] = []
     list(resume.verify_resume({"precision": precision}, tmp_path, 4, [1, 2], said.append))

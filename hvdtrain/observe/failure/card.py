@@ -2,20 +2,14 @@
 
 ``failure.json``, format 1::
 
-    format       1
-    time         seconds since 1970
-    kind         "exception", "killed" or "stall"
-    sentence     what happened
-    hint         possible causes and what to do; may be empty
-    ranks        the ranks that caused it
-    size         number of ranks
-    run_dir      as the user gave it
-    statements   one for each rank that made one, see `statement.Statement`: place, error, memory in MiB, stacks
-    silent       one for each other rank, see `verdict.SilentRank`
-    waited_for   collectives that some ranks started and others did not: name, on, not_on, parameters
-    checkpoint   the checkpoint that a resume starts from, or null
-    resume       the command that resumes, or null if there is no config yet; a shell comment names what it lacks
-                 (a Python program, several hosts)
+    format, time, size             1; seconds since 1970; number of ranks
+    kind, sentence, hint, ranks    see `verdict.Verdict`
+    run_dir                        as the user gave it
+    statements, silent             each rank, see `statement.Statement` and `verdict.SilentRank`
+    waited_for                     collectives that not all ranks have started: name, on, not_on, parameters
+    checkpoint                     the checkpoint that a resume starts from, or null
+    resume                         the command that resumes, or null if there is no config yet; a shell comment names
+                                   what it lacks (a Python program, several hosts)
 
 The card contains no environment variables.
 """
@@ -34,7 +28,7 @@ from hvdtrain.observe.failure.fault import Fault, user_frame
 from hvdtrain.observe.failure.process_states import UNREACHABLE
 from hvdtrain.observe.failure.statement import TRAINING, Statement, grouped, label, labels, place, ranges
 from hvdtrain.observe.failure.verdict import SilentRank, Verdict
-from hvdtrain.observe.progress import table
+from hvdtrain.observe.output import table
 
 FORMAT = 1
 _WIDTH = 80
@@ -160,14 +154,8 @@ def _error(fault: Fault) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(_WIDTH, indent, indent + "  ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _others(failure: Failure) -> list[tuple[str, str]]:
@@ -179,14 +167,12 @@ def _others(failure: Failure) -> list[tuple[str, str]]:
     for who, statement in grouped(there):
         error = f"; then {statement.fault.type}" if statement.fault else ""
         rows.append((who, place(statement) + error))
-    rest = [s for s in failure.silent if s.process.rank not in verdict.ranks]
-    return rows + [(label(s.process), _silence(s)) for s in rest]
-
-
-def _silence(silent: SilentRank) -> str:
-    if silent.state == UNREACHABLE:
-        return "reports for itself, because it does not share the run folder"
-    return f"made no statement; its process is {silent.state}; {_last_seen(silent)}"
+    for s in (s for s in failure.silent if s.process.rank not in verdict.ranks):
+        text = f"made no statement; its process is {s.state}; {_last_seen(s)}"
+        if s.state == UNREACHABLE:
+            text = "reports for itself, because it does not share the run folder"
+        rows.append((label(s.process), text))
+    return rows
 
 
 def _last_seen(silent: SilentRank) -> str:

@@ -10,7 +10,6 @@ import re
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 from msgspec import Struct
 
@@ -49,14 +48,17 @@ def fault(error: BaseException) -> Fault:
     if isinstance(error, HvdtrainError):
         named = {"what": error.what, "expected": error.expected, "found": error.found, "next": error.next_step}
         parts = {name: encodable(str(text)) for name, text in named.items() if text}
-    trace = "".join(traceback.format_exception(type(error), error, _inner(error.__traceback__)))
+    inner = error.__traceback__  # without the outer frames that every run has, unless the error was raised in one
+    while inner is not None and inner.tb_next and inner.tb_frame.f_globals.get("__name__") in _OUTER:
+        inner = inner.tb_next
+    trace = "".join(traceback.format_exception(type(error), error, inner))
+    is_of_horovod = any(type(e).__name__ == "HorovodInternalError" for e in _chain(error))
     return Fault(
         type=type(error).__name__,
         message=_shortened(_message(error)),
         parts=parts,
         everywhere=getattr(error, "everywhere", False),
-        consequence=getattr(error, "consequence", False)
-        or any(type(e).__name__ == "HorovodInternalError" for e in _chain(error)),
+        consequence=getattr(error, "consequence", False) or is_of_horovod,
         memory=out_of_memory(error),
         traceback=_shortened(trace),
         frame=encodable(user_frame(trace)),
@@ -83,10 +85,8 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether memory of the host or the device ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    text = _message(error).lower()
-    return isinstance(error, (RuntimeError, OSError)) and (
-        "can't allocate memory" in text or "cannot allocate memory" in text or "out of memory" in text
-    )
+    signs = ("can't allocate memory", "cannot allocate memory", "out of memory")
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in _message(error).lower() for sign in signs)
 
 
 def _message(error: BaseException) -> str:
@@ -94,13 +94,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception:  # the user's own __str__ may raise
         return "(its __str__ failed)"
-
-
-def _inner(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the outer frames that every run has, unless the error was raised in one of them."""
-    while trace is not None and trace.tb_next and trace.tb_frame.f_globals.get("__name__") in _OUTER:
-        trace = trace.tb_next
-    return trace
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -96,11 +96,8 @@ class Mailbox:
     def states(self) -> dict[int, str]:
         """Return the state of each visible process of another rank, except of finished ranks."""
         found = {r.rank: process_states.state(r.pid, r.began) for r in self.ranks if r.rank in self.visible}
-        return {
-            rank: state
-            for rank, state in found.items()
-            if state not in process_states.DEAD or not self.has_finished(rank)
-        }
+        dead = process_states.DEAD
+        return {rank: state for rank, state in found.items() if state not in dead or not self.has_finished(rank)}
 
     def crash_text(self, rank: int) -> str:
         """Return the trace that Python wrote when the rank crashed."""

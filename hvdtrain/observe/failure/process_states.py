@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from hvdtrain.files import read_text_or_empty
 from hvdtrain.programs import read_stat
 
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
@@ -58,17 +59,10 @@ def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, flo
 
 def oom_kills(root: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed since boot because memory ran out, containers included."""
-    found = re.search(r"^oom_kill (\d+)$", _text(root / "vmstat"), re.MULTILINE)
+    found = re.search(r"^oom_kill (\d+)$", read_text_or_empty(root / "vmstat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def _figures(path: Path) -> dict[str, int]:
     """Parse lines such as ``VmRSS:  1024 kB``, in KiB."""
-    return {name: int(kib) for name, kib in re.findall(r"^(\S+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    return {name: int(kib) for name, kib in re.findall(r"^(\S+):\s+(\d+) kB$", read_text_or_empty(path), re.MULTILINE)}

@@ -27,13 +27,8 @@ FAILED, STALLED, CURRENT = "failed", "stalled", "here"
 TRAINING = "training"
 WATCHDOG_THREAD = "hvdtrain watchdog"
 
-JSON_NAMES = {
-    "process": "who",
-    "open_spans": "open",
-    "last_span": "last",
-    "is_waiting": "waits",
-    "memory_holders": "held",
-}
+JSON_NAMES = {"process": "who", "open_spans": "open", "last_span": "last", "is_waiting": "waits",
+              "memory_holders": "held"}  # fmt: skip
 """Keys of `failure.json` (format 1) that differ from names of attributes."""
 
 

@@ -35,18 +35,14 @@ class Verdict(Struct, frozen=True):
 def find_cause(
     statements: Sequence[Statement], silent: Sequence[SilentRank], *, oom_kills: int = 0, shared: bool = True
 ) -> Verdict:
-    """Return the cause of a failure.
+    """Return the cause of a failure, from one statement or more, and what is known of all other ranks.
 
     Causes in order of priority: an error that is not the consequence of another one; dead processes (the launcher
     kills the other ranks after one has failed); stopped processes; ranks that do not wait for the others. The earliest
     error counts, by the clocks of the hosts.
 
-    Args:
-        statements: at least one, at most one for each rank.
-        silent: all other ranks.
-        oom_kills: processes that the kernel of this host killed because memory ran out, since the run began.
-        shared: whether this rank sees the folder of the statements. Without it, dead ranks may have reported for
-            themselves.
+    `oom_kills`: processes that this host's kernel killed since the run began, because memory ran out. `shared`: whether
+    this rank sees the folder of the statements. Without it, dead ranks may have reported for themselves.
     """
     errors = sorted((s for s in statements if s.fault is not None), key=lambda s: s.time)
     original = [s for s in errors if s.fault is not None and not s.fault.consequence]
@@ -57,7 +53,9 @@ def find_cause(
         return _killed(dead, oom_kills, shared)
     stopped = [s for s in silent if s.state == STOPPED]
     if stopped:
-        return _stopped(stopped)
+        hint = "something sent SIGSTOP: a debugger, Ctrl-Z in a shell, or a scheduler that suspends jobs"
+        sentence = f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped"
+        return Verdict(STALL, [s.process.rank for s in stopped], sentence, hint)
     if errors:
         return _ended(errors[0], silent)
     return _stall(statements, silent)
@@ -95,12 +93,6 @@ def _killed(dead: Sequence[SilentRank], oom_kills: int, shared: bool) -> Verdict
     return Verdict(KILLED, ranks, f"{whom} ended without an error message", hint)
 
 
-def _stopped(stopped: Sequence[SilentRank]) -> Verdict:
-    hint = "something sent SIGSTOP: a debugger, Ctrl-Z in a shell, or a scheduler that suspends jobs"
-    sentence = f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped"
-    return Verdict(STALL, [s.process.rank for s in stopped], sentence, hint)
-
-
 def _ended(first: Statement, silent: Sequence[SilentRank]) -> Verdict:
     lost = [s for s in silent if s.state != UNREACHABLE]
     sentence = "communication ended, and no rank reported an error"
@@ -130,7 +122,11 @@ def _stall(statements: Sequence[Statement], silent: Sequence[SilentRank]) -> Ver
         return Verdict(STALL, [s.process.rank for s in silent], f"{none}: {whom} not respond", hint)
     working = [s for s in statements if not s.is_waiting]
     if unreachable:
-        return _stall_unshared(none, working or statements, unreachable)
+        there = working or statements
+        where = "; ".join(f"{ranks} {place(s)}" for ranks, s in grouped(there))
+        hint = f"see the output of {labels(s.process for s in unreachable)}: the run folder is not shared with them"
+        ranks = sorted([*(s.process.rank for s in there), *(s.process.rank for s in unreachable)])
+        return Verdict(STALL, ranks, f"{none} on the ranks that share the run folder: {where}", hint)
     if len(statements) == 1:
         return Verdict(STALL, [statements[0].process.rank], f"{none}, {place(statements[0])}")
     if working and len(working) < len(statements):
@@ -160,23 +156,13 @@ def _started_by_all(statements: Sequence[Statement]) -> bool:
     )
 
 
-def _stall_unshared(none: str, there: Sequence[Statement], unreachable: Sequence[SilentRank]) -> Verdict:
-    """Return the cause as far as known, where some ranks do not share the run folder."""
-    where = "; ".join(f"{ranks} {place(s)}" for ranks, s in grouped(there))
-    hint = f"see the output of {labels(s.process for s in unreachable)}: the run folder is not shared with them"
-    ranks = sorted([*(s.process.rank for s in there), *(s.process.rank for s in unreachable)])
-    return Verdict(STALL, ranks, f"{none} on the ranks that share the run folder: {where}", hint)
-
-
 def pending_collectives(
     statements: Sequence[Statement], silent: Sequence[SilentRank], parameters: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
     """Return the collectives that some ranks have started and others have not: [{name, on, not_on, parameters}].
 
-    Args:
-        statements: of ranks that made one.
-        silent: the other ranks. They count as not started, except for ranks that are not reachable.
-        parameters: names of the parameters with gradients in a collective, by the beginning of the collective's name.
+    Ranks without a statement count as not started, except for those that are not reachable. `parameters` with gradients
+    in a collective are by the beginning of its name.
     """
     if not silent and _started_by_all(statements):
         return []
@@ -187,10 +173,7 @@ def pending_collectives(
         on = [s.process.rank for s in statements if name in s.in_flight]
         absent = sorted([s.process.rank for s in statements if name not in s.in_flight] + mute)
         if absent:
-            table.append({"name": name, "on": on, "not_on": absent, "parameters": _parameters(parameters, name)})
+            # The name of a later phase has a suffix after the name of its bucket.
+            of = list(parameters.get(name) or parameters.get(name.rpartition("/")[0]) or [])
+            table.append({"name": name, "on": on, "not_on": absent, "parameters": of})
     return table
-
-
-def _parameters(parameters: Mapping[str, Sequence[str]], name: str) -> list[str]:
-    """Return the parameters of a collective. The name of a later phase has a suffix after the name of its bucket."""
-    return list(parameters.get(name) or parameters.get(name.rpartition("/")[0]) or [])

@@ -18,7 +18,7 @@ from hvdtrain.data.mixture import sample_order
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.residuals import is_residual
 from hvdtrain.observe.journal import Journal
-from hvdtrain.observe.progress import Progress as ProgressDisplay
+from hvdtrain.observe.output import Progress as ProgressDisplay
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout

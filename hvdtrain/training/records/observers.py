@@ -190,6 +190,7 @@ def add_traces(current: Round, horovod: HorovodTimeline | None, start: int) -> L
     profiler = TorchProfile(spans, folder, comm.rank, profile, recorder.warn)
     recorder.add_watcher(profiler)
     requests = Requests(folder) if comm.rank == 0 else None
-    live = LiveWindow(folder, requests, recordings, profiler, lacks, recorder.say)
+    records = [recording.record for recording in recordings]
+    live = LiveWindow(folder, requests, records, profiler.record, lacks, recorder.say)
     recorder.add_watcher(live)  # the last watcher: the others have written when it is closed
     return live

@@ -33,8 +33,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "observe/failure/verdict.py",
-        'return list(parameters.get(name) or parameters.get(name.rpartition("/")[0]) or [])',
-        "return list(parameters.get(name) or [])",
+        'of = list(parameters.get(name) or parameters.get(name.rpartition("/")[0]) or [])',
+        "of = list(parameters.get(name) or [])",
         "the failure card names no parameters for a later phase of a bucket",
         "tests/observe/failure",
     ),
