@@ -32,10 +32,7 @@ def files_next_to(tokenizer: Path) -> dict[str, bytes]:
 
 
 def settings(end: str | None, **more: Any) -> bytes:
-    """Return a tokenizer_config.json for a tokenizer without one.
-
-    `end`: its token after each document, if any.
-    """
+    """Return a tokenizer_config.json for a tokenizer without one. `end`: its token after each document, if any."""
     named = {} if end is None else {"eos_token": end, "pad_token": end}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named, **more}
     return json.dumps(content, indent=1).encode()

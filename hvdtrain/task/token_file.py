@@ -33,10 +33,7 @@ _NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensiona
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of ids: those to train on, then the held-out ones.
-
-    `train`, `heldout`: numbers of ids.
-    """
+    """A file of ids: those to train on, then the held-out ones. `train`, `heldout`: numbers of ids."""
 
     path: str
     dtype: str  # numpy's name of the ids' type, with byte order

@@ -68,10 +68,7 @@ class FirstPass(StepPart):
 
 
 class CompileCounts:
-    """Counts of this process from now on, by torch's own counters.
-
-    `event`: records the event `COMPILED`.
-    """
+    """Counts of this process from now on, by torch's own counters. `event`: records the event `COMPILED`."""
 
     def __init__(self, event: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> None:
         import torch._dynamo.utils as counted  # takes seconds
