@@ -84,6 +84,13 @@ def test_it_finds_what_training_has_found(run: Path, capsys: pytest.CaptureFixtu
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.parametrize("given", [["--spilt", "train", "run"], ["run", "--smaples=3"]])
+def test_a_misspelt_option_is_none_of_training(given: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given) == 2
+    nearest = {"--spilt": "--split", "run": "--samples"}[given[0]]
+    assert f"next: did you mean {nearest}?" in capsys.readouterr().err
+
+
 def test_a_copied_checkpoint_needs_the_config_of_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step-000003").rename("copied")
     assert main(["copied"]) == 2
