@@ -18,6 +18,7 @@ from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_site import merge
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError, exit_code
+from hvdtrain.launch.agent_starter import JOBS, SSH
 from hvdtrain.launch.choose import (
     OWN,
     Choice,
@@ -64,6 +65,8 @@ def main(argv: list[str]) -> int:
         _say_choice(choice, spec, plan, site, starts=not options.dry_run)
         if note := idle_gpus(spec, choice.target, environ()):
             say(note)
+        if options.hosts and not options.dry_run:
+            _check_ssh(spec, choice.target, plan)
         if plan is not None:
             return _drive(plan, options.dry_run)
         target = TARGETS[choice.target]
@@ -119,6 +122,23 @@ def _say_choice(choice: Choice, spec: JobSpec, plan: WorkerPlan | None, site: Si
     missing = site.missing_modules(environ())
     if missing and not {"directive", "image"} & options_of(choice.target):  # only scripts load them
         say(f"modules of the site that are not loaded here: {' '.join(missing)}")
+
+
+def _check_ssh(spec: JobSpec, target: str, plan: WorkerPlan | None) -> None:
+    """Check that ranks can start on the named hosts. Errors: LaunchError: it takes ssh, and there is none."""
+    if plan is not None:
+        hosts = [host for host in spec.other_hosts if plan.starter.by_for(host) == SSH]
+        has_ssh = shutil.which(SSH, path=search_path(environ())) is not None
+    else:
+        in_job = any(variable in environ() for _, variable in JOBS.values())
+        hosts = spec.other_hosts if target == "openmpi" and not in_job else []
+        has_ssh = spec.remote_shell
+    if hosts and not has_ssh:
+        raise LaunchError(
+            "there is no ssh on this machine",
+            expected=f"ssh on PATH, to start ranks on {', '.join(hosts[:3])}",
+            next_step="sudo apt-get install openssh-client   (Fedora, RHEL: sudo dnf install openssh-clients)",
+        )
 
 
 def _refuse_undecoded(text: str) -> None:
