@@ -24,9 +24,7 @@ class UsedParameters:
         names: of the parameters of each.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Mapping[str, FSDPModule], names: Mapping[str, Sequence[str]]
-    ) -> None:
+    def __init__(self, model: nn.Module, modules: Mapping[str, FSDPModule], names: Mapping[str, Sequence[str]]) -> None:
         self._model = model
         self._used: set[str] = set()
         self._undo: list[Callable[[], object]] = []

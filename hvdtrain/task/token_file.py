@@ -170,7 +170,9 @@ def _mapped(path: Path) -> np.memmap[Any, Any]:
         found = "pickled objects, or a file of another format" if "pickle" in str(error) else str(error)
         if "mmap length" in found:
             found = f"fewer bytes than the file's header says: {path.stat().st_size:,}"
-        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found, next_step=_NPY_NEXT) from error
+        raise DataError(
+            f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found, next_step=_NPY_NEXT
+        ) from error
     if not isinstance(loaded, np.memmap):
         loaded.close()
         found = "an archive of arrays (.npz)"
