@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.parser import MODEL_HELP, Parser, local
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
     from hvdtrain.runtime.tuning import prepare
 
     make_output_unfailing()
-    options, training = parser().parse_known_args(argv)
+    made = parser()
+    options, training = made.parse_known_args(argv)
     info: RankInfo | None = None
     try:
         info, _ = prepare()
@@ -72,8 +75,18 @@ def main(argv: list[str]) -> int:
                 options.per_sample.write_text("".join(f"{line}\n" for line in lines()))
             print(json.dumps(values, indent=1) if options.json else _text(values))
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, info)
+        return end(_misspelt(made, training, error) or error, info)
     return 0
+
+
+def _misspelt(made: Parser, training: Sequence[str], error: BaseException) -> ConfigError | None:
+    """Return the error for a misspelt option that was taken for one of training, if that explains an error."""
+    if isinstance(error, ConfigError) and error.what.startswith("there is no "):
+        for name in (word.partition("=")[0] for word in training):
+            is_ours = name in {f"--{field.name}" for field in fields(Config)} or "." in name
+            if name.startswith("--") and not is_ours and (near := made.nearest_option(name)):
+                return ConfigError(f"there is no option {name}", next_step=f"did you mean {near}?")
+    return None
 
 
 def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:

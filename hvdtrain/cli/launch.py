@@ -29,7 +29,7 @@ from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.targets.base import Target
 from hvdtrain.launch.variables import secret_variables, submit_environment
-from hvdtrain.launch.worker_plan import WorkerPlan, describe_plan
+from hvdtrain.launch.worker_plan import JOBS, SSH, WorkerPlan, describe_plan
 from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import output, run_program
@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
         _say_choice(choice, spec, plan, site, starts=not options.dry_run)
         if note := idle_gpus(spec, choice.target, environ()):
             say(note)
+        if options.hosts and not options.dry_run:
+            _check_ssh(spec, choice.target, plan)
         if plan is not None:
             return _drive(plan, options.dry_run)
         target = TARGETS[choice.target]
@@ -116,6 +118,23 @@ def _say_choice(choice: choose.Choice, spec: JobSpec, plan: WorkerPlan | None, s
     missing = site.missing_modules(environ())
     if missing and not {"directive", "image"} & choose.options_of(choice.target):  # only scripts load them
         say(f"modules of the site that are not loaded here: {' '.join(missing)}")
+
+
+def _check_ssh(spec: JobSpec, target: str, plan: WorkerPlan | None) -> None:
+    """Check that ranks can start on the named hosts. Errors: LaunchError: it takes ssh, and there is none."""
+    if plan is not None:
+        hosts = [host for host in spec.other_hosts if plan.starter.by_for(host) == SSH]
+        has_ssh = shutil.which(SSH, path=search_path(environ())) is not None
+    else:
+        in_job = any(variable in environ() for _, variable in JOBS.values())
+        hosts = spec.other_hosts if target == "openmpi" and not in_job else []
+        has_ssh = spec.remote_shell
+    if hosts and not has_ssh:
+        raise LaunchError(
+            "there is no ssh on this machine",
+            expected=f"ssh on PATH, to start ranks on {', '.join(hosts[:3])}",
+            next_step="sudo apt-get install openssh-client   (Fedora, RHEL: sudo dnf install openssh-clients)",
+        )
 
 
 def say(text: str) -> None:

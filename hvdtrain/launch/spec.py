@@ -142,7 +142,12 @@ class JobSpec:
     @property
     def remote(self) -> bool:
         """Whether there are ranks on other hosts than the one that starts the job."""
-        return self.nodes > 1 or any(name not in (*LOCAL_NAMES, self.host) for name in self.hosts)
+        return self.nodes > 1 or bool(self.other_hosts)
+
+    @property
+    def other_hosts(self) -> list[str]:
+        """The named hosts that are not the one that starts the job."""
+        return [name for name in self.hosts if name not in (*LOCAL_NAMES, self.host)]
 
     @property
     def ssh_arguments(self) -> tuple[str, ...]:

@@ -94,12 +94,12 @@ def find_model(name: str, option: str = "--model.from") -> SavedModel:
         return SavedModel(saves[-1].path, True)
     if path.is_dir() and not RunLayout(path).is_run:
         return SavedModel(path, False)
-    on_hub = not path.is_dir() and _HUB_ID.fullmatch(name)
+    on_hub = not path.is_dir() and not path.parent.is_dir() and _HUB_ID.fullmatch(name)
     raise ConfigError(
         f"there is no model in {name!r}",
         expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, or a folder with config.json",
         found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
-        next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then --model.from DIR"
+        next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then DIR as {option}"
         if on_hub
         else f"correct {option}",
     )

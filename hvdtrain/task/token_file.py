@@ -29,6 +29,7 @@ _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
 _NPY_STRIDE = 1 << 22
 _NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensional array of integers"
+_NPY_NEXT = "write or copy the file again, or correct --data.tokens"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def describe_npy(path: Path, tail: float) -> TokenFile:
     ids = _mapped(path)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         found = f"dtype {ids.dtype}, shape {ids.shape}"
-        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found)
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found, next_step=_NPY_NEXT)
     if not len(ids):
         raise DataError(f"{path} is empty", expected=_NPY_EXPECTED, found="an array without elements")
     digest, smallest, largest = hashlib.sha256(), 0, 0
@@ -152,10 +153,15 @@ def _mapped(path: Path) -> np.memmap[Any, Any]:
         ) from error
     except (ValueError, EOFError) as error:  # no .npy file, a pickle, an array of objects, a truncated file
         found = "pickled objects, or a file of another format" if "pickle" in str(error) else str(error)
-        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found) from error
+        if "mmap length" in found:
+            found = f"fewer bytes than the file's header says: {path.stat().st_size:,}"
+        raise DataError(
+            f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found, next_step=_NPY_NEXT
+        ) from error
     if not isinstance(loaded, np.memmap):
         loaded.close()
-        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found="an archive of arrays (.npz)")
+        found = "an archive of arrays (.npz)"
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found, next_step=_NPY_NEXT)
     return loaded
 
 

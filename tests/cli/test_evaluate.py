@@ -84,10 +84,11 @@ def test_it_finds_what_training_has_found(run: Path, capsys: pytest.CaptureFixtu
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_a_copied_checkpoint_needs_the_config_of_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_and_a_copied_checkpoint_are_explained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step-000003").rename("copied")
-    assert main(["copied"]) == 2
-    assert "add --config FILE, a copy of the run's config.yaml" in capsys.readouterr().err
+    wrong = {"--spilt train run": "did you mean --split?", "run --smaples=3": "did you mean --samples?"}
+    for given, advice in {**wrong, "copied": "add --config FILE, a copy of the run's config.yaml"}.items():
+        assert main(given.split()) == 2 and advice in capsys.readouterr().err
     assert main(["copied", "--config", "run/config.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == 10
 

@@ -166,7 +166,7 @@ def test_a_file_of_an_allocation_names_the_hosts(name: str, launch: Launch, tmp_
 
 
 def test_without_ssh_open_mpi_needs_none(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks on this host need none; a job on others is left to say what it lacks."""
+    """Its ranks on this host need none; a job on others is refused before it starts, by our own driver, too."""
     monkeypatch.setattr("hvdtrain.cli.launch_spec.has_remote_shell", has_remote_shell)
     off = f"{REMOTE_SHELL[0]}=/bin/false "
 
@@ -176,6 +176,9 @@ def test_without_ssh_open_mpi_needs_none(launch: Launch, tmp_path: Path, monkeyp
 
     assert off in shown("-np", "2") and off in shown("-H", "localhost:2")
     assert "plm" not in shown("-H", "localhost:1,b:1")
+    for target in ("openmpi", "hvdtrain"):
+        refused = launch("--to", target, "-H", "b:1", "--", variables={"PATH": f"{tmp_path}/bin"}, code=2)[1]
+        assert "no ssh on this machine" in refused and "to start ranks on b" in refused
     assert "plm" not in shown("-np", "2", **{REMOTE_SHELL[0]: "docker exec"})
     (tmp_path / "bin/ssh").touch(0o755)
     assert "plm" not in shown("-np", "2")

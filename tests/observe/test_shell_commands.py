@@ -40,8 +40,7 @@ def test_one_host_under_open_mpi_is_a_whole_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.geteuid", lambda: 0)  # Open MPI does not let root run it unasked
     assert _words(resume_command(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
     assert "root" not in resume_command(RUN, ALONE) + resume_command(RUN, TWO_HOSTS)
-    eight = replace(ONE_HOST, size=8, local_size=8)  # more ranks than mpirun starts by itself
-    assert _words(resume_command(RUN, eight))[1:5] == ["--allow-run-as-root", "--oversubscribe", "-np", "8"]
+    assert _words(resume_command(RUN, replace(ONE_HOST, size=8, local_size=8)))[2:5] == ["--oversubscribe", "-np", "8"]
 
 
 def test_the_resume_command_repeats_the_setting_for_a_missing_ssh() -> None:

@@ -70,9 +70,7 @@ def test_law_5_sums_equal_float64(job: Comm, passes: Callable[[int], int], name:
 @pytest.mark.parametrize(
     ("name", "shard"), [("horovod", "none"), ("horovod", "gradients"), ("ddp", "none"), ("fsdp", "parameters")]
 )
-def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str) -> None:
-    if job.size == 1:
-        pytest.skip("several ranks: tests/training/test_unused_parameters.py has one")
+def test_what_no_rank_uses_keeps_its_value(job: Comm, name: str, shard: str, several_ranks: None) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     before = model.idle.weight.detach().clone()

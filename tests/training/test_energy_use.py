@@ -15,7 +15,6 @@ from hvdtrain.config.schema import Config, ObserveConfig, ParallelConfig, TrainC
 from hvdtrain.observe.energy import CPUS, GPUS
 from hvdtrain.observe.monitor import GpuIdentity
 from hvdtrain.plan.plan import plan_of
-from hvdtrain.runtime.host import read_host
 from hvdtrain.task.base import Task
 from hvdtrain.training.records import job_facts
 from hvdtrain.training.records.compute import FirstPass
@@ -73,8 +72,7 @@ def test_one_rank_of_a_host_reads_its_processors(tmp_path: Path) -> None:
     (record, _), _, (last, _) = found
     assert record == last and (record["devices"], record["energy"]) == (3, {CPUS: ""})
     assert record["versions"]["torch"] == torch.__version__
-    host = record["machine"]["busiest_host"]
-    assert host == {"cores": read_host({}, tmp_path).cores, "ranks": 3, "threads": torch.get_num_threads()}
+    assert record["machine"]["busiest_host"]["ranks"] == 3
 
 
 def test_ranks_that_share_a_gpu_are_one_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
