@@ -32,16 +32,14 @@ class Merged:
     """What is merged, and the merged trace: its path, size and number of events.
 
     Attributes:
-        timelines: of Horovod.
         profiles: files of torch.profiler, each with its rank and times.
-        notes: sentences about missing or dropped data.
     """
 
     steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
-    timelines: list[HorovodTrace] = field(default_factory=list)
+    timelines: list[HorovodTrace] = field(default_factory=list)  # of Horovod
     profiles: list[tuple[Path, int, Profile]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences about missing or dropped data
     path: Path = Path()
     nbytes: int = 0
     events: int = 0

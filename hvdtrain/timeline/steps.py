@@ -27,27 +27,16 @@ from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans, StepTable
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
+    """One start of a run."""
 
-    Attributes:
-        number: from 0; -1 if unknown.
-        at_step: the step from which it resumed.
-        link: allreduces measured at the start: pairs of bytes and seconds.
-        steps: empty if the start ended before the first block.
-        clock_us: times of the offsets, by rank 0's clock [k].
-        offset_us: rank 0's clock minus the rank's clock, NaN if unknown [k, ranks].
-        error_us: bound of the offset's error [k, ranks].
-        dropped: sentences about lines that could not be used.
-    """
-
-    number: int
-    at_step: int
-    link: Sequence[tuple[int, float]]
-    steps: StepTable
-    clock_us: Floats
-    offset_us: Floats
-    error_us: Floats
-    dropped: Sequence[str]
+    number: int  # from 0; -1 if unknown
+    at_step: int  # the step from which it resumed
+    link: Sequence[tuple[int, float]]  # allreduces measured at the start: pairs of bytes and seconds
+    steps: StepTable  # empty if the start ended before the first block
+    clock_us: Floats  # times of the offsets, by rank 0's clock [k]
+    offset_us: Floats  # rank 0's clock minus the rank's clock, NaN if unknown [k, ranks]
+    error_us: Floats  # bound of the offset's error [k, ranks]
+    dropped: Sequence[str]  # sentences about lines that could not be used
 
 
 def read_starts(path: Path) -> list[Start]:

@@ -41,21 +41,13 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Sample:
-    """The steps of a table that an analysis uses.
+    """The steps of a table that an analysis uses."""
 
-    Attributes:
-        columns: of the table [n].
-        begin_us: end of the step before; if it has no stamps, the start of the evaluations after it [ranks, n].
-        aside_us: evaluations and checkpoints since the step before [ranks, n].
-        steps: number of steps since the previous one in the sample; 1 for the first [n].
-        weights: number of steps that each represents. A gap between two stretches counts half to each [n].
-    """
-
-    columns: Ints
-    begin_us: Floats
-    aside_us: Floats
-    steps: Floats
-    weights: Floats
+    columns: Ints  # of the table [n]
+    begin_us: Floats  # end of the step before; if it has no stamps, the start of the evaluations after it [ranks, n]
+    aside_us: Floats  # evaluations and checkpoints since the step before [ranks, n]
+    steps: Floats  # number of steps since the previous one in the sample; 1 for the first [n]
+    weights: Floats  # number of steps that each represents. A gap between two stretches counts half to each [n].
 
 
 def sample_of(table: StepTable) -> Sample:

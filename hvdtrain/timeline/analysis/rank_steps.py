@@ -29,25 +29,16 @@ _LEAST_TURNS = 4
 
 @dataclass(frozen=True)
 class Rounds:
-    """Steps as rounds, from the sums of the step before until each rank is ready.
+    """Steps as rounds, from the sums of the step before until each rank is ready."""
 
-    Attributes:
-        source: our stamps, or ticks of Horovod.
-        work_ms: from the common start until the rank is ready, less its `WAITS` [ranks, rounds].
-        column: of each round in the step table; for ticks, which have none, as `step` [rounds].
-        weight: number of steps that each represents [rounds].
-        step_ms: the median time from a round to the next.
-        clock_error_ms: bound of the error of a rank's times, compared with rank 0's [ranks].
-    """
-
-    source: Literal["stamps", "ticks"]
+    source: Literal["stamps", "ticks"]  # our stamps, or ticks of Horovod
     hosts: Sequence[str]
-    work_ms: Floats
-    column: Ints
+    work_ms: Floats  # from the common start until the rank is ready, less its `WAITS` [ranks, rounds]
+    column: Ints  # of each round in the step table; for ticks, which have none, as `step` [rounds]
     step: Ints
-    weight: Floats
-    step_ms: float
-    clock_error_ms: Floats
+    weight: Floats  # number of steps that each represents [rounds]
+    step_ms: float  # the median time from a round to the next
+    clock_error_ms: Floats  # bound of the error of a rank's times, compared with rank 0's [ranks]
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""

@@ -18,21 +18,14 @@ _LEAST_STEPS = 8
 
 @dataclass
 class Place:
-    """A host, a device, or what a file names for hosts, such as a rack.
-
-    Attributes:
-        starts: starts of runs in which a rank there was compared with others.
-        slow_starts: those of them in which one was a straggler.
-        device_hours: that all devices of the jobs waited for stragglers there.
-        causes: of these stragglers, most frequent first.
-    """
+    """A host, a device, or what a file names for hosts, such as a rack."""
 
     name: str
     host: str
-    starts: int = 0
-    slow_starts: int = 0
-    device_hours: float = 0.0
-    causes: Counter[str] = field(default_factory=Counter)
+    starts: int = 0  # starts of runs in which a rank there was compared with others
+    slow_starts: int = 0  # those of them in which one was a straggler
+    device_hours: float = 0.0  # that all devices of the jobs waited for stragglers there
+    causes: Counter[str] = field(default_factory=Counter)  # of these stragglers, most frequent first
 
 
 def slow_hosts(
