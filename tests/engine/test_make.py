@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,12 @@ def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: i
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == (before if nice is None else nice)
     finally:
         over.set()
+
+
+def test_closing_an_engine_ends_its_schedule_and_its_sums() -> None:
+    model, closed = nn.Linear(1, 1), list[str]()
+    engine = Engine(torch.optim.SGD(model.parameters()), OneRank([]))
+    for name, part in {"schedule": engine.schedule, "sums": engine.sums}.items():
+        part.close = partial(closed.append, name)  # type: ignore[method-assign]
+    engine.close()
+    assert closed == ["schedule", "sums"]

@@ -67,7 +67,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self.schedule.close()\n",
         "",
         "the hooks of a pipeline outlive its engine",
-        "tests/engine/test_pipeline.py",
+        "tests/engine/test_make.py",
     ),
     mutation(
         "engine/one_rank.py",
