@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.exchange.active_buckets import DetachedState
 from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.exchange.optimizer import exchanging
 from hvdtrain.exchange.own_loop import Exchange
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from tests.support.thread_comm import ThreadComm, on_ranks, per_rank
 
@@ -183,3 +185,21 @@ def test_the_exchange_restarts_once_when_the_ranks_have_changed(monkeypatch: pyt
         optimizer.step()
         optimizer.zero_grad()
     assert restarts == [1, 2]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_a_divided_optimizer_delivers_once_what_several_owe(shard: str) -> None:
+    """With several passes, in one of them."""
+
+    def body(comm: ThreadComm) -> Tensor:
+        model = nn.Linear(512, 512, bias=False)  # rows for each rank
+        engine = make_engine(torch.optim.SGD(model.parameters(), lr=1.0), model, comm, Plan(shard=shard))
+        engine.load_state_dict({"weight/residual": torch.full((512, 512), 3.0)}, {"ranks": 4, "plan": None})
+        engine.begin(2)
+        for _ in range(2):
+            engine.backward(model.weight.sum())
+        (gradient,) = engine.finish()
+        return gradient
+
+    for gradient in on_ranks(2, body):
+        assert gradient.unique().tolist() == [2 * 2 * 1.0 + 4 * 3.0]

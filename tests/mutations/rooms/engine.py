@@ -102,7 +102,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            self._owed.discard(name)\n",
         "",
         "with ZeRO-2 each pass delivers the residual again",
-        "tests/training/test_unused_parameters.py",
+        "tests/exchange/test_residual_transfer.py",
     ),
     mutation(
         "engine/among_copies.py",
