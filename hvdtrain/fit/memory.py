@@ -44,25 +44,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the tensors of a rank.
+    """Bytes of the tensors of a rank."""
 
-    Attributes:
-        model: parameters and buffers of the model, on the device.
-        optimizer: its state, on the device.
-        peak: the largest sum of all in a step, on the device: the rest is activations, gradients and their exchange.
-        host: state and parameters of an optimizer in the memory of the host.
-        sent: bytes that a rank sends in a step; see `Traffic`.
-        waited_for: those of activations, in which forward and backward wait.
-        bubble: share of a step in which stages of a pipeline wait at least.
-    """
-
-    model: int
-    optimizer: int
-    peak: int
-    host: int = 0
-    sent: int = 0
-    waited_for: int = 0
-    bubble: float = 0.0
+    model: int  # parameters and buffers of the model, on the device
+    optimizer: int  # its state, on the device
+    peak: int  # the largest sum of all in a step, on the device: the rest is activations, gradients and their exchange
+    host: int = 0  # state and parameters of an optimizer in the memory of the host
+    sent: int = 0  # bytes that a rank sends in a step; see `Traffic`
+    waited_for: int = 0  # those of activations, in which forward and backward wait
+    bubble: float = 0.0  # share of a step in which stages of a pipeline wait at least
 
 
 def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memory:

@@ -25,19 +25,13 @@ _PREDICTED = ("parallel", "loader", "checkpoint", "elastic", "observe", "run_dir
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predicts steps of jobs that compute what a run has computed.
-
-    Attributes:
-        config: the run's resolved options.
-        bandwidth_gbit: of each host's link, if a job has several hosts (default: measured in the run).
-        ranks_per_host: (default: as in the run).
-    """
+    """Predicts steps of jobs that compute what a run has computed."""
 
     path: Path
     evidence: Evidence
-    config: Mapping[str, Any]
-    bandwidth_gbit: float | None
-    ranks_per_host: int | None
+    config: Mapping[str, Any]  # the run's resolved options
+    bandwidth_gbit: float | None  # of each host's link, if a job has several hosts (default: measured in the run)
+    ranks_per_host: int | None  # (default: as in the run)
 
     @staticmethod
     def of_run(path: Path, bandwidth_gbit: float | None, ranks_per_host: int | None) -> StepTimes:

@@ -49,16 +49,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options.
-
-    Attributes:
-        family: the dimension of an automatic mesh, and whether it is with FSDP; empty for other ways.
-    """
+    """A way to divide the state among ranks: the value of --parallel.shard, or a mesh; and its options."""
 
     shard: str
     options: tuple[str, ...]
     mesh: str = ""
-    family: str = ""
+    family: str = ""  # the dimension of an automatic mesh, and whether it is with FSDP; empty for other ways
 
 
 def fits_in(memory: Memory, gib: float | None) -> bool:

@@ -79,42 +79,28 @@ class Evidence:
     """The measurements of a run. Seconds are medians over steps.
 
     Attributes:
-        cores: cores of rank 0's host.
-        own_cores: cores that rank 0 may use; fewer than `cores` if its launcher bound it.
-        threads: that each rank computes with.
-        on_cpu: whether the model computes on the CPU.
-        gradients: in the model's order.
-        step_s: duration of a step.
-        parts_s: duration of each of `spans.JOURNAL_KEYS`, and "rest" for everything else, on rank 0.
-        tail_s: backward after the last gradient.
-        step_uncertainty_s: 95% interval of `step_s` from the spread of steps.
         jitter: how much ranks' computing times differ from step to step.
-        fitted: the link.
-        late_s: how much later than rank 0 the slowest rank is ready, if all ranks recorded it.
-        copy_s_per_byte: to pack a gradient uncompressed; None if not measured.
         buckets: the names of the gradients in each, if they stay as they are; empty to plan them.
-        compression_of: what the name of a compression means in this job.
-        notes: what is missing.
     """
 
     job: Job
-    cores: int
-    own_cores: int
-    threads: int
-    on_cpu: bool
-    gradients: Sequence[Gradient]
-    step_s: float
-    parts_s: Mapping[str, float]
+    cores: int  # cores of rank 0's host
+    own_cores: int  # cores that rank 0 may use; fewer than `cores` if its launcher bound it
+    threads: int  # that each rank computes with
+    on_cpu: bool  # whether the model computes on the CPU
+    gradients: Sequence[Gradient]  # in the model's order
+    step_s: float  # duration of a step
+    parts_s: Mapping[str, float]  # duration of each of `spans.JOURNAL_KEYS`, and "rest" for everything else, on rank 0
     path: Path = Path()
-    tail_s: float = 0.0
-    step_uncertainty_s: float = 0.0
+    tail_s: float = 0.0  # backward after the last gradient
+    step_uncertainty_s: float = 0.0  # 95% interval of `step_s` from the spread of steps
     jitter: Jitter = field(default_factory=lambda: Jitter(np.zeros(1)))
-    fitted: FittedLink = FittedLink(None, "nothing was exchanged", 0.0)
-    late_s: float = 0.0
-    copy_s_per_byte: float | None = None
+    fitted: FittedLink = FittedLink(None, "nothing was exchanged", 0.0)  # the link
+    late_s: float = 0.0  # how much later than rank 0 the slowest rank is ready, if all ranks recorded it
+    copy_s_per_byte: float | None = None  # to pack a gradient uncompressed; None if not measured
     buckets: Sequence[Sequence[str]] = ()
-    compression_of: Callable[[str], Compression] = parse
-    notes: Sequence[str] = ()
+    compression_of: Callable[[str], Compression] = parse  # what the name of a compression means in this job
+    notes: Sequence[str] = ()  # what is missing
 
     def cores_are_full(self, ranks: Ranks) -> bool:
         """Whether the thread that exchanges has no core of its own while the rank computes."""

@@ -30,19 +30,12 @@ a link that counts neither preamble nor gap."""
 
 @dataclass(frozen=True)
 class Link:
-    """The link between ranks.
+    """The link between ranks."""
 
-    Attributes:
-        hop_s: time of an empty message from one rank to another.
-        s_per_byte: seconds per byte that leaves a host, or a rank if there is one host.
-        cpu_s_per_byte: processor time of the exchanging thread per byte that its rank sends.
-        by_nccl: whether NCCL exchanges, which also knows the double tree.
-    """
-
-    hop_s: float
-    s_per_byte: float
-    cpu_s_per_byte: float = 0.0
-    by_nccl: bool = False
+    hop_s: float  # time of an empty message from one rank to another
+    s_per_byte: float  # seconds per byte that leaves a host, or a rank if there is one host
+    cpu_s_per_byte: float = 0.0  # processor time of the exchanging thread per byte that its rank sends
+    by_nccl: bool = False  # whether NCCL exchanges, which also knows the double tree
 
     def hops_s(self, ranks: Ranks, across: float, inside: float) -> float:
         """Return the seconds of consecutive empty messages across hosts and inside one."""

@@ -35,25 +35,16 @@ _EQUAL = 1.03
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step; seconds.
-
-    Attributes:
-        compute_s: the training thread's own work.
-        exposed_s: waiting for gradients, for parameters and for other ranks.
-        wire_s: the exchange, hidden or exposed.
-        handed_bytes: that a rank hands to collectives.
-        replayed_wait_s: the part of `exposed_s` that the replay explains.
-        gather_s: waiting for parameters of other ranks, and copying them.
-    """
+    """A step; seconds."""
 
     step_s: float
-    compute_s: float
-    exposed_s: float
-    wire_s: float
-    handed_bytes: float
+    compute_s: float  # the training thread's own work
+    exposed_s: float  # waiting for gradients, for parameters and for other ranks
+    wire_s: float  # the exchange, hidden or exposed
+    handed_bytes: float  # that a rank hands to collectives
     buckets: int
-    replayed_wait_s: float
-    gather_s: float = 0.0
+    replayed_wait_s: float  # the part of `exposed_s` that the replay explains
+    gather_s: float = 0.0  # waiting for parameters of other ranks, and copying them
 
 
 @dataclass(frozen=True)

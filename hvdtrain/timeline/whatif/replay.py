@@ -20,22 +20,14 @@ from hvdtrain.timeline.whatif.step import Collective, Exchange, Step
 
 @dataclass(frozen=True)
 class Replayed:
-    """The durations of a replayed step.
-
-    Attributes:
-        compute_s: the training thread's own work.
-        backward_s: the last backward pass, with packing and coding during it.
-        wait_s: from the end of backward to the last sum.
-        wire_s: the exchanging thread's work.
-        gather_s: waiting for gathered parameters, and copying them.
-    """
+    """The durations of a replayed step."""
 
     step_s: float
-    compute_s: float
-    backward_s: float
-    wait_s: float
-    wire_s: float
-    gather_s: float = 0.0
+    compute_s: float  # the training thread's own work
+    backward_s: float  # the last backward pass, with packing and coding during it
+    wait_s: float  # from the end of backward to the last sum
+    wire_s: float  # the exchanging thread's work
+    gather_s: float = 0.0  # waiting for gathered parameters, and copying them
 
 
 def replay(step: Step) -> Replayed:

@@ -25,18 +25,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of a bucket: a collective starts when the previous one has finished and its own payload is made.
-
-    Attributes:
-        after_s: work of the training thread to decode the last result.
-        nbytes: memory of the exchange while it runs, for the limit of a step.
-        kept_bytes: memory of the sums that remain after it.
-    """
+    """The exchange of a bucket: a collective starts when the previous one has finished and its own payload is made."""
 
     collectives: Sequence[Collective]
-    after_s: float = 0.0
-    nbytes: float = 0.0
-    kept_bytes: float = 0.0
+    after_s: float = 0.0  # work of the training thread to decode the last result
+    nbytes: float = 0.0  # memory of the exchange while it runs, for the limit of a step
+    kept_bytes: float = 0.0  # memory of the sums that remain after it
 
 
 @dataclass(frozen=True)
@@ -65,27 +59,21 @@ class Step:
     """A step of a rank, or one of its passes.
 
     Attributes:
-        before_s: until `forward` begins, or the last backward pass if that is empty.
-        arrivals: gradients in the order in which backward finishes them.
-        tail_s: backward after the last gradient.
         late_s: time to pack the gradients that backward skips, by bucket; those buckets start after backward.
-        after_s: from the last sum to the end of the step: clipping, optimizer, everything else.
-        forward: the forward pass, where it needs gathered parameters.
-        gathers: of the pass, in the order of their need.
         ahead_bytes: gathers start in advance while no more than these bytes are gathered at the same time; None if a
             gather starts only when it is needed.
         limit_bytes: of the memory of running exchanges and of the sums that remain: packing waits for older ones.
         earlier: passes before this one that exchange or gather, too. Their sums are complete before the next backward.
     """
 
-    before_s: float
-    arrivals: Sequence[Arrival]
-    tail_s: float
+    before_s: float  # until `forward` begins, or the last backward pass if that is empty
+    arrivals: Sequence[Arrival]  # gradients in the order in which backward finishes them
+    tail_s: float  # backward after the last gradient
     exchanges: Sequence[Exchange]
     late_s: Sequence[float] = ()
-    after_s: float = 0.0
-    forward: Sequence[Part] = ()
-    gathers: Sequence[Exchange] = ()
+    after_s: float = 0.0  # from the last sum to the end of the step: clipping, optimizer, everything else
+    forward: Sequence[Part] = ()  # the forward pass, where it needs gathered parameters
+    gathers: Sequence[Exchange] = ()  # of the pass, in the order of their need
     ahead_bytes: float | None = None
     limit_bytes: float = math.inf
     earlier: Sequence[Step] = ()

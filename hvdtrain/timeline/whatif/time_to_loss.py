@@ -54,16 +54,13 @@ class Way:
     """A way to exchange, and the time that it takes to a loss; seconds and bytes.
 
     Attributes:
-        name: in short.
-        options: of `hvdtrain train`.
-        step_s: the predicted step.
         samples: to the loss, over those with an exchange in each step.
             low_s, time_s, high_s: time to the loss, for each step that a run takes which exchanges in each.
     """
 
-    name: str
-    options: str
-    step_s: float
+    name: str  # in short
+    options: str  # of `hvdtrain train`
+    step_s: float  # the predicted step
     samples: float
     low_s: float
     time_s: float
@@ -72,20 +69,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ways to exchange.
-
-    Attributes:
-        ways: the fastest first.
-        usual: the fastest with an exchange in each step.
-        best: to be used: the fastest with its whole interval below `usual`, or else `usual`.
-        notes: what the comparison is based on.
-    """
+    """Ways to exchange."""
 
     workers: int
-    ways: Sequence[Way]
-    usual: Way
-    best: Way
-    notes: Sequence[str]
+    ways: Sequence[Way]  # the fastest first
+    usual: Way  # the fastest with an exchange in each step
+    best: Way  # to be used: the fastest with its whole interval below `usual`, or else `usual`
+    notes: Sequence[str]  # what the comparison is based on
 
 
 def compare_ways(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> Comparison:

@@ -22,7 +22,6 @@ class Training:
     """A training job, as callbacks see it on this rank.
 
     Attributes:
-        device: of the model.
         evaluate: return the loss and the metrics of the model's present values over the held-out samples; None if there
             are none. Collective: yes. It calls no callback.
     """
@@ -33,7 +32,7 @@ class Training:
     _stop: Callable[[], int]
     _asked: list[str]
     _say: Callable[[str], None]
-    device: torch.device
+    device: torch.device  # of the model
     evaluate: Callable[[], Evaluation | None]
 
     @property

@@ -120,13 +120,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "engine/among_copies.py",
-        "        self.complete()  # of parameters that no forward pass has used\n",
-        "",
-        "a parameter that no pass has used arrives after its next update",
-        "tests/laws/test_sharded.py",
-    ),
-    mutation(
-        "engine/among_copies.py",
         "            if exchange is None and (rows :=",
         "            if exchange is not None and (rows :=",
         "parts of which there is one copy are never updated",
