@@ -162,7 +162,8 @@ class Spans:
         if phase == "start":
             self._collection_began = self.now()
         else:
-            self.record("gc", self._collection_began)
+            end = self.now()  # while another thread collects, the training thread may end spans and begin others
+            self.record("gc", min(end, max(self._collection_began, self._touched)), end_ns=end)
 
 
 def _since(first_step: int, newest_first: Iterable[RawEvent]) -> list[RawEvent]:

@@ -113,6 +113,18 @@ def test_long_collections_are_spans_and_count_in_no_sum() -> None:
     assert spans.pop_seconds() == {}
 
 
+def test_a_collection_of_another_thread_is_within_the_span_that_runs_when_it_ends() -> None:
+    clock = Clock()
+    spans = Spans(clock)
+    with spans("forward"):
+        spans._on_collection("start", {"generation": 2})
+        clock.now += 5
+    clock.now += 1
+    spans._on_collection("stop", {"generation": 2})
+    forward, collection = spans.events()
+    assert (collection.name, collection.start_ns) == ("gc", forward.end_ns) and collection.end_ns > forward.end_ns
+
+
 def test_a_collection_amid_reading_spoils_nothing() -> None:
     """It records a span of its own, in whatever line it happens."""
     spans = Spans()
