@@ -143,8 +143,7 @@ def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
 def _with_config_of(checkpoint: Path, training: Sequence[str]) -> list[str]:
     """Return options of training after those of a checkpoint's run.
 
-    Errors:
-        ConfigError: the checkpoint is not in its run folder, and the options name no config; or it is damaged.
+    Errors: ConfigError: the checkpoint is not in its run folder, and the options name no config; or it is damaged.
     """
     layout = RunLayout(checkpoint.resolve().parent.parent)
     if layout.config.exists():

@@ -41,8 +41,7 @@ def before_forward(module: nn.Module, action: Callable[[], object]) -> Callable[
 def require_blocks(model: nn.Module, options: str, action: str, next_step: str) -> list[nn.Module]:
     """Return the blocks of a model, where `options` need them for an action.
 
-    Errors:
-        ConfigError: the model has no blocks.
+    Errors: ConfigError: the model has no blocks.
     """
     if found := blocks(model):
         return found

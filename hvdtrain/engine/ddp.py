@@ -238,8 +238,7 @@ class DdpSums(OneRank):
 def make_ddp(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
-    Errors:
-        TaskError: the model has sparse gradients, which DDP with a hook does not exchange.
+    Errors: TaskError: the model has sparse gradients, which DDP with a hook does not exchange.
     """
     for name in sparse_gradients(parts.model).values():
         raise TaskError(

@@ -49,8 +49,7 @@ def whole_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
 def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> None:
     """Check that there are ranks to divide something among; the options `without` do not divide it.
 
-    Errors:
-        ConfigError: there is one rank.
+    Errors: ConfigError: there is one rank.
     """
     if comm.size == 1:
         raise ConfigError(
@@ -70,8 +69,7 @@ def refuse_what_cannot_be_divided(
 
     `without`: how not to divide the model.
 
-    Errors:
-        ConfigError: the model cannot be divided.
+    Errors: ConfigError: the model cannot be divided.
     """
     by_address: dict[int, str] = {}
     for name, parameter in named:

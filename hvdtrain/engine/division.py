@@ -52,8 +52,7 @@ def divide_model(
     whole, but with a part of the gradient: the sum over ranks of `--parallel.tp` is left to the caller, without
     `divide`. Collective: yes.
 
-    Errors:
-        ConfigError: transformers is too old, or the model cannot be divided.
+    Errors: ConfigError: transformers is too old, or the model cannot be divided.
     """
     try:
         from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism

@@ -28,8 +28,7 @@ _METHODS = ("set_force_sum_reduction_for_comms", "set_custom_all_gather", "set_c
 def check_fsdp(parts: EngineParts) -> None:
     """Check that FSDP can divide a model.
 
-    Errors:
-        ConfigError: there is one rank, or model or optimizer cannot be divided.
+    Errors: ConfigError: there is one rank, or model or optimizer cannot be divided.
     """
     _check_job(parts)
     # On the rank that certainly has values: a `Placeholder` shares no memory.
@@ -110,11 +109,7 @@ def _check_model(model: nn.Module, weights: torch.dtype | None, otherwise: str) 
 
 
 def check_mesh(parts: EngineParts) -> None:
-    """Check that the ranks have the dimensions of a job.
-
-    Errors:
-        ConfigError: they do not, or ranks share a GPU.
-    """
+    """Check that the ranks have the dimensions of a job. Errors: ConfigError: they do not, or ranks share a GPU."""
     parts.plan.dimensions.check(parts.comm.size)
     if getattr(parts.comm, "through_host", False) and parts.plan.dimensions.experts > 1:
         raise ConfigError(

@@ -172,8 +172,7 @@ class RowsOfStages(RowsOfParts):
     def _check_all_ran(self) -> None:
         """Check that a pass has run all that is outside of blocks: ranks sum its gradients in the order of backward.
 
-        Errors:
-            TaskError: it has not.
+        Errors: TaskError: it has not.
         """
         if torch.is_grad_enabled() and (missing := sorted(self._outside.keys() - self._ran)):
             raise TaskError(
@@ -229,8 +228,7 @@ def _modules_of_experts(
 
     `parts_name`: of the dimension of their mesh; `names`: of all modules of the model.
 
-    Errors:
-        ConfigError: one has other parameters, too.
+    Errors: ConfigError: one has other parameters, too.
     """
     found = []
     for module in part.modules():

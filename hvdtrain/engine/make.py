@@ -89,8 +89,7 @@ def make_exchange(parts: EngineParts) -> Engine:
 def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's parameters with their names in the model, in its order.
 
-    Errors:
-        TaskError: one is from outside the model.
+    Errors: TaskError: one is from outside the model.
     """
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strangers = [tuple(parameter.shape) for parameter in optimized - set(model.parameters())]
@@ -110,8 +109,7 @@ def check_same(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
     It compares names, order, shapes, dtypes and requires_grad. If all are equal, only a digest of each rank is sent.
     Learning rates and similar values may differ: those of rank 0 are used.
 
-    Errors:
-        LaunchError: on every rank, with the first difference and its rank.
+    Errors: LaunchError: on every rank, with the first difference and its rank.
     """
     mine = list(_facts(model, optimizer))
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()

@@ -121,8 +121,7 @@ class Cuts(Layout):
     def _divide_optimizer(self, parts: EngineParts) -> None:
         """Let the optimizer have this rank's rows of what several ranks hold. Collective: yes.
 
-        Errors:
-            ConfigError: no rank has a copy of what another one holds; on every rank.
+        Errors: ConfigError: no rank has a copy of what another one holds; on every rank.
         """
         dimensions, comm = parts.plan.dimensions, parts.comm
         divided = [each for each in self.every if isinstance(each, AtOwners)]
@@ -202,8 +201,7 @@ def _width(parameter: nn.Parameter) -> int:
 def make_mesh_engine(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
-    Errors:
-        ConfigError: the ranks, the model or the optimizer cannot be divided.
+    Errors: ConfigError: the ranks, the model or the optimizer cannot be divided.
     """
     check_mesh(parts)
     check = partial(

@@ -139,8 +139,7 @@ class DividedExchange(Exchange):
     def load_state_dict(self, own: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """Load this rank's part of a whole state, and drop the current step.
 
-        Errors:
-            CheckpointError: it is the state of other groups of parameters.
+        Errors: CheckpointError: it is the state of other groups of parameters.
         """
         saved: list[Mapping[str, Any]] = state.get("param_groups", [])
         if [len(group["params"]) for group in saved] != list(map(len, self._groups)):
@@ -175,8 +174,7 @@ class DividedExchange(Exchange):
     def broadcast_options(self, root: int) -> None:
         """Copy the options of the groups, such as the learning rate, from rank `root` to all. Collective: yes.
 
-        Errors:
-            TaskError: the ranks have not loaded equally many states; on every rank.
+        Errors: TaskError: the ranks have not loaded equally many states; on every rank.
         """
         loads = allgather_json(self.reducer.comm, self.loads, name="optimizer/loads")
         if len(set(loads)) > 1:

@@ -74,8 +74,7 @@ class DividedReducer:
     def refresh(self) -> None:
         """Look for changes of the parameters. Collective: yes, if some were frozen or freed.
 
-        Errors:
-            TaskError: a parameter was moved to other memory, or added to the optimizer.
+        Errors: TaskError: a parameter was moved to other memory, or added to the optimizer.
         """
         for (name, parameter), place in zip(self._named, self._places, strict=True):
             if _place(parameter) != place:
@@ -138,8 +137,7 @@ class DividedReducer:
     def finish(self) -> list[Tensor]:
         """Exchange the remaining gradients, and return the sums of what this rank owns. Collective: yes.
 
-        Errors:
-            CallOrderError: a gradient was changed after its backward pass.
+        Errors: CallOrderError: a gradient was changed after its backward pass.
         """
         self._begin_once()
         self._passes.last = False
@@ -183,8 +181,7 @@ class DividedReducer:
     def update(self, update: Callable[..., Any]) -> Any:
         """Run the update of what this rank owns, and wait until all ranks have its result. Collective: yes.
 
-        Errors:
-            CallOrderError: a gradient was cleared or replaced after the sum.
+        Errors: CallOrderError: a gradient was cleared or replaced after the sum.
         """
         for name, parameter in self._named:
             if parameter.requires_grad and parameter.grad is not self._sent[name]:

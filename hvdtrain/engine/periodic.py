@@ -224,8 +224,7 @@ class PeriodicEngine(Engine):
 
         `tokens` of each worker since the last call; `last`: exchange and apply all that is left.
 
-        Errors:
-            TaskError: other parameters require gradients than when workers began.
+        Errors: TaskError: other parameters require gradients than when workers began.
         """
         assert self._outer is not None
         self.park()
@@ -481,8 +480,7 @@ def make_periodic(
 ) -> PeriodicEngine:
     """Make the engine; in an `elastic` job, ranks may leave. Collective: yes. Other arguments: see `PeriodicEngine`.
 
-    Errors:
-        ConfigError: several ranks would serve a worker in an elastic job of Horovod, or a parameter is complex.
+    Errors: ConfigError: several ranks would serve a worker in an elastic job of Horovod, or a parameter is complex.
     """
     if found := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
         raise ConfigError(

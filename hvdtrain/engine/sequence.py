@@ -35,8 +35,7 @@ def divide_sequences(
 
     `by_torch`: whether torch has other exchanges in the same passes.
 
-    Errors:
-        ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.
+    Errors: ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.
     """
     if dimensions.cp == 1:
         return task
@@ -74,8 +73,7 @@ def _exchange(tensor: Tensor, split: int, joined: int, *, rows: Rows, count: int
 def refuse_dropout(model: nn.Module, option: str) -> None:
     """Check that a model has no dropout: ranks that divide a pass draw other random numbers than one rank.
 
-    Errors:
-        ConfigError: it has dropout.
+    Errors: ConfigError: it has dropout.
     """
     if found := dropout_of(model):
         name, value = next(iter(found.items()))

@@ -39,8 +39,7 @@ class WholeModel(Layout):
         exchange: of all parameters.
         name: prefix of the collectives' names.
 
-    Errors:
-        ConfigError: the model or the optimizer cannot be divided among the ranks.
+    Errors: ConfigError: the model or the optimizer cannot be divided among the ranks.
     """
 
     def __init__(self, parts: EngineParts, exchange: AtOwners, name: str) -> None:
@@ -70,8 +69,7 @@ class WholeModel(Layout):
     def find_added(self, complete: Callable[[], None]) -> bool:
         """Divide parameters that were added to the optimizer. Collective: yes.
 
-        Errors:
-            TaskError: one is from outside the model.
+        Errors: TaskError: one is from outside the model.
         """
         known = {owned.parameter for owned in self.owned.values()}
         added = {p for group in self._optimizer.param_groups for p in group["params"] if p not in known}

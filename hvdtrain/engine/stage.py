@@ -50,8 +50,7 @@ class Stage:
         deferred: gradients of weights, which have passes of their own; None without `--parallel.zero_bubble`.
         device: of the blocks.
 
-    Errors:
-        ConfigError: the model cannot be divided into stages.
+    Errors: ConfigError: the model cannot be divided into stages.
     """
 
     def __init__(
@@ -196,8 +195,7 @@ class Stage:
     def begin(self, call: Callable[[], Any]) -> None:
         """Begin a pass of a step; `call` runs it. Before the first one, check what blocks of this rank get.
 
-        Errors:
-            TaskError: a block gets more than the stage before sends.
+        Errors: TaskError: a block gets more than the stage before sends.
         """
         if (self.chunk or 0) in self._unchecked:
             self._unchecked.remove(self.chunk or 0)
@@ -344,8 +342,7 @@ class Stage:
     def _embed(self, module: nn.Embedding, inner: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:
         """Return embeddings, or where only the first stage has them, what has their form: its values do not count.
 
-        Errors:
-            TaskError: they are used after the blocks.
+        Errors: TaskError: they are used after the blocks.
         """
         if inner is not None and self._dry is None:
             return inner(ids)

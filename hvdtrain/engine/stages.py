@@ -122,8 +122,7 @@ def stages_of(
     Embeddings that are used after the blocks, too, are on the first stage and the last one: where the LM head has the
     same parameter, or a module of the model has an attribute `takes_embeddings` that is true.
 
-    Errors:
-        ConfigError: parameters before the blocks are not those of embeddings, or blocks have a parameter of others.
+    Errors: ConfigError: parameters before the blocks are not those of embeddings, or blocks have a parameter of others.
     """
     last = len(firsts) - 2
     found: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -166,8 +165,7 @@ def stages_of(
 def refuse_what_has_no_stages(model: nn.Module, option: str) -> None:
     """Check that stages would compute what one rank computes.
 
-    Errors:
-        ConfigError: not with blocks that are skipped at random, or running statistics.
+    Errors: ConfigError: not with blocks that are skipped at random, or running statistics.
     """
     for name, value in dropout_of(model).items():
         if "layerdrop" in name:

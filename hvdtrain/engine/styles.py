@@ -40,8 +40,7 @@ def styles_of(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the styles by name of what tp divides, and of the experts; `own` is the plan of the task, or empty.
 
-    Errors:
-        ConfigError: the model has no plan, or its sizes cannot be divided.
+    Errors: ConfigError: the model has no plan, or its sizes cannot be divided.
     """
     tensors = dict(own or getattr(model, "tp_plan", None) or {})
     experts = dict(own or getattr(model, "ep_plan", None) or {})

@@ -23,8 +23,7 @@ def check_same_names(comm: Comm, names: Sequence[str], *, name: str) -> None:
         names: of the parameters that this rank trains.
         name: of the collective.
 
-    Errors:
-        LaunchError: a rank trains other parameters than rank 0; raised on every rank.
+    Errors: LaunchError: a rank trains other parameters than rank 0; raised on every rank.
     """
     answers = allgather_json(comm, [_digest(names), len(names)], name=name)
     if any(digest != answers[0][0] for digest, _ in answers):
@@ -60,8 +59,7 @@ def agree_on_plan(
         sparse_as_dense: treat sparse gradients like dense ones. Otherwise a gradient that is sparse on one rank is
             sparse on all.
 
-    Errors:
-        LaunchError: a rank has other parameters than rank 0; raised on every rank.
+    Errors: LaunchError: a rank has other parameters than rank 0; raised on every rank.
     """
     described: list[list[object]] = [[n, list(p.shape), str(p.dtype)] for n, p in named]
     sparse = [n for n, p in named if p.grad is not None and p.grad.is_sparse and not sparse_as_dense]

@@ -144,8 +144,7 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
     def check_unchanged(self, named: Named) -> None:
         """Check that no gradient has changed since it was added.
 
-        Errors:
-            CallOrderError: one was written to or replaced.
+        Errors: CallOrderError: one was written to or replaced.
         """
         for name, parameter in named:
             gradient, version = self.get(name, (None, 0))

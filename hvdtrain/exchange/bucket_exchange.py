@@ -60,8 +60,7 @@ class BucketQueue:
 
         Collectives end about in the order of their starts, so the cost does not grow with the number of buckets.
 
-        Errors:
-            CallOrderError: it was packed before in this step.
+        Errors: CallOrderError: it was packed before in this step.
         """
         number, index = self._positions[name]
         bucket = self._buckets[number]

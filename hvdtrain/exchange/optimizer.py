@@ -38,8 +38,7 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     So existing schedulers, gradient scalers and references stay valid, its state stays, and
     ``isinstance(optimizer, torch.optim.SGD)`` holds. An older optimizer with some of its parameters ends its exchange.
 
-    Errors:
-        TaskError: it has an exchange already.
+    Errors: TaskError: it has an exchange already.
     """
     refuse_second(optimizer)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}

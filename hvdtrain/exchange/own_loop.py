@@ -96,8 +96,7 @@ class Exchange:
     def sum_up(self) -> None:
         """Sum the gradients, unless this step has done so before. Collective: yes.
 
-        Errors:
-            CallOrderError: a newer optimizer exchanges gradients of the same parameters.
+        Errors: CallOrderError: a newer optimizer exchanges gradients of the same parameters.
         """
         if self._replaced:
             raise CallOrderError(
@@ -116,8 +115,7 @@ class Exchange:
     def clear(self) -> None:
         """Drop the current step, because its gradients will be cleared.
 
-        Errors:
-            CallOrderError: some gradients are being exchanged.
+        Errors: CallOrderError: some gradients are being exchanged.
         """
         if self.reducer.over:
             self.reducer.commit(applied=False)
@@ -147,8 +145,7 @@ class Exchange:
 
         Returns the norm before, equal on all ranks.
 
-        Errors:
-            ConfigError: `max_norm` is negative, or not a number.
+        Errors: ConfigError: `max_norm` is negative, or not a number.
         """
         if not max_norm >= 0:
             raise ConfigError("invalid max_norm of clip_grad_norm_", expected="a number >= 0", found=str(max_norm))

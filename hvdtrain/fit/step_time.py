@@ -43,8 +43,7 @@ class StepTimes:
     def predict(self, run: RunConfig, ranks: int) -> Prediction:
         """Return the step of a job of `ranks`.
 
-        Errors:
-            ConfigError: the job computes something else than the run, or has options that cannot be predicted.
+        Errors: ConfigError: the job computes something else than the run, or has options that cannot be predicted.
         """
         if other := sorted(_computing(run.resolved).items() ^ _computing(self.config).items()):
             name = other[0][0]

@@ -85,8 +85,7 @@ def collectives(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, passes:
 
     The gradients are in the model's order.
 
-    Errors:
-        ConfigError: of FSDP, no name shows a block.
+    Errors: ConfigError: of FSDP, no name shows a block.
     """
     if plan.outer is not None:
         workers = workers_of(plan.outer, ranks.size)
@@ -202,8 +201,7 @@ def fsdp_units(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
 
     They are in the order in which backward finishes them.
 
-    Errors:
-        ConfigError: there is no block.
+    Errors: ConfigError: there is no block.
     """
     found: dict[str, list[Gradient]] = {}
     for gradient in gradients:

@@ -9,8 +9,7 @@ from hvdtrain.plan.plan import BF16_WEIGHTS, Plan
 def describe(plan: Plan, ranks: int) -> list[tuple[str, str]]:
     """Return names and values: what `ranks` ranks do.
 
-    Errors:
-        ConfigError: that many ranks do not have the plan's dimensions or groups.
+    Errors: ConfigError: that many ranks do not have the plan's dimensions or groups.
     """
     dimensions = plan.dimensions
     dimensions.check(ranks)

@@ -64,8 +64,7 @@ def refusals(plan: Plan) -> list[Refusal]:
 def resolve(config: Config, *, elastic: bool = False) -> Plan:
     """Return the plan of a run.
 
-    Errors:
-        ConfigError: parts of it do not go together; it names each, and the nearest options that do.
+    Errors: ConfigError: parts of it do not go together; it names each, and the nearest options that do.
     """
     check_compression(config.parallel.compression)
     plan = plan_of(config, elastic=elastic)

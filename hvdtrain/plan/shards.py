@@ -63,8 +63,7 @@ def divide(
         whole: for each parameter, whether one rank must own all of it; others are divided between chunks.
         first: rank to prefer among equal ones for whole parameters: another one for each bucket.
 
-    Returns:
-        the rows in the order of their places, and the elements of a segment with its padding, equal for all ranks.
+    Returns: the rows in the order of their places, and the elements of a segment with its padding, equal for all ranks.
     """
     sizes = [math.prod(shape) for shape in shapes]
     owner, room = _assign_whole(sizes, ranks, whole, first)

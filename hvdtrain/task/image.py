@@ -92,8 +92,7 @@ def label_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         model: takes `pixel_values`, returns an object with `logits` (B, classes).
         batch: images (B, C, H, W), float32, and labels (B,), int64.
 
-    Returns:
-        The sum over B images in nats, in float32 for any dtype of logits; and B.
+    Returns: The sum over B images in nats, in float32 for any dtype of logits; and B.
     """
     from torch.nn.functional import cross_entropy
 
@@ -112,8 +111,7 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
 def open_images(config: ImageConfig) -> tuple[TensorDataset, TensorDataset | None, int]:
     """Read or generate the images.
 
-    Returns:
-        Pairs of an image (C, H, W), float32, and a label, int64; held-out pairs, or None; the number of classes.
+    Returns: Pairs of an image (C, H, W), float32, and a label, int64; held-out pairs, or None; the number of classes.
 
     Errors: ConfigError: an option has an invalid value; TaskError: scikit-learn is missing.
     """

@@ -39,11 +39,7 @@ class ElasticProgram:
         atexit.register(self._leave)
 
     def enter(self) -> None:
-        """Join the ranks of the next round. Collective: yes.
-
-        Errors:
-            SystemExit: the job needs this process no more.
-        """
+        """Join the ranks of the next round. Collective: yes. Errors: SystemExit: the job needs this process no more."""
         try:
             self._rounds.enter(self._why, self._text, self._steps)
         except NoPlace as error:

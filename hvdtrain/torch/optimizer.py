@@ -180,8 +180,7 @@ def DistributedOptimizer(
 def _check_shard(shard: str, op: Any, compression: Any, groups: Any, *, sparse_as_dense: bool) -> None:
     """Check that `shard` supports the other arguments, and the job.
 
-    Errors:
-        ConfigError: it does not, or there is no such shard.
+    Errors: ConfigError: it does not, or there is no such shard.
     """
     if shard not in SHARDS:
         raise ConfigError("invalid shard of DistributedOptimizer", expected=", ".join(SHARDS), found=repr(shard))
@@ -215,8 +214,7 @@ def _names(
 ) -> dict[nn.Parameter, str]:
     """Return the name of each parameter; the first, if it has two.
 
-    Errors:
-        ConfigError: two parameters have the same name, or a parameter of the optimizer has none.
+    Errors: ConfigError: two parameters have the same name, or a parameter of the optimizer has none.
     """
     names: dict[nn.Parameter, str] = {}
     if named_parameters is None:
@@ -247,8 +245,7 @@ def _names(
 def _groups(groups: Any, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
     """Return the names of parameters that share a bucket: as listed, or runs of about equal size.
 
-    Errors:
-        ConfigError: neither None, a number above 0, nor lists of tensors without repetition.
+    Errors: ConfigError: neither None, a number above 0, nor lists of tensors without repetition.
     """
     if groups is None:
         return []

@@ -59,8 +59,7 @@ def main(command: str, argv: list[str]) -> int:
 def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes], page: Callable[[], str]) -> None:
     """Write the page to --html, if it is given, and print the text, or JSON with --json.
 
-    Errors:
-        TraceError: the page cannot be written.
+    Errors: TraceError: the page cannot be written.
     """
     from hvdtrain.timeline import wording
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def main(command: str, argv: list[str]) -> int:
     """Predict, print, and try where asked to; 0, 2 on a wrong option.
 
-    Errors:
-        ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
+    Errors: ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
     from hvdtrain.timeline.whatif.evidence import Change

@@ -84,8 +84,7 @@ def ask_window(
 
     It waits `patience_s` for the current step to end; to stop takes three steps.
 
-    Errors:
-        RunDirectoryError: there is no such run, no job answers, or it cannot record, or is not recording.
+    Errors: RunDirectoryError: there is no such run, no job answers, or it cannot record, or is not recording.
     """
     folder = _folder(run)
     try:

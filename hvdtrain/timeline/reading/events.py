@@ -188,8 +188,7 @@ def read_chunks(path: Path, size: int, notes: list[str]) -> Iterator[bytes]:
     Under any name, it may be plain, or one or several concatenated gzip streams. If compressed content is truncated or
     damaged, the content before that is yielded, and `notes` is appended to.
 
-    Errors:
-        OSError: it cannot be opened or read, or is no regular file.
+    Errors: OSError: it cannot be opened or read, or is no regular file.
     """
     text = b""
     with open_regular(path) as file:

@@ -41,8 +41,7 @@ class Clause(NamedTuple):
 def parse(text: str, known: Sequence[str] = KNOWN, *, with_base: bool = False) -> list[Clause]:
     """Parse a condition: clauses NAME OP NUMBER, joined by ``and``; `with_base` also allows NAME OP NUMBER * base.
 
-    Errors:
-        ConfigError: wrong syntax, or a name that is not `known`.
+    Errors: ConfigError: wrong syntax, or a name that is not `known`.
     """
     clauses = []
     for piece in re.split(r"\band\b", text):
@@ -72,8 +71,7 @@ def holds(clauses: list[Clause], figures: Mapping[str, float], base: Mapping[str
 
     `base` has the figures that clauses with `of_base` refer to.
 
-    Errors:
-        ConfigError: one of the figures is missing, or not a number.
+    Errors: ConfigError: one of the figures is missing, or not a number.
     """
     found = [
         (clause, _figure(clause.name, figures), (_figure(clause.name, base or {}) or 0.0) if clause.of_base else 1.0)

@@ -162,8 +162,7 @@ class Change:
 def changed_job(evidence: Evidence, change: Change) -> Job:
     """Return the job after the change.
 
-    Errors:
-        ConfigError: a number is out of range, the options do not go together, or the model does not know them.
+    Errors: ConfigError: a number is out of range, the options do not go together, or the model does not know them.
     """
     was = evidence.job
     _check_ranges(change)

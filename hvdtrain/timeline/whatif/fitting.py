@@ -110,8 +110,7 @@ def _spread(pairs: Sequence[tuple[int, float]], ranks: Ranks) -> float:
 def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink:
     """Return what is known about the link between the ranks of a job, which the user may give as `gbit` instead.
 
-    Errors:
-        ConfigError: nothing is known about it.
+    Errors: ConfigError: nothing is known about it.
     """
     fitted, ranks = evidence.fitted, job.ranks
     if ranks.size == 1 or (job.plan.dimensions.divides_model and not evidence.buckets_of(job)):

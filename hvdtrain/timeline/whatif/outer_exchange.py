@@ -86,8 +86,7 @@ def plan_of(change: Change) -> OuterPlan:
 def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> RarePrediction:
     """Predict a step of workers that train apart.
 
-    Errors:
-        ConfigError: the change is invalid, or the run lacks a measurement that it needs.
+    Errors: ConfigError: the change is invalid, or the run lacks a measurement that it needs.
     """
     plan, job = plan_of(change), changed_job(evidence, change)
     kind = parse_outer(plan.coding)

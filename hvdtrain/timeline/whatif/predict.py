@@ -73,8 +73,7 @@ def nothing_measured(*_: object) -> None:
 def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> Prediction:
     """Replay the step as it was and as it would be.
 
-    Errors:
-        ConfigError: the change is invalid, or the run lacks a measurement that it needs.
+    Errors: ConfigError: the change is invalid, or the run lacks a measurement that it needs.
     """
     job = changed_job(evidence, change)
     model = _Model(evidence, job, change, costs)
@@ -123,8 +122,7 @@ def wait_and_wire(evidence: Evidence) -> tuple[float, float]:
 def changed_link(evidence: Evidence, job: Job, change: Change) -> tuple[Link, float, str]:
     """Return the link between the ranks of a job after a change, its uncertainty as a share, and its source.
 
-    Errors:
-        ConfigError: nothing is known about it.
+    Errors: ConfigError: nothing is known about it.
     """
     found = link_between(evidence, job, change.bandwidth_gbit)
     link, uncertainty = found.link, found.uncertainty

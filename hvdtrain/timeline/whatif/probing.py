@@ -40,8 +40,7 @@ class CodingProbe:
     def measure(self, evidence: Evidence, jobs: Sequence[Job]) -> None:
         """Measure the missing costs of these jobs, with one process for each rank on a host.
 
-        Errors:
-            LaunchError: a process failed, for example because there is no torch.
+        Errors: LaunchError: a process failed, for example because there is no torch.
         """
         for job in jobs:
             compression, size = evidence.compression_of(job.plan.compression), job.ranks.size

@@ -163,8 +163,7 @@ def _uncertainty_s(steps: Sequence[float]) -> float:
 def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """Return engine and shard of a run, if the model knows them and the run recorded what it needs.
 
-    Errors:
-        DataError: otherwise.
+    Errors: DataError: otherwise.
     """
     parallel, dimensions = config["parallel"], Dimensions.of(config["parallel"])
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")

@@ -81,8 +81,7 @@ class Comparison:
 def compare_ways(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> Comparison:
     """Compare an exchange in each step and the measured ways to train apart, with the other changes of `change`.
 
-    Errors:
-        ConfigError: there is one rank, the change is invalid, or the run lacks a measurement that is needed.
+    Errors: ConfigError: there is one rank, the change is invalid, or the run lacks a measurement that is needed.
     """
     asked = replace(change, sync=None, workers=None, outer_compression=None)
     ranks = changed_job(evidence, asked).ranks

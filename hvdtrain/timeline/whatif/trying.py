@@ -65,8 +65,7 @@ def reasons_against(evidence: Evidence, change: Change) -> list[str]:
 def try_change(evidence: Evidence, change: Change, folder: Path, report: Callable[[str], None]) -> Trial:
     """Run unchanged, changed, changed, unchanged, in an empty folder. `report` takes a line for each run.
 
-    Errors:
-        LaunchError: a run failed.
+    Errors: LaunchError: a run failed.
     """
     jobs = {
         "unchanged": (evidence.job.ranks.size, []),

@@ -91,8 +91,7 @@ class Balance:
 def make_balance(current: Round, feed: Feed) -> Balance | None:
     """Make it if the options ask for it, and there is another rank.
 
-    Errors:
-        ConfigError: there are too few micro-batches. In an elastic job, with other ranks later, that is a warning.
+    Errors: ConfigError: there are too few micro-batches. In an elastic job, with other ranks later, that is a warning.
     """
     stream, size = feed.stream, current.comm.size
     if current.worker.plan.balance != "speed" or size == 1:

@@ -55,8 +55,7 @@ class BalanceLoss(StepPart):
     def extra_loss(self) -> Tensor | None:
         """Return the loss of the pass, a scalar; it has gradients. None if no router has run.
 
-        Errors:
-            TaskError: the routers return something else.
+        Errors: TaskError: the routers return something else.
         """
         chosen, self._chosen = self._chosen, []
         if not self._has_run:

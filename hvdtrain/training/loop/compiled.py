@@ -21,8 +21,7 @@ def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
 
     Raises torch's process-wide limits on how often one function is compiled, if the blocks may need it.
 
-    Errors:
-        ConfigError: the model has no blocks.
+    Errors: ConfigError: the model has no blocks.
     """
     next_step = "call .compile() on the parts of the model in the task, or leave --train.compile false"
     found = require_blocks(model, "--train.compile true", "compile", next_step)

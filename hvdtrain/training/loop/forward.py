@@ -96,8 +96,7 @@ def autocast_experts(model: nn.Module) -> None:
 def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
     """Call the task's loss function; return the sum of losses and its weight.
 
-    Errors:
-        TaskError: the result is of the wrong form, or the weight is negative or not finite.
+    Errors: TaskError: the result is of the wrong form, or the weight is negative or not finite.
     """
     result: Any = task.loss(model, batch)
     if isinstance(result, tuple) and len(result) == 2:
@@ -126,8 +125,7 @@ def checked_metrics(
 ) -> tuple[dict[str, tuple[Tensor | float, Tensor | float]], dict[str, tuple[Any, ...]]]:
     """Call the task's metrics function; return (sum, weight) by name, and what each metric object gets.
 
-    Errors:
-        TaskError: the result is of the wrong form.
+    Errors: TaskError: the result is of the wrong form.
     """
     result: Any = task.metrics(model, batch) if task.metrics else {}
     valid = isinstance(result, Mapping) and all(isinstance(values, tuple) for values in result.values())

@@ -22,8 +22,7 @@ class MetricObjects:
         comm: the ranks.
         device: of what `update` gets.
 
-    Errors:
-        TaskError: a metric keeps a list of unrelated values, which cannot be gathered.
+    Errors: TaskError: a metric keeps a list of unrelated values, which cannot be gathered.
     """
 
     def __init__(self, metrics: Mapping[str, Any], comm: Comm, device: torch.device) -> None:
@@ -48,8 +47,7 @@ class MetricObjects:
     def compute(self) -> dict[str, float]:
         """Return the value of each metric over all batches of all ranks. Collective: yes.
 
-        Errors:
-            TaskError: a value is not one number.
+        Errors: TaskError: a value is not one number.
         """
         found = {}
         for name, metric in self._metrics.items():

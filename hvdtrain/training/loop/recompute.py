@@ -36,8 +36,7 @@ def checkpoint_blocks(model: nn.Module, mode: str) -> None:
     `mode` is none, full, or selective: see `_is_kept`. A recomputation draws the same random numbers, and leaves
     persistent buffers as they are, such as running statistics. Without gradients nothing is recomputed.
 
-    Errors:
-        ConfigError: the model has no blocks.
+    Errors: ConfigError: the model has no blocks.
     """
     if mode == "none":
         return

@@ -62,8 +62,7 @@ class Saving:
     def evaluate(self) -> Evaluation | None:
         """Evaluate on held-out samples, if there are any; callbacks may end training. Collective: yes.
 
-        Errors:
-            ConfigError: the value that determines the best checkpoint is missing.
+        Errors: ConfigError: the value that determines the best checkpoint is missing.
         """
         began_s = time.perf_counter()
         with self.stepper.spans("evaluation"):

@@ -68,8 +68,7 @@ class SharedBuffers(StepPart):
     def finish(self, step: int, *, applied: bool) -> None:
         """Wait, and use the shared values if the step was applied. Collective: yes.
 
-        Errors:
-            DriftError: on every rank, if buffers differ and are only checked.
+        Errors: DriftError: on every rank, if buffers differ and are only checked.
         """
         self.wait()
         for buffers, flat, _ in self._under_way:
@@ -90,8 +89,7 @@ class SharedBuffers(StepPart):
 
         `found` names them, with the ranks that differ from rank 0; equal on all ranks.
 
-        Errors:
-            DriftError: on every rank, if buffers are only checked.
+        Errors: DriftError: on every rank, if buffers are only checked.
         """
         if not found:
             return

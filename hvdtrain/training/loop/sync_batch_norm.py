@@ -126,8 +126,7 @@ def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def synchronize_batch_norm(model: nn.Module, comm: Comm, plan: Plan) -> Statistics | None:
     """Make each `nn.SyncBatchNorm` of a model one of these; return what they share, None if there are none.
 
-    Errors:
-        ConfigError: on every rank: options with which ranks do not run the same passes of the whole model.
+    Errors: ConfigError: on every rank: options with which ranks do not run the same passes of the whole model.
     """
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)}
     if not found:

@@ -96,8 +96,7 @@ class Trainer:
     def run(self, signals: PendingSignals) -> str:
         """Train; return why training ended. Collective: yes.
 
-        Returns:
-            "finished", "stop_at", the name of a signal, `RANKS_CHANGE`, or the reason of a callback.
+        Returns: "finished", "stop_at", the name of a signal, `RANKS_CHANGE`, or the reason of a callback.
 
         Errors:
             NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
