@@ -120,13 +120,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "engine/among_copies.py",
-        "            if exchange is None and (rows :=",
-        "            if exchange is not None and (rows :=",
-        "parts of which there is one copy are never updated",
-        "tests/laws/test_mesh.py",
-    ),
-    mutation(
-        "engine/among_copies.py",
         "        if self._is_running and is_last and self._overlaps",
         "        if is_last and self._overlaps",
         "a replayed pass begins an exchange",
