@@ -154,13 +154,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/laws/test_mesh.py",
     ),
     mutation(
-        "engine/mesh.py",
-        "held[::-1]",
-        "held",
-        "buckets between copies fill up only at the end of backward",
-        "tests/laws/test_mesh.py",
-    ),
-    mutation(
         "engine/gathers.py",
         "            if self._running and length > self._limit_bytes:\n                return\n",
         "",
