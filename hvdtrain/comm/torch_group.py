@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.imagined import ImaginedComm
-from hvdtrain.comm.torch_order import Order, Started, TorchHandle, is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import Order, Started, TorchHandle, naming_lost_rank
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
 from hvdtrain.runtime.environment import RankInfo
 
@@ -178,12 +178,8 @@ class TorchComm:
         if sent.is_cuda:
             handle.start()
             return handle
-        try:
+        with naming_lost_rank(f"the collective {name}"):
             self._order.announce(name, handle)
-        except RuntimeError as error:
-            if is_lost_rank(error):
-                raise lost_rank(error, f"the collective {name}") from error
-            raise
         return handle
 
     def _counts(self, name: str, sent: Tensor, counts: Sequence[int]) -> list[list[int]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event, Thread
 
@@ -35,6 +36,17 @@ def lost_rank(error: BaseException, what: str) -> LostRankError:
         found=str(error).strip().partition("\n")[0],
         next_step="look for the first error in the output of the other ranks",
     )
+
+
+@contextmanager
+def naming_lost_rank(what: str) -> Iterator[None]:
+    """Raise the error of a lost rank instead of torch's. `what`: what this rank waits for within."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_rank(error):
+            raise lost_rank(error, what) from error
+        raise
 
 
 _BLOCK = 1024  # entries of the order that are deleted together, once every rank has read them

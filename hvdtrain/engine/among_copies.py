@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import DividedSums
 from hvdtrain.engine.gathers import Gathers
@@ -140,14 +140,8 @@ class AmongCopies(DividedSums):
             call()
         self._is_running = False
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if self.uniform_passes and is_lost_rank(error):
-                raise lost_rank(error, "an exchange of activations") from error
-            raise
+    def _named_errors(self) -> AbstractContextManager[object]:
+        return naming_lost_rank("an exchange of activations") if self.uniform_passes else nullcontext()
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self._used.add(name)

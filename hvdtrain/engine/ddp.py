@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_group import end_group, new_group
-from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import lost_rank, naming_lost_rank
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import sparse_gradients
@@ -124,12 +124,8 @@ class DdpSums(OneRank):
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward pass; in the last one, exchange each bucket as soon as it is full."""
-        try:
+        with naming_lost_rank("the exchange of gradients"):
             call()
-        except RuntimeError as error:
-            if is_lost_rank(error):
-                raise lost_rank(error, "the exchange of gradients") from error
-            raise
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""

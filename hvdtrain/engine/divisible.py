@@ -111,6 +111,12 @@ def own_rows(parameter: nn.Parameter) -> Owned:
     return Owned(mine, place, owners)
 
 
+def norm_of_owned(squared: Tensor, comm: Comm, model: nn.Module, name: str = "gradients") -> Tensor:
+    """Return the norm of the whole gradient from the `squared` one of what each rank owns alone. Collective: yes."""
+    squared = squared.reshape(1).to(next(model.parameters()).device)  # where it is not yet if this rank owns nothing
+    return norm(comm.allreduce(squared, name=f"{name}/norm").wait())
+
+
 def norm_of_parts(owned: Mapping[str, Owned], comm: Comm, model: nn.Module) -> Tensor:
     """Return the norm of the whole gradient, where several ranks hold a part. Collective: yes.
 
@@ -171,9 +177,7 @@ class DividedSums(Sums):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        squared = squared_norm(gradients).reshape(1)
-        squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
-        return norm(self._comm.allreduce(squared, name="gradients/norm").wait())
+        return norm_of_owned(squared_norm(gradients), self._comm, self._model)
 
     def _delivers(self) -> set[str]:
         return {name for name, p in self._model.named_parameters() if p.requires_grad} & self.owned().keys()

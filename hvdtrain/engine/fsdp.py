@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from hvdtrain.comm.dimensions import IN_GROUP
 from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
 from hvdtrain.comm.torch_group import TorchComm
-from hvdtrain.comm.torch_order import is_lost_rank, lost_rank
+from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
 from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere
@@ -25,7 +26,7 @@ from hvdtrain.engine.schedule import PipelineSchedule, Schedule
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.sums import Loss
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
-from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local
 
@@ -124,22 +125,18 @@ class FsdpSums(DividedSums):
         """Run a forward pass of a step. Collective: yes."""
         if self._groups is not None:
             self._groups.forward()
-        try:
+        with self._named_errors():
             return call()
-        except RuntimeError as error:
-            raise self._explained(error) from error
 
     def backward(self, call: Callable[[], None]) -> None:
         """Sum the gradients of a pass at their owners; in the last one, also between groups. Collective: yes."""
         if self._collectives is not None:
             self._collectives.begin_pass()
-        try:
+        with self._named_errors():
             if self._groups is not None:
                 self._groups.backward(call)
             else:
                 call()
-        except RuntimeError as error:
-            raise self._explained(error) from error
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums of this rank's rows. Collective: yes."""
@@ -219,18 +216,20 @@ class FsdpSums(DividedSums):
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
-    def _explained(self, error: RuntimeError) -> RuntimeError | HvdtrainError:
-        """Return the error to raise for one of torch's."""
-        if is_lost_rank(error):
-            return lost_rank(error, "a collective of FSDP")
-        if "mixed torch.Tensor and DTensor" in str(error):
-            return TaskError(
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            with naming_lost_rank("a collective of FSDP"):
+                yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise TaskError(
                 "the model uses a parameter while the block that owns it does not run",
                 expected="blocks that are called, and parameters that only their own block uses",
                 found=str(error).partition("\n")[0],
                 next_step=f"see the stack trace for the place; or {self._elsewhere}",
-            )
-        return error
+            ) from error
 
 
 def _divided_modules(model: nn.Module) -> dict[str, FSDPModule]:

@@ -13,6 +13,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import (
     UNDIVIDED,
+    norm_of_owned,
     refuse_one_rank,
     refuse_what_cannot_be_divided,
     use_owned,
@@ -23,7 +24,7 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
-from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.norms import squared_norm
 from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.plan.collectives import bucket_limit
 from hvdtrain.plan.gradients import Gradient
@@ -106,9 +107,8 @@ class WholeModel(Layout):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        squared = squared_norm(gradients, self._exchange.shapes()).reshape(1)
-        squared = squared.to(next(self._model.parameters()).device)  # where it is not yet if this rank owns nothing
-        return norm(self._comm.allreduce(squared, name=f"{self._name}/norm").wait())
+        squared = squared_norm(gradients, self._exchange.shapes())
+        return norm_of_owned(squared, self._comm, self._model, self._name)
 
     def close(self) -> None:
         """Give the optimizer the model's parameters again, without their state."""

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.torch_group import TorchComm, end_group, new_group
+from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.comm.torch_store import join_default_group, store_over
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, LostRankError
 from tests.support.contract import CLAUSES
 
 
@@ -81,3 +82,12 @@ def test_a_group_of_the_program_that_does_not_fit_is_refused(
     with pytest.raises(LaunchError, match=r"the program's torch\.distributed group") as caught:
         new_group(by_torch)
     assert str(value) in str(caught.value.found)
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer [::1]:7", "Broken pipe"])
+def test_an_error_of_a_lost_rank_is_named_and_others_stay(text: str) -> None:
+    with pytest.raises(LostRankError, match="during a sum") as caught, naming_lost_rank("a sum"):
+        raise RuntimeError(text)
+    assert isinstance(caught.value.__cause__, RuntimeError) and text in str(caught.value.found)
+    with pytest.raises(RuntimeError, match="shapes differ"), naming_lost_rank("a sum"):
+        raise RuntimeError("shapes differ")
