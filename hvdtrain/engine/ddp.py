@@ -82,12 +82,12 @@ class DdpSums(OneRank):
 
     def __init__(
         self,
-        named_parameters: list[tuple[str, nn.Parameter]],
+        optimized: Callable[[], list[tuple[str, nn.Parameter]]],
         comm: Comm,
         compression: str = "none",
         bucket_mib: float | None = None,
     ) -> None:
-        super().__init__(named_parameters)
+        super().__init__(optimized)
         self.compression = compression
         self._comm, self._bucket_mib = comm, bucket_mib or DDP_MIB
         chosen = parse(compression)
@@ -242,5 +242,5 @@ def make_ddp(parts: EngineParts) -> Engine:
             next_step="--parallel.engine horovod, or sparse=False",
             everywhere=True,
         )
-    sums = DdpSums(parts.parameters, parts.comm, parts.plan.compression, parts.plan.bucket_mib)
+    sums = DdpSums(parts.optimized, parts.comm, parts.plan.compression, parts.plan.bucket_mib)
     return Engine(parts.optimizer, sums)

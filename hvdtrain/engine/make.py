@@ -19,8 +19,8 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.one_rank import OneRank
-from hvdtrain.engine.parts import EngineParts
-from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.engine.parts import EngineParts, named_parameters
+from hvdtrain.errors import LaunchError
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import AUTO, Plan
@@ -53,7 +53,7 @@ def make_engine(
     parts = EngineParts(model, optimizer, parameters, comm, plan, device, spans, variables, styles)
     is_whole = plan.shard == "none" and not plan.dimensions.divides_model
     if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
-        return Engine(optimizer, OneRank(parameters))
+        return Engine(optimizer, OneRank(parts.optimized))
     module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model]
     engine: Engine = getattr(import_module(f"hvdtrain.engine.{module}"), name)(parts)
     return engine
@@ -75,7 +75,7 @@ def make_exchange(parts: EngineParts) -> Engine:
     comm, variables = parts.comm, parts.variables
 
     def trained() -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in parts.parameters if parameter.requires_grad]
+        return [(name, parameter) for name, parameter in parts.optimized() if parameter.requires_grad]
 
     first = "none" if parts.plan.compression == AUTO else parts.plan.compression
     resolve = partial(resolve_compression, device=parts.device, variables=variables)
@@ -84,23 +84,6 @@ def make_exchange(parts: EngineParts) -> Engine:
     reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)
     sums = InAllCopies(reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve)
     return Engine(parts.optimizer, sums)
-
-
-def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's parameters with their names in the model, in its order.
-
-    Errors: TaskError: one is from outside the model.
-    """
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = [tuple(parameter.shape) for parameter in optimized - set(model.parameters())]
-    if strangers:
-        raise TaskError(
-            "the task's optimizer has parameters from outside the model",
-            expected="an optimizer over model.parameters() of the model that the task returns",
-            found=f"{len(strangers)} such parameter(s), of shapes {', '.join(map(str, strangers[:3]))}",
-        )
-    # In the model's order, not the optimizer's: the exchange follows the order of backward.
-    return [(name, p) for name, p in model.named_parameters() if p in optimized]
 
 
 def check_same(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:

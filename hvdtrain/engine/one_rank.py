@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,14 +14,22 @@ from hvdtrain.exchange.residuals import Residuals, residual_key
 
 
 class OneRank(Sums, Residuals):
-    """One rank: nothing to exchange, except residuals that several ranks have left."""
+    """One rank: nothing to exchange, except residuals that several ranks have left.
 
-    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]]) -> None:
+    Args:
+        optimized: returns the optimizer's parameters with their names; called before each step.
+    """
+
+    def __init__(self, optimized: Callable[[], list[tuple[str, nn.Parameter]]]) -> None:
         self.residuals = self
-        self._parameters = named_parameters
+        self._optimized, self._parameters = optimized, optimized()
         self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
+
+    def refresh(self) -> None:
+        """Look for parameters that were added. Errors: TaskError: one is from outside the model."""
+        self._parameters = self._optimized()
 
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.errors import TaskError
 from hvdtrain.plan.plan import BF16_WEIGHTS, Plan
 from hvdtrain.spans import Spans
 
@@ -37,6 +38,32 @@ class EngineParts:
         """The format in which forward and backward get the parameters; None for their own."""
         return torch.bfloat16 if self.plan.precision == BF16_WEIGHTS else None
 
+    def optimized(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of the optimizer, also those that were added since the engine was made.
+
+        Errors: TaskError: one is from outside the model.
+        """
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters):
+            self.parameters[:] = named_parameters(self.optimizer, self.model)
+        return self.parameters
+
     def uncompressed(self, comm: Comm | None = None) -> EngineParts:
         """Return the same without compression, for other ranks."""
         return replace(self, comm=comm or self.comm, plan=replace(self.plan, compression="none"))
+
+
+def named_parameters(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the optimizer's parameters with their names in the model, in its order.
+
+    Errors: TaskError: one is from outside the model.
+    """
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = [tuple(parameter.shape) for parameter in optimized - set(model.parameters())]
+    if strangers:
+        raise TaskError(
+            "the task's optimizer has parameters from outside the model",
+            expected="an optimizer over model.parameters() of the model that the task returns",
+            found=f"{len(strangers)} such parameter(s), of shapes {', '.join(map(str, strangers[:3]))}",
+        )
+    # In the model's order, not the optimizer's: the exchange follows the order of backward.
+    return [(name, p) for name, p in model.named_parameters() if p in optimized]

@@ -93,7 +93,7 @@ def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: i
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = OuterPlan(workers=2, every=8, delay=delay)
-        local = Engine(optimizer, OneRank(list(model.named_parameters())))
+        local = Engine(optimizer, OneRank(lambda: list(model.named_parameters())))
         engine = make_periodic(model, plan, _Horovod(thread.native_id), lambda *_: local, "none", elastic=False)
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == before
         engine.begin_workers(0)
@@ -104,7 +104,7 @@ def test_threads_that_exchange_during_steps_give_way_to_them(delay: int, nice: i
 
 def test_closing_an_engine_ends_its_schedule_and_its_sums() -> None:
     model, closed = nn.Linear(1, 1), list[str]()
-    engine = Engine(torch.optim.SGD(model.parameters()), OneRank([]))
+    engine = Engine(torch.optim.SGD(model.parameters()), OneRank(lambda: []))
     engine.schedule.close = partial(closed.append, "schedule")  # type: ignore[method-assign]
     engine.sums.close = partial(closed.append, "sums")  # type: ignore[method-assign]
     engine.close()

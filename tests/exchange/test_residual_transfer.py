@@ -123,7 +123,7 @@ def test_copies_of_a_part_deliver_what_another_number_of_them_owes(comm: ThreadC
 def test_one_rank_alone_delivers_what_several_owe() -> None:
     tensors, values, delivered = on_ranks(2, lambda comm: _owing(comm, 1.0))[0]
     parameter = nn.Parameter(torch.zeros(8))
-    engine = Engine(torch.optim.SGD([parameter], lr=1.0), OneRank([("p", parameter)]))
+    engine = Engine(torch.optim.SGD([parameter], lr=1.0), OneRank(lambda: [("p", parameter)]))
     engine.load_state_dict(tensors, values)
     owed = 3 * (2 * torch.arange(8.0) + 1) - delivered
     for applied, scale in ((False, 1.0), (True, 0.5)):

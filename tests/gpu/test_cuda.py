@@ -191,7 +191,7 @@ def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:
     task.model.to(device)
     optimizer = torch.optim.AdamW(task.model.parameters(), fused=True)
     assert takes_scale(optimizer)
-    engine, comm = Engine(optimizer, OneRank(list(task.model.named_parameters()))), SoloComm()
+    engine, comm = Engine(optimizer, OneRank(lambda: list(task.model.named_parameters()))), SoloComm()
     parts = [SharedBuffers(task.model, comm), Rollback(task.model)]
     stepper = Stepper(
         task, task.model, engine, comm, Precision("fp32", device), device, 4, 1.0, Spans(), parts, by_device=True

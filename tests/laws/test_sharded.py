@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +145,19 @@ class Triple(torch.autograd.Function):
 
 
 class Peeking(nn.Module):
-    """Uses the weight of its last block first, and one of a module that it never calls; both by themselves."""
+    """Uses the weight of its last block first, and one of a module that it never calls; both by themselves.
+
+    One of its parameters has no elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
         self.head = nn.Linear(300, 300)
         self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x @ self.layers[3].weight
+        h = x @ self.layers[3].weight + self.empty.sum()
         for layer in self.layers:
             h = torch.tanh(layer(h))
         return h @ Triple.apply(self.head.weight)  # type: ignore[no-untyped-call, no-any-return]
@@ -169,8 +173,10 @@ def test_parameters_are_there_when_others_than_their_module_use_them(tmp_path: P
             model, lambda m, batch: ((m(batch[0]) - 1).square().mean(1).sum(), len(batch[0])), data, optimizer=optimizer
         )
 
-    whole = record(tmp_path / "whole", *SHORT[1:], size=2, build=build)
-    divided = record(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
+    # Averages (--train.ema) would wait for all parameters after each step.
+    options = [option for option in SHORT[1:] if "ema" not in option]
+    whole = record(tmp_path / "whole", *options, size=2, build=build)
+    divided = record(tmp_path / "divided", *options, SHARD, SMALL, size=2, build=build)
     assert divided.losses() == whole.losses()
 
 
@@ -308,3 +314,33 @@ def test_parameters_may_be_frozen_and_freed(tmp_path: Path) -> None:
     divided = record(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=build)
     assert divided.losses() == whole.losses()
     _equal(divided.state(), whole.state())
+
+
+def test_parameters_may_be_added(tmp_path: Path) -> None:
+    """From step 3 on, the optimizer has those of a block, too. It keeps them after the training."""
+    tasks: dict[str, Task] = {}
+
+    def build(name: str, rank: int) -> Task:
+        task = _stack(OPTIMIZERS["momentum"])(rank)
+        model: Any = task.model
+        added = [*model.layers[1].parameters()]
+        rest = [p for p in model.parameters() if all(p is not each for each in added)]
+        optimizer = OPTIMIZERS["momentum"](rest)
+
+        def schedule(step: int) -> float:  # called before each step
+            if step == 3:
+                optimizer.param_groups[0]["params"] += added
+            return 1.0
+
+        task = Task(model, task.loss, task.train_data, optimizer=optimizer, schedule=schedule)
+        if rank == 0:
+            tasks[name] = task
+        return task
+
+    alone = record(tmp_path / "alone", *SHORT[1:], size=1, build=partial(build, "alone"))
+    whole = record(tmp_path / "whole", *SHORT[1:], size=2, build=partial(build, "whole"))
+    divided = record(tmp_path / "divided", *SHORT[1:], SHARD, SMALL, size=2, build=partial(build, "divided"))
+    assert whole.losses() == pytest.approx(alone.losses(), rel=2e-6)
+    assert divided.losses() == whole.losses()
+    optimizer: Any = tasks["divided"].optimizer
+    assert {*optimizer.param_groups[0]["params"]} == {*tasks["divided"].model.parameters()}

@@ -40,7 +40,7 @@ def _stepper(
     task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: float = 0.1, comm: Any = None, batch: int = 12
 ) -> Stepper:
     model, comm = task.model, comm or SoloComm()
-    engine = Engine(torch.optim.SGD(model.parameters(), lr=lr), OneRank(list(model.named_parameters())))
+    engine = Engine(torch.optim.SGD(model.parameters(), lr=lr), OneRank(lambda: list(model.named_parameters())))
     parts = [SharedBuffers(model, comm), Rollback(model)]
     return Stepper(task, model, engine, comm, Precision(precision, CPU), CPU, batch, clip, Spans(), parts)
 
@@ -138,7 +138,8 @@ def _fused_steppers(name: str, precision: str, clip: float) -> list[Stepper]:
             "adamw": torch.optim.AdamW(parameters, lr=0.01, fused=True),
         }[name]
         stepper = _stepper(task, precision=precision, clip=clip)
-        engine = Engine(optimizer, OneRank(list(task.model.named_parameters())))
+        named = list(task.model.named_parameters())
+        engine = Engine(optimizer, OneRank(lambda named=named: named))
         steppers.append(replace(stepper, engine=engine, by_device=by_device))
     return steppers
 

@@ -151,14 +151,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         '        if name in self._partial:\n            return "partial"\n',
         "",
         "what each rank has a part of is summed as if it were whole",
-        "tests/laws/test_mesh.py",
+        "tests/laws/test_mesh.py::test_law_9_parameters_are_those_of_one_rank[two/tp2/norms]",
     ),
     mutation(
         "engine/gathers.py",
         "            if self._running and length > self._limit_bytes:\n                return\n",
         "",
         "all parameters are gathered at once, whatever memory they take",
-        "tests/exchange/test_shard_bucket.py",
+        "tests/engine/test_gathers.py",
     ),
     mutation(
         "engine/gathers.py",
@@ -172,7 +172,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(squared_norm(held) / holders)",
         "squared_norm(held)",
         "the norm counts what two ranks hold twice",
-        "tests/laws/test_mesh.py",
+        "tests/laws/test_mesh.py::test_law_9_parameters_are_those_of_one_rank[two/tp2/latent]",
     ),
     mutation(
         "engine/divisible.py",
