@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -42,9 +43,10 @@ _FAILED = re.compile(r"(?:^FAILED|^ERROR|rank \d+:) (tests/[^\s\[]+(?:\[.*?\])?)
 
 
 class Checkout:
-    """A copy of the checkout in which one file at a time is mutated."""
+    """A copy of the checkout in which one file at a time is mutated; no tests run there after `until`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, until: float) -> None:
+        self._until = until
         self.root = folder / "checkout"
         self._temporary = folder / "t"
         self._bytecode = folder / "bytecode"
@@ -94,11 +96,11 @@ class Checkout:
                 start_new_session=True,
             )
             try:
-                code = process.wait(TIMEOUT_S)
+                code = process.wait(max(0.0, min(TIMEOUT_S, self._until - time.time())))
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
+                if not isinstance(error, subprocess.TimeoutExpired) or time.time() >= self._until:
                     raise
                 code = _TIMED_OUT
         return code, output.read_text(encoding="utf-8", errors="replace")
@@ -130,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="See which tier catches what.")
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"{', '.join(ROOMS)} (default: all)")
     parser.add_argument("--only", metavar="N,N", help="numbers of mutations, from 1 (default: all)")
-    parser.add_argument("--until", type=float, metavar="TIME", help="begin none that may end after it")
+    parser.add_argument("--until", type=float, default=math.inf, metavar="TIME", help="end then")
     options = parser.parse_args()
     numbers = [int(n) for n in options.only.split(",")] if options.only else list(range(1, len(MUTATIONS) + 1))
     if options.rooms:
@@ -145,13 +147,17 @@ def main() -> int:
 
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="mut-", ignore_cleanup_errors=True) as folder:
-            checkout = Checkout(Path(folder))
-            while options.until is None or time.time() + EXPECTED_S < options.until:
+            checkout = Checkout(Path(folder), options.until)
+            while time.time() + EXPECTED_S < options.until:
                 try:
                     number = left.pop()
                 except IndexError:  # the other core has taken the last one
                     return
-                rows.append(_row(checkout, number))
+                try:
+                    rows.append(_row(checkout, number))
+                except subprocess.TimeoutExpired:
+                    left.append(number)
+                    return
 
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(work) for _ in os.sched_getaffinity(0)]:

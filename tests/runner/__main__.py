@@ -38,7 +38,7 @@ from tests.runner.times import changed_since, head, read_times, write_times
 TRIED = BUILD / "mutations.json"
 AGAIN_MIN = 10.0
 """How long tests may run after the deadline: half of it those that have begun, then those that run again."""
-MUTATIONS_MIN = 10.0
+MUTATIONS_MIN = 5.0
 """How long mutations may take."""
 TWICE = 2
 ON_RANKS = " on 2 ranks"

@@ -151,7 +151,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '        if name in self._partial:\n            return "partial"\n',
         "",
         "what each rank has a part of is summed as if it were whole",
-        "tests/laws/test_mesh.py::test_law_9_parameters_are_those_of_one_rank[two/tp2/norms]",
+        "tests/parallel/test_families.py",
     ),
     mutation(
         "engine/gathers.py",
@@ -172,7 +172,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(squared_norm(held) / holders)",
         "squared_norm(held)",
         "the norm counts what two ranks hold twice",
-        "tests/laws/test_mesh.py::test_law_9_parameters_are_those_of_one_rank[two/tp2/latent]",
+        "tests/engine/test_divisible.py",
     ),
     mutation(
         "engine/divisible.py",
