@@ -18,7 +18,22 @@ class Handle(Protocol):
         """Check whether `wait` would return at once."""
 
     def wait(self) -> Tensor:
-        """Block until the collective is complete and return its result. Further calls return the same result."""
+        """Block until the collective is complete and return its result. Further calls return the same result.
+
+        On a GPU its memory lasts until the current stream has used it: see `kept_for_stream`.
+        """
+
+
+def kept_for_stream(tensor: Tensor) -> Tensor:
+    """Return a tensor of another stream. Its memory now lasts until the current stream has used it.
+
+    Otherwise the allocator may give the memory to the other stream as soon as Python has freed the tensor.
+    """
+    if tensor.is_cuda:
+        import torch
+
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 class Comm(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.comm.base import kept_for_stream
 from hvdtrain.errors import HorovodError, JoinedError
 from hvdtrain.install import record
 from hvdtrain.runtime.environment import refuse_early_completion
@@ -95,7 +96,7 @@ class HorovodHandle:
             self._in_flight.pop(self._name, None)
             # alltoall returns (rows, number of rows from each rank)
             self._result = self._finish(result[0] if isinstance(result, tuple) else result)
-        return self._result
+        return kept_for_stream(self._result)
 
 
 class HorovodComm:

@@ -15,6 +15,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain.comm.base import kept_for_stream
 from hvdtrain.errors import LostRankError
 
 _CONNECTION = re.compile(
@@ -149,4 +150,4 @@ class TorchHandle:
             assert self._finish is not None
             self._result = self._finish()
             self._in_flight.pop(self._name, None)
-        return self._result
+        return kept_for_stream(self._result)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.base import Comm, Handle, kept_for_stream
 from hvdtrain.comm.torch_group import TorchComm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
@@ -168,9 +168,7 @@ class _Running:
     def wait(self) -> Tensor:
         """Return what was received."""
         received = self._handle.wait()
-        for tensor in (received, self._sent):
-            if tensor.is_cuda:  # its memory may belong to another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        kept_for_stream(self._sent)
         return received
 
     def write(self, received: Tensor) -> None:

@@ -122,8 +122,6 @@ class Bucket(ABC):
         except JoinedError as error:
             self._continue(partial(self._phases.throw, error))  # the exchange may have a fallback
             return
-        if result.is_cuda:  # its memory may belong to another stream
-            result.record_stream(torch.cuda.current_stream(result.device))
         self._continue(partial(self._phases.send, result))
 
     def _continue(self, resume: Callable[[], Handle]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.base import Comm, Handle, kept_for_stream
 from hvdtrain.compression.base import Phases
 from hvdtrain.compression.coding import Coding
 from hvdtrain.exchange.buckets import Layout
@@ -86,9 +86,7 @@ class CodedShardBucket(ShardBucket):
         if (work := self._work) is None:  # all parameters are frozen
             return
         self._work = None
-        if work.is_cuda:  # packed on another stream
-            work.record_stream(torch.cuda.current_stream(work.device))
-        sent = self._coding.encode(work.view(self._comm.size, -1))
+        sent = self._coding.encode(kept_for_stream(work).view(self._comm.size, -1))
         if self.keeps_error:
             self._keep_error(work, sent)
         received = yield self._comm.alltoall(sent, name=f"{self.layout.shape.name}/shares")
@@ -131,8 +129,6 @@ class CodedShardBucket(ShardBucket):
             return
         handle, self._spread = self._spread, None
         received = handle.wait()
-        if received.is_cuda:  # its memory may belong to another stream
-            received.record_stream(torch.cuda.current_stream(received.device))
         decoded = torch.empty(self.layout.shape.length, device=received.device)
         self._coding.decode(received, decoded.view(self._comm.size, -1))
         # In place: autograd then refuses a backward pass for which a parameter was read too early.

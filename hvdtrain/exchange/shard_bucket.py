@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.base import Comm, Handle, kept_for_stream
 from hvdtrain.compression.base import BucketShape, Part, Phases
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.bucket import Bucket
@@ -134,7 +134,8 @@ class ShardBucket(Bucket):
     def _sums(self) -> list[Tensor]:
         if self._summed is None:
             return []
-        return [self._own_part(shard).view(self._summed).to(self.layout.shape.dtype) for shard in self._trained()]
+        summed = kept_for_stream(self._summed)
+        return [self._own_part(shard).view(summed).to(self.layout.shape.dtype) for shard in self._trained()]
 
     def _own_part(self, shard: Shard) -> Part:
         """Return the position of an owned shard in the segment of this rank."""
@@ -210,8 +211,6 @@ class ShardBucket(Bucket):
             return
         (_, handle), self._gather = self._gather, None
         received = handle.wait()
-        if received.is_cuda:  # its memory may belong to another stream
-            received.record_stream(torch.cuda.current_stream(received.device))
         others = [shard for shard in self._shards if shard.owned is None or self._on_host]
         if others:
             # In place: autograd then refuses a backward pass for which a parameter was read too early.
