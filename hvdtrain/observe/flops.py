@@ -96,7 +96,8 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and count it."""
         out = func(*args, **(kwargs or {}))
         formula = FORMULAS.get(getattr(func, "overloadpacket", func))
-        if formula is not None and self.flops is not None:
+        # A loss by chunks computes its gradients at once: these are no part of a forward pass.
+        if formula is not None and self.flops is not None and torch._C._current_autograd_node() is None:
             try:
                 self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
             except Exception as error:

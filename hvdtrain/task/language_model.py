@@ -41,6 +41,8 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         ConfigError: options conflict.
         DataError: data is missing, unreadable, empty, too short, or does not match the model.
     """
+    from hvdtrain.task.chunked_loss import returns_product_of_head
+
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
     source = find_model(model.from_) if model.from_ else None
     corpus = open_corpus(data, own_tokenizer=source.tokenizer() if source is not None else None)
@@ -55,12 +57,13 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     elif corpus.end is not None:
         targets = partial(separate_targets, end=corpus.end, config=made.config)
     mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
+    chunks = returns_product_of_head(made)
     notes = [f"weights of {source.folder}"] if source is not None else []
     notes += [corpus.note] if corpus.note else []
     return Task(
         model=made,
-        loss=partial(token_loss, targets=targets, mtp=mtp),
-        metrics=partial(mtp_metrics, targets=targets, count=mtp.count) if mtp else None,
+        loss=partial(token_loss, targets=targets, mtp=mtp, chunks=chunks),
+        metrics=partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=corpus.nominal_weight,
@@ -68,20 +71,25 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        by_part=partial(_by_part, made, targets, mtp, data),
+        by_part=partial(_by_part, made, targets, mtp, data, chunks),
         prepare=_make_prepare(made, model.attention, data.separate, notes),
     )
 
 
 def _by_part(
-    model: nn.Module, targets: Callable[[Any], Targets], mtp: MtpLoss | None, data: TextConfig, part: SequencePart
+    model: nn.Module,
+    targets: Callable[[Any], Targets],
+    mtp: MtpLoss | None,
+    data: TextConfig,
+    chunks: bool,
+    part: SequencePart,
 ) -> Loss | tuple[Loss, Metrics]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
     divide_attention(model, part, data.seq_len, apart=data.separate)
-    loss = partial(token_loss, targets=targets, part=part, mtp=mtp)
+    loss = partial(token_loss, targets=targets, part=part, mtp=mtp, chunks=chunks)
     if mtp is None:
         return loss
-    return loss, partial(mtp_metrics, targets=targets, count=mtp.count, part=part)
+    return loss, partial(mtp_metrics, targets=targets, count=mtp.count, part=part, chunks=chunks)
 
 
 def _make_prepare(

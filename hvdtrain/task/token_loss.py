@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.task.base import SequencePart
 
-IGNORED = -100  # target of a position without a loss
+IGNORED = -100  # target of a position without a loss, as torch has it
 
 COUNTED, FIRST, MARKS = 1, 2, 2
 """Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
@@ -96,18 +97,19 @@ def token_loss(
     targets: Callable[[Any], Targets] = joined_targets,
     part: SequencePart | None = None,
     mtp: MtpLoss | None = None,
+    chunks: bool = False,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of a batch's targets, and their number.
 
     `model`: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`. `part`:
     as of `next_token_loss`. `mtp`: adds the gradients of the losses of tokens further ahead, in training; the sum is
-    without them.
+    without them. `chunks`: whether the logits may be computed by chunks of tokens: see `chunked_loss`.
 
     Returns the sum in nats, in float32 for any dtype of logits; and the number.
     """
     import torch
 
-    passes = _run(model, targets(batch), mtp.count if mtp is not None and model.training else 0, part)
+    passes = _run(model, targets(batch), mtp.count if mtp is not None and model.training else 0, part, chunks)
     loss, *ahead = (_summed(logits_BTV, found.targets_BT) for logits_BTV, found in passes)
     if mtp is not None and ahead:
         added = mtp.weight / mtp.count * torch.stack(ahead).sum()
@@ -116,26 +118,40 @@ def token_loss(
 
 
 def mtp_metrics(
-    model: nn.Module, batch: Any, *, targets: Callable[[Any], Targets], count: int, part: SequencePart | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    targets: Callable[[Any], Targets],
+    count: int,
+    part: SequencePart | None = None,
+    chunks: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
     import torch
 
-    ahead = _run(model, targets(batch), count, part)[1:]
+    ahead = _run(model, targets(batch), count, part, chunks)[1:]
     losses = [_summed(logits_BTV, found.targets_BT) for logits_BTV, found in ahead]
     counted = [(found.targets_BT != IGNORED).sum() for _, found in ahead]
     return {"mtp_loss": (torch.stack(losses).sum(), torch.stack(counted).sum())}
 
 
-def _run(model: nn.Module, whole: Targets, count: int, part: SequencePart | None) -> list[tuple[Tensor, Targets]]:
-    """Return the logits of the next token with its targets, then those of `count` layers for tokens after it."""
+def _run(
+    model: nn.Module, whole: Targets, count: int, part: SequencePart | None, chunks: bool
+) -> list[tuple[Tensor, Targets]]:
+    """Return the logits of the next token with its targets, then those of `count` layers for tokens after it.
+
+    Instead of logits it may be their loss, a tensor without dimensions.
+    """
+    from hvdtrain.task.chunked_loss import loss_in_head
+
     found, *ahead = (_own(part, _shifted(whole, number)) for number in range(count + 1))
     given = {} if found.places_BT is None else {"position_ids": found.places_BT}
-    if not ahead:
-        return [(model(input_ids=found.inputs_BT, use_cache=False, **given).logits, found)]
-    mtp_ids = [each.inputs_BT for each in ahead]
-    logits_BTV, more = model(input_ids=found.inputs_BT, use_cache=False, mtp_ids=mtp_ids, **given)
-    return [(logits_BTV, found), *zip(more, ahead, strict=True)]
+    with loss_in_head(model, [each.targets_BT for each in (found, *ahead)]) if chunks else nullcontext():
+        if not ahead:
+            return [(model(input_ids=found.inputs_BT, use_cache=False, **given).logits, found)]
+        mtp_ids = [each.inputs_BT for each in ahead]
+        logits_BTV, more = model(input_ids=found.inputs_BT, use_cache=False, mtp_ids=mtp_ids, **given)
+        return [(logits_BTV, found), *zip(more, ahead, strict=True)]
 
 
 def _shifted(found: Targets, by: int) -> Targets:
@@ -174,9 +190,9 @@ def _own(part: SequencePart | None, found: Targets) -> Targets:
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    from torch.nn.functional import cross_entropy
+    from hvdtrain.task.chunked_loss import summed_loss
 
-    return cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=IGNORED)
+    return summed_loss(logits_BTV.flatten(0, 1), targets_BT.flatten()) if logits_BTV.dim() else logits_BTV
 
 
 def check_separation(model: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import parse_argv, task_spec
+from hvdtrain.task import chunked_loss
 from hvdtrain.task.base import load_task_function
 from hvdtrain.verify.plan import compare_gradients, for_plan
 from tests.parallel.conftest import INFO
@@ -76,3 +77,10 @@ def _compare_gradients(options: list[str], job: Comm) -> None:
     run = for_plan(parse_argv(argv, function))
     found = compare_gradients(run, partial(function, **run.task_args), job, INFO)
     assert found and not [(each.parameter, each.wrong) for each in found if each.wrong]
+
+
+@pytest.mark.parametrize("options", ["tp=2", "ep=2", "pp=2", "engine=fsdp", "shard=optimizer"])
+def test_a_loss_by_chunks(options: str, job: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head gives it to hooks of any division; ranks that divide the head itself have whole logits."""
+    monkeypatch.setattr(chunked_loss, "CPU_BYTES", 4 * 256 * 3)
+    _compare_gradients(["--model.preset=tiny", f"--parallel.{options}"], job)
