@@ -72,7 +72,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
         by_part=partial(_by_part, made, targets, mtp, data, chunks),
-        prepare=_make_prepare(made, model.attention, data.separate, notes),
+        prepare=_make_prepare(made, model.attention, data, notes),
     )
 
 
@@ -93,15 +93,15 @@ def _by_part(
 
 
 def _make_prepare(
-    model: nn.Module, wanted: str, separate: bool, notes: Sequence[str]
+    model: nn.Module, wanted: str, data: TextConfig, notes: Sequence[str]
 ) -> Callable[[torch.device, torch.dtype], str]:
     def prepare(device: torch.device, dtype: torch.dtype) -> str:
         from hvdtrain.state.placeholder import Placeholder
 
         # FSDP gives values to rank 0 only, which checks for all.
-        if separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
+        if data.separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
             check_separation(model)
-        kernel = choose_attention(model, wanted, device, dtype)
+        kernel = choose_attention(model, wanted, device, dtype, tokens=data.seq_len)
         return "; ".join([*notes, kernel])
 
     return prepare

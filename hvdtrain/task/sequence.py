@@ -30,13 +30,16 @@ _VERSIONS = (3, 2, 4)  # of flash attention, in the order of preference
 _OPTION, _CHECKED = "--parallel.cp", 8
 
 
-def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch.dtype, *, tokens: int = 0) -> str:
     """Let a model of transformers use the wanted attention, in place; return a line about what it uses.
 
-    `wanted`: auto, flash, sdpa or eager. `device`: of training. `dtype`: of forward.
+    `wanted`: auto, flash, sdpa or eager. `device`: of training. `dtype`: of forward. `tokens`: of a sequence; torch's
+    attention of many runs by blocks.
 
     Errors: ConfigError: what is wanted by name is not supported.
     """
+    from hvdtrain.task import blocked_attention
+
     reason = ""
     if wanted in ("auto", "flash"):
         reason = _use_flash(model, device, dtype)
@@ -49,6 +52,8 @@ def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch
             found=reason or f"{type(model).__name__} has {used} only",
             next_step="--model.attention auto",
         )
+    if tokens > 2 * blocked_attention.BLOCK:
+        blocked_attention.use_blocks(model)
     return f"attention: {used}" + (f" ({reason})" if reason else "")
 
 
@@ -138,7 +143,10 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from hvdtrain.task import blocked_attention
+
     text, used = model.config.get_text_config(), model.config._attn_implementation
+    used = "sdpa" if used == blocked_attention.NAME else used
     heads = getattr(text, "num_attention_heads", 0)
     check_divides(_OPTION, part.count, seq_len, "tokens of a sequence", "another --data.seq_len")
     for count, what in ((heads, "heads"), (getattr(text, "num_key_value_heads", None) or heads, "heads of keys")):
