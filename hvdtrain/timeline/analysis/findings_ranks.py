@@ -71,7 +71,8 @@ def _late(facts: Facts) -> Iterator[Finding]:
             f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
-        advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
+        look = f"run hvdtrain doctor on its host and on another; see the steps of rank {rank}: hvdtrain timeline merge"
+        advice = "; ".join(cures) or look
         equal = facts.option("parallel", "balance") in (None, "equal")
         if causes and causes[0].name in _COMPUTING and equal and facts.may_train_apart():
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
