@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.errors import TraceError
+from hvdtrain.errors import TraceError, listed
 from hvdtrain.files import open_regular
 from hvdtrain.timeline.wording import counted
 
@@ -129,12 +129,9 @@ class _Stalls:
     def lines(self) -> Iterator[str]:
         """Return a sentence for each stalled rank, the most frequent first."""
         for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
-            names = list(stall.tensors)
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             often = "once" if stall.times == 1 else f"{stall.times} times"
-            yield (
-                f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {', '.join(names[:_SHOWN])}{more}"
-            )
+            names = listed(stall.tensors, _SHOWN)
+            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {names}"
         if self._warnings and not self._of_rank:
             yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
         if self._ends:

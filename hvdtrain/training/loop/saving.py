@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.saved_exchange import to_save
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import ETC, CheckpointError, listed
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import Measure
 from hvdtrain.state.frozen import UnsavedValues
@@ -174,7 +174,7 @@ class Saving:
         if names:
             self._recorder.warn(
                 f"{type(self._state.optimizer).__name__} keeps values that checkpoints do not contain, so that a resume"
-                f" starts without them: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; let it keep tensors"
+                f" starts without them: {listed(names, rest=ETC)}; let it keep tensors"
                 " in its state, and numbers in its state or its groups"
             )
 
