@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -33,16 +33,16 @@ _FILTERS = (
 
 def to_html(analysis: Analysis) -> str:
     """Return the page of an analysis."""
-    return render("report.html", _view(analysis), ["report.js"])
+    return render("report.html", _view(analysis))
 
 
-def render(template: str, view: Mapping[str, Any], scripts: Sequence[str]) -> str:
-    """Return a page from a template, its variables, and the names of its scripts.
+def render(template: str, view: Mapping[str, Any]) -> str:
+    """Return a page from a template and its variables.
 
     It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped.
     """
-    style, texts = _read("report.css"), [_read(name) for name in scripts]
-    own = {"style": style, "scripts": texts, "policy": _policy(style, texts)}
+    style, script = _read("report.css"), _read("report.js")
+    own = {"style": style, "script": script, "policy": _policy(style, script)}
     page = {"version": VERSION, "program": hvdtrain.__version__}
     return wording.readable(_environment().get_template(template).render({**page, **view, **own}))
 
@@ -86,12 +86,11 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _policy(style: str, scripts: list[str]) -> str:
-    """Return the Content-Security-Policy: only these scripts and this style."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in [style, *scripts]]
-    own = [f"'sha256-{found}'" for found in hashes]
-    rest = "base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; style-src {own[0]}; script-src {' '.join(own[1:])}; {rest}"
+def _policy(*texts: str) -> str:
+    """Return the Content-Security-Policy: only this style and this script."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+    style, script = (f"'sha256-{found}'" for found in hashes)
+    return f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'"
 
 
 @cache
