@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 USAGE = 2
 """Exit code on an error that would recur, so launchers do not restart the job: see `exit_code`."""
 
@@ -21,6 +23,14 @@ BAD_HOSTS = 3
 
 CANNOT_START = 127
 """Exit code if a program cannot be started, as in a shell."""
+
+ETC = ", ..."
+
+
+def listed(names: Iterable[object], most: int = 3, rest: str = " and {} more") -> str:
+    """Join names, shortened as in ``a, b and 3 more``; with the `rest` ETC as in ``a, b, ...``."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (rest.format(len(texts) - most) if len(texts) > most else "")
 
 
 class HvdtrainError(Exception):

@@ -25,7 +25,7 @@ from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.hosts.checks import examine as examine_hosts
 from hvdtrain.doctor.hosts.survey import Hosts
 from hvdtrain.doctor.links.measured import Links, check_links
-from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
+from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.doctor.report import Entry, Report, entries, settings, summary
 from hvdtrain.doctor.site_proposal import SiteFacts, propose_site, scheduler
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
@@ -125,7 +125,7 @@ def _write_site(path: Path) -> None:
 def _read_log(path: Path) -> NcclLog:
     try:
         with io.TextIOWrapper(open_regular(path), errors="replace") as file:
-            return read_nccl_log(file, str(path))
+            return NcclLog(file, str(path))
     except OSError as error:
         what, expected = f"--nccl_log {path} cannot be read.", "the output of a job with NCCL_DEBUG=INFO"
         raise ConfigError(what, expected=expected, found=error.strerror) from error

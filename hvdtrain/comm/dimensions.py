@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ETC, ConfigError, listed
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _first_few(groups: Iterable[Sequence[int]]) -> str:
     for ranks in groups:
         consecutive = ranks[-1] - ranks[0] == len(ranks) - 1 > 0
         shown[f"{ranks[0]}-{ranks[-1]}" if consecutive else "+".join(map(str, ranks))] = None
-    return f"{', '.join([*shown][:4])}{', ...' if len(shown) > 4 else ''}"
+    return listed(shown, 4, ETC)
 
 
 IN_GROUP = "in a group of --parallel.dp_shard"

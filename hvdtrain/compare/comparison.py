@@ -41,11 +41,6 @@ def group_by_seed(runs: Sequence[RunRecord]) -> list[Column]:
     return sorted(columns, key=lambda column: runs.index(column[0]))
 
 
-def differ_in_seed_only(a: RunRecord, b: RunRecord) -> bool:
-    """Return whether two runs differ in their seed, and in nothing else that changes training."""
-    return _identity(a) == _identity(b) and a.options.get("seed") != b.options.get("seed")
-
-
 def differing(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the facts that differ between columns, by name, each with one value a column; None if it is unknown."""
     found = {name: [each.get(name) for each in facts] for name in sorted({name for each in facts for name in each})}
@@ -207,7 +202,9 @@ def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:
         )
     if any(row.window == 0 and NOTHING in row.sources[1:] for row in rows):
         yield "single evaluations have no interval"
-    if len(columns) > 1 and all(differ_in_seed_only(base, column[0]) for column in columns[1:]):
+    others = [column[0] for column in columns[1:]]
+    alike = all(_identity(run) == _identity(base) for run in others)
+    if others and alike and all(run.options.get("seed") != base.options.get("seed") for run in others):
         yield "the runs differ only in their seed: their differences are what a seed changes"
     if any(column[0].task != base.task for column in columns[1:]):
         yield "the tasks differ: their losses are not compared, only metrics with equal names"

@@ -213,7 +213,7 @@ def to_html(comparison: Comparison, runs: Sequence[RunRecord]) -> str:
         "tables": [(title, [_table_line(line) for line in lines]) for title, lines in tables(comparison).items()],
         "plots": [_plot(columns, axis) for axis in (SAMPLES, SECONDS)],
     }
-    return render("compare.html", view, ["report.js"])
+    return render("compare.html", view)
 
 
 def _table_line(line: Line) -> dict[str, Any]:

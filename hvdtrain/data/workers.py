@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdtrain.config.sync import apportion
@@ -60,11 +59,6 @@ class Workers:
             part = rank_share(counts[worker], rank - ranks.start, len(ranks))
             found.append(range(start + part.start, start + part.stop))
         return found
-
-
-def worker_groups(count: int | None) -> Callable[[int], list[list[int]]]:
-    """Return what gives `Workers.groups` for a number of ranks; none without workers."""
-    return lambda ranks: Workers(count, ranks).groups() if count is not None else []
 
 
 def _holder(index: int, count: int, size: int) -> int:

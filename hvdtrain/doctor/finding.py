@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdtrain.errors import listed
+
 Level = Literal["ok", "warning", "broken"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "broken")
 """Levels from best to worst. The index is the exit status."""
@@ -35,10 +37,7 @@ def worst(findings: Iterable[Finding]) -> int:
 
 def names(hosts: Iterable[str]) -> str:
     """Join names, shortened as in ``a, b and 3 more``."""
-    found = list(hosts)
-    if len(found) <= _MOST_NAMES:
-        return ", ".join(found)
-    return f"{', '.join(found[:_MOST_NAMES])} and {len(found) - _MOST_NAMES} more"
+    return listed(hosts, _MOST_NAMES)
 
 
 def by_value(values: Mapping[str, object]) -> str:

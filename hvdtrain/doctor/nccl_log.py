@@ -1,27 +1,17 @@
-"""Read and check a log that NCCL wrote with ``NCCL_DEBUG=INFO``: how GPUs are connected, and warnings. Pure.
-
-The format is that of NCCL 2.4 to 2.29: ``host:pid:tid [device] NCCL INFO text``. Unknown lines are ignored.
-"""
+"""Read and check a log that NCCL wrote with ``NCCL_DEBUG=INFO``: how GPUs are connected, and warnings. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.timeline.nccl import NcclLines
 
-_LINE = re.compile(r"(?:(?P<host>[^\s:\]]+):\d+:\d+ \[\d+\] )?NCCL (?P<level>INFO|WARN|ERROR) (?P<text>.*)")
-_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+)")
-_CHANNEL = re.compile(r"\bvia (?:(P2P|SHM)\b|NET/([^/]+))")
-_INTERFACE = re.compile(r"(?:Bootstrap : Using |NET/Socket : Using |OOB )(.*)")
 _NAME = re.compile(r"(?:\[\d+\])?([A-Za-z][\w.-]*):[\d.a-fA-F:]+<")
 _CARD = re.compile(r"\[\d+\]([\w.-]+):\d+/(?:IB|RoCE|uverbs)")
-_SET = re.compile(r"(NCCL_\w+) set by environment to (.*?)\.?$")
-_SIZES = re.compile(r"nRanks (\d+) nNodes (\d+)|nranks (\d+)", re.IGNORECASE)
-_NO_IB = "NET/IB : No device found"
-_P2P_OFF = "P2P is disabled between connected GPUs"
+_CHANNEL = re.compile(r"(P2P|SHM)\b|NET/([^/]+)")
 
 _WRITE_ONE = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH mpirun ... 2> nccl.log"
 _SHOWN = 3
@@ -47,74 +37,64 @@ _FIXES = (
 )
 
 
-@dataclass(frozen=True)
-class NcclLog:
-    """The content of a log."""
+class NcclLog(NcclLines):
+    """The content of a log. `name`: of the file."""
 
-    name: str = "NCCL's log"  # of the file
-    versions: tuple[str, ...] = ()  # all versions of NCCL in the log
-    hosts: tuple[str, ...] = ()  # hosts that wrote lines
-    ranks: int = 0  # of the largest communicator; 0 if unknown
-    nodes: int = 0  # of the same communicator
-    channels: Mapping[str, int] = field(default_factory=dict)  # connections by kind: P2P, SHM, NET/IB, NET/Socket ...
-    direct: int = 0  # number of network connections that access GPU memory directly
-    interfaces: tuple[str, ...] = ()  # that NCCL uses for TCP
-    cards: tuple[str, ...] = ()  # that NCCL found for InfiniBand or RoCE
-    no_ib: bool = False  # whether NCCL searched for InfiniBand and found none
-    p2p_off: bool = False  # whether NCCL may not use an existing link between GPUs
-    settings: Mapping[str, str] = field(default_factory=dict)  # variables of NCCL that were set
-    warnings: tuple[str, ...] = ()  # their texts, without repetitions
+    def __init__(self, lines: Iterable[str] = (), name: str = "NCCL's log") -> None:
+        super().__init__()
+        self.name = name
+        for line in lines:
+            self.add_line(line)
+
+    @property
+    def versions(self) -> list[str]:
+        """All versions of NCCL."""
+        return list(dict.fromkeys(version.partition("+")[0] for (version,) in self.facts["version"]))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Ranks and nodes of the largest communicator; 0 for an unknown number."""
+        return max(((int(ranks), int(nodes or 0)) for ranks, nodes in self.facts["size"]), default=(0, 0))
 
     @property
     def between_hosts(self) -> bool:
         """Whether the job had several hosts."""
-        return max(self.nodes, len(self.hosts)) > 1
+        return max(self.size[1], len(self.hosts)) > 1
 
+    def channels(self, text: str = "") -> Counter[str]:
+        """Return the number of connections by kind, such as P2P, SHM, NET/IB; of those with a text in their way."""
+        found: Counter[str] = Counter()
+        for (_, _, via), gpus in self.facts["link"].items():
+            if (kind := _CHANNEL.match(via)) and text in via:
+                found[kind[1] or f"NET/{kind[2].strip()}"] += sum(gpus.values())
+        return found
 
-def read_nccl_log(lines: Iterable[str], name: str) -> NcclLog:
-    """Read a log of any number of ranks. It may contain lines of other programs."""
-    own = [line for line in lines if "NCCL" in line]
-    found = [line for line in map(_LINE.search, own) if line]
-    texts = [line["text"].strip() for line in found]
-    channels = [(channel, text) for text in texts if (channel := _CHANNEL.search(text))]
-    addresses = [part[1] for part in map(_INTERFACE.search, texts) if part]
-    sizes = [(int(size[1] or size[3]), int(size[2] or 0)) for size in map(_SIZES.search, texts) if size]
-    ranks, nodes = max(sizes, default=(0, 0))
-    return NcclLog(
-        name,
-        versions=_unique(version for line in own for version in _VERSION.findall(line)),
-        hosts=_unique(line["host"] for line in found if line["host"]),
-        ranks=ranks,
-        nodes=nodes,
-        channels=Counter(channel[1] or f"NET/{channel[2].strip()}" for channel, _ in channels),
-        direct=sum("GDRDMA" in text for _, text in channels),
-        interfaces=_unique(interface for part in addresses for interface in _NAME.findall(part)),
-        cards=_unique(card for text in texts if "NET/IB : Using" in text for card in _CARD.findall(text)),
-        no_ib=any(_NO_IB in text for text in texts),
-        p2p_off=any(_P2P_OFF in text for text in texts),
-        settings={setting[1]: setting[2] for setting in map(_SET.search, texts) if setting},
-        warnings=_unique(text for line, text in zip(found, texts, strict=True) if line["level"] != "INFO"),
-    )
+    @property
+    def interfaces(self) -> list[str]:
+        """Interfaces that NCCL uses for TCP."""
+        texts = [values[-1] for kind in ("bootstrap", "device") for values in self.facts[kind]]
+        return list(dict.fromkeys(name for text in texts for name in _NAME.findall(text)))
+
+    def is_set(self, variable: str) -> bool:
+        """Return whether a variable of NCCL was set to other than 0."""
+        return any(value != "0" for name, value in self.facts["setting"] if name == variable)
 
 
 def fabric(log: NcclLog, cards: Iterable[str] = ()) -> str:
     """Describe what NCCL uses, such as ``NET/IB mlx5_0``; "" if the log does not show it. `cards`: of this host."""
-    kinds = [kind for kind in log.channels if kind.startswith("NET/")]
-    used = {"NET/IB": log.cards, "NET/Socket": log.interfaces}
-    text = ", ".join(" ".join([kind, *used.get(kind, ())]) for kind in kinds or log.channels)
+    kinds = [kind for kind in log.channels() if kind.startswith("NET/")]
+    names = dict.fromkeys(card for _, text in log.facts["device"] for card in _CARD.findall(text))
+    used = {"NET/IB": list(names), "NET/Socket": log.interfaces}
+    text = ", ".join(" ".join([kind, *used.get(kind, ())]) for kind in kinds or log.channels())
     unused = ", ".join(cards)
     return f"{text} (although there are {unused})" if "NET/Socket" in kinds and unused else text
-
-
-def _unique(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(texts))
 
 
 def nccl_log(log: NcclLog) -> Finding:
     """Check that the file is a log of NCCL, and summarize it."""
     if not (log.versions or log.hosts or log.warnings):
         return Finding("nccl_log", "warning", log.name, "it has no line from NCCL", f"write one: {_WRITE_ONE}")
-    size = f", {log.ranks} ranks" if log.ranks else ""
+    size = f", {log.size[0]} ranks" if log.size[0] else ""
     return Finding("nccl_log", "ok", f"{log.name}: NCCL {', '.join(log.versions) or '?'}{size}")
 
 
@@ -129,9 +109,9 @@ def nccl_one_version(log: NcclLog) -> Finding | None:
 
 def nccl_network(log: NcclLog) -> Finding | None:
     """Check that hosts communicate over InfiniBand or RoCE, or at least over the right interface."""
-    if not (log.between_hosts or any(kind.startswith("NET/") for kind in log.channels)):
+    kinds = {kind: number for kind, number in log.channels().items() if kind.startswith("NET/")}
+    if not (log.between_hosts or kinds):
         return None
-    kinds = {kind: number for kind, number in log.channels.items() if kind.startswith("NET/")}
     found = ", ".join(f"{number} connections over {kind}" for kind, number in kinds.items()) or "no connection logged"
     found += f", TCP on {', '.join(log.interfaces)}" if log.interfaces else ""
     local = [name for name in log.interfaces if name == "lo" or name.startswith(("docker", "veth", "virbr"))]
@@ -140,21 +120,23 @@ def nccl_network(log: NcclLog) -> Finding | None:
         return Finding("nccl_network", "broken", found, why, "NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr")
     if "NET/Socket" not in kinds:
         return Finding("nccl_network", "ok", found)
-    if log.settings.get("NCCL_IB_DISABLE", "0") != "0":
+    if log.is_set("NCCL_IB_DISABLE"):
         why = "gradients are sent over TCP by the CPU, because NCCL_IB_DISABLE is set"
         return Finding("nccl_network", "warning", found, why, "unset NCCL_IB_DISABLE")
-    why = f"gradients are sent over TCP by the CPU: NCCL {'found' if log.no_ib else 'chose'} no InfiniBand"
+    no_card = ("IB", "No device found.") in log.facts["device"]
+    why = f"gradients are sent over TCP by the CPU: NCCL {'found' if no_card else 'chose'} no InfiniBand"
     fix = "if there is a card, check /dev/infiniband in the container and apt-get install libibverbs1 ibverbs-providers"
     return Finding("nccl_network", "warning", found, why, fix)
 
 
 def nccl_direct(log: NcclLog) -> Finding | None:
     """Check whether network cards access GPU memory directly."""
-    network = sum(number for kind, number in log.channels.items() if kind.startswith("NET/") and kind != "NET/Socket")
+    network = sum(n for kind, n in log.channels().items() if kind.startswith("NET/") and kind != "NET/Socket")
     if not network:
         return None
-    found = f"{log.direct} of {network} connections with GPUDirect RDMA"
-    if log.direct == network:
+    direct = sum(log.channels("GDRDMA").values())
+    found = f"{direct} of {network} connections with GPUDirect RDMA"
+    if direct == network:
         return Finding("nccl_gpudirect", "ok", found)
     why = "the other connections copy each gradient through host memory"
     fix = "sudo modprobe nvidia_peermem; if the card is far from the GPU (nvidia-smi topo -m): NCCL_NET_GDR_LEVEL=SYS"
@@ -163,14 +145,14 @@ def nccl_direct(log: NcclLog) -> Finding | None:
 
 def nccl_peers(log: NcclLog) -> Finding | None:
     """Check whether GPUs of one host exchange data directly."""
-    if not (log.p2p_off or log.channels.get("SHM")):
+    shared, direct, p2p_off = log.channels()["SHM"], log.channels()["P2P"], bool(log.facts["p2p_off"])
+    if not (p2p_off or shared):
         return None
-    shared, direct = log.channels.get("SHM", 0), log.channels.get("P2P", 0)
     found = f"{shared} connections through shared memory, {direct} from GPU to GPU"
-    if log.settings.get("NCCL_P2P_DISABLE", "0") != "0":
+    if log.is_set("NCCL_P2P_DISABLE"):
         why = "GPUs of one host exchange data through host memory, because NCCL_P2P_DISABLE is set"
         return Finding("nccl_peers", "warning", found, why, "unset NCCL_P2P_DISABLE")
-    link = "reports a link that it may not use" if log.p2p_off else "uses no link between them"
+    link = "reports a link that it may not use" if p2p_off else "uses no link between them"
     why = f"GPUs of one host exchange data through host memory: NCCL {link}"
     fix = "nvidia-smi topo -p2p r; switch off PCI access control (ACS), in a virtual machine on its host"
     return Finding("nccl_peers", "warning", found, why, fix)
@@ -184,7 +166,7 @@ def nccl_warnings(log: NcclLog) -> Finding | None:
     fixes = [fix for pattern, fix in _FIXES if any(re.search(pattern, text) for text in log.warnings)]
     fix = "; ".join(fixes) or "read the lines before the first warning in that log"
     why = "NCCL logs a warning when an exchange fails"
-    return Finding("nccl_warnings", "broken", "; ".join(log.warnings[:_SHOWN]) + more, why, fix)
+    return Finding("nccl_warnings", "broken", "; ".join([*log.warnings][:_SHOWN]) + more, why, fix)
 
 
 CHECKS: tuple[Callable[[NcclLog], Finding | None], ...] = (

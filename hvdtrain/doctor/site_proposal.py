@@ -111,7 +111,13 @@ class SiteFacts:
 
 def propose_site(facts: SiteFacts) -> str:
     """Return the text of the profile."""
-    lines = [_HEAD.format(host=facts.network.name), *_hosts(facts)]
+    nodes = [name for kind in facts.scheduler.nodes for name in kind.names]
+    names = [facts.network.name.partition(".")[0], *nodes]
+    # A name of numbers alone, such as an address, stays.
+    patterns = [re.sub("[0-9]+", "*", name) if re.search("[A-Za-z]", name) else name for name in names]
+    source = f" and the nodes that {facts.scheduler.source} lists" if nodes else ""
+    hosts = _known("hosts", list(dict.fromkeys(patterns)), f"this host{source}, with * for numbers")
+    lines = [_HEAD.format(host=facts.network.name), *hosts]
     lines += ["", "options:", *(f"  {line}" for line in _options(facts))]
     lines += ["", "environment:", *(f"  {line}" for line in _variables(facts))]
     modules = [name for name in facts.environ.get("LOADEDMODULES", "").split(":") if name]
@@ -119,19 +125,6 @@ def propose_site(facts: SiteFacts) -> str:
     lines += ["", *_either("modules", modules, loaded, "[openmpi, cuda]", missing)]
     lines += ["", *_unknown("setup: [ulimit -l unlimited]", "lines of shell for batch scripts, before the modules")]
     return "\n".join(lines) + "\n"
-
-
-def _hosts(facts: SiteFacts) -> Iterator[str]:
-    nodes = [name for kind in facts.scheduler.nodes for name in kind.names]
-    names = [facts.network.name.partition(".")[0], *nodes]
-    patterns = list(dict.fromkeys(_pattern(name) for name in names))
-    source = f" and the nodes that {facts.scheduler.source} lists" if nodes else ""
-    yield from _known("hosts", patterns, f"this host{source}, with * for numbers")
-
-
-def _pattern(name: str) -> str:
-    """Return a pattern of host names, with ``*`` for numbers. A name of numbers alone, such as an address, stays."""
-    return re.sub("[0-9]+", "*", name) if re.search("[A-Za-z]", name) else name
 
 
 def _options(facts: SiteFacts) -> Iterator[str]:
@@ -178,11 +171,9 @@ def _variables(facts: SiteFacts) -> Iterator[str]:
     environ, hidden = facts.environ, secret_variables(facts.environ)
     own = [name for name in environ if name.startswith(("NCCL_", "UCX_")) and name not in hidden]
     if ports and "NCCL_IB_HCA" not in own:
-        value = "=" + ",".join(f"{port.device}:{port.port}" for port in ports)
-        why = (
-            "the active ports of this host's cards, by /sys/class/infiniband; NCCL uses all of a node if it is not set"
-        )
-        yield from _unknown(f"NCCL_IB_HCA: {value}", why)
+        value = ",".join(f"{port.device}:{port.port}" for port in ports)
+        why = "the active ports of this host's cards, by /sys/class/infiniband; "
+        yield from _unknown(f"NCCL_IB_HCA: ={value}", why + "NCCL uses all of a node if it is not set")
     elif not ports:
         yield from _unknown("NCCL_IB_HCA: mlx5", "no active port of a card was found in /sys/class/infiniband")
     for name in sorted(own):

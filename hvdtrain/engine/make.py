@@ -20,7 +20,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts, named_parameters
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ETC, LaunchError, listed
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import AUTO, Plan
@@ -138,7 +138,7 @@ def _tensor(tensor: Tensor) -> str:
 def _shortened(names: list[str]) -> str:
     """Return a few names, and a digest of all."""
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
-    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} (digest of all: {digest})"
+    return f"{listed(names, rest=ETC)} (digest of all: {digest})"
 
 
 def _difference(rank_0: list[list[str]], mine: list[list[str]]) -> list[Any] | None:

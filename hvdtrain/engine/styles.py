@@ -76,14 +76,11 @@ def _by_name(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for name, _ in [*model.named_parameters(), *model.named_modules()]:
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = plan.get(pattern, plan.get(pattern.rpartition(".")[0]) if _is_weight(name) else None)
+        module, _, last = pattern.rpartition(".")
+        style = plan.get(pattern, plan.get(module) if last in ("weight", "bias") else None)
         if style is not None:
             found[name] = style
     return found
-
-
-def _is_weight(name: str) -> bool:
-    return name.rpartition(".")[2] in ("weight", "bias")
 
 
 def _latent_attention(model: nn.Module) -> dict[str, str]:

@@ -75,11 +75,6 @@ def can_prove(mpi: FoundMpi, environ: Mapping[str, str]) -> bool:
     return mpi.mpirun is not None or "SLURM_JOB_ID" in environ
 
 
-def mark_untested(site: Path, version: str) -> None:
-    """Mark the Horovod of this version, in this folder of packages, as not tested."""
-    (site / MARK).write_text(version + "\n")
-
-
 def mark_tested(site: Path) -> None:
     """Mark the Horovod in this folder of packages as tested."""
     (site / MARK).unlink(missing_ok=True)

@@ -110,11 +110,12 @@ class Plan:
 
     def groups(self, size: int) -> list[list[int]]:
         """Return the ranks of each group of `size` that exchanges apart. Errors: ConfigError: they cannot form them."""
-        from hvdtrain.data.workers import worker_groups  # which imports numpy
+        from hvdtrain.data.workers import Workers  # which imports numpy
 
-        workers = worker_groups(self.outer.workers if self.outer else None)
+        count = self.outer.workers if self.outer else None
+        workers = Workers(count, size).groups() if count is not None else []
         within = self.dp_shard if self.dimensions.divides_model else None
-        return [*mesh_groups(size, self.dp_shard), *workers(size), *self.dimensions.groups(size, within)]
+        return [*mesh_groups(size, self.dp_shard), *workers, *self.dimensions.groups(size, within)]
 
 
 def plan_of(config: Config, *, elastic: bool = False) -> Plan:

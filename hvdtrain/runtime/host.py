@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import listed
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.threads import thread_ids
 
@@ -241,9 +242,7 @@ def describe_map(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         parts = tuple(_describe(name, {ranks.index(rank) for rank in cpu_list(g["ranks"])}, g) for g in own)
         alike.setdefault(parts, []).append(host)
     for parts, hosts in alike.items():
-        names = ", ".join(hosts[:_MOST_HOSTS])
-        names += f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
-        head = "binding: " if len(by_host) == 1 else f"binding on {names}: "
+        head = "binding: " if len(by_host) == 1 else f"binding on {listed(hosts, _MOST_HOSTS)}: "
         # commas within sets of cores are no places to break a line
         yield textwrap.fill(
             head + ", ".join(parts), _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

@@ -152,15 +152,10 @@ def mpi_library(library: Path | None, environ: Mapping[str, str]) -> MpiLibrary 
         path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
         if path is None:
             return MpiLibrary(soname, family)
-        major = _open_mpi_major(path) if family == "openmpi" else None
+        core = read_linkage(path).needed if family == "openmpi" else ()  # Open MPI 4 and 5 are both libmpi.so.40
+        major = 5 if "libopen-pal.so.80" in core else 4 if "libopen-pal.so.40" in core else None
         return MpiLibrary(soname, family, path, major, wheel_prefix(path.parent.parent))
     return None
-
-
-def _open_mpi_major(libmpi: Path) -> int | None:
-    """Tell Open MPI 5 from 4 by the core library that it needs: both are ``libmpi.so.40``."""
-    needed = read_linkage(libmpi).needed
-    return 5 if "libopen-pal.so.80" in needed else 4 if "libopen-pal.so.40" in needed else None
 
 
 def check_launch(info: RankInfo, library: Path | None = None) -> None:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain.errors import CheckpointError, ConfigError, DataError, HvdtrainError, TaskError
+from hvdtrain.errors import CheckpointError, ConfigError, DataError, HvdtrainError, TaskError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
@@ -262,7 +262,7 @@ def _with_weights(
         raise TaskError(
             f"the weights in {source.folder} are not those of the model",
             expected=f"weights of all parameters of a {model_config.model_type} model",
-            found=f"{what} {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if found[3:] else ""),
+            found=f"{what} {listed(found)}",
         )
     if weights is not None:
         for tensor in chain(model.parameters(), model.buffers()):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ETC, ConfigError, listed
 from hvdtrain.task.base import import_library
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
         known = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"--model.lora: the model has no linear layer {missing[0]!r}",
-            expected=f"targets among {', '.join(known[:_SHOWN])}{', ...' if known[_SHOWN:] else ''}",
+            expected=f"targets among {listed(known, _SHOWN, ETC)}",
             next_step="omit targets to adapt all linear layers",
         )
     wanted = {name for names in found.values() for name in names}

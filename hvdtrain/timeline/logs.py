@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import glob
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from hvdtrain.errors import TraceError
+from hvdtrain.errors import TraceError, listed
 from hvdtrain.files import open_regular
+from hvdtrain.timeline.nccl import NcclLines
 from hvdtrain.timeline.wording import counted
 
 STALLED = "Horovod stalled "
@@ -36,16 +37,14 @@ _ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
 _PATIENCE = 100
 """Largest number of other lines within one warning."""
 
-_NCCL = re.compile(r"(?:(\S{1,255}?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
-_LINK = re.compile(r"Channel \d+(?:/\d+)? : (\w+)\[\w+\] -> (\w+)\[\w+\].* via (\S+)")
-_VERSION = {"NCCL {}": re.compile(r"NCCL version (\d+\.\d+\S*)")}
 _SETUP = {
-    "NCCL uses the network {}": re.compile(r"Using (?:internal )?network (\w+)", re.IGNORECASE),
-    "NCCL's network devices: {}: {}": re.compile(r"NET/(\w+) : (Using .*|No device found.*)"),
-    "NCCL has {} channels for collectives": re.compile(r"(\d+) coll channels"),
-    "NCCL setting {}={}": re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$"),
+    "version": "NCCL {}",
+    "network": "NCCL uses the network {}",
+    "device": "NCCL's network devices: {}: {}",
+    "channels": "NCCL has {} channels for collectives",
+    "setting": "NCCL setting {}={}",
 }
-"""What is reported of lines that match."""
+"""What is reported of NCCL's lines, by kind."""
 
 
 def collect_lines(paths: Sequence[Path]) -> list[str]:
@@ -56,13 +55,13 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
     Errors:
         TraceError: a file cannot be read.
     """
-    stalls, nccl = _Stalls(), _Nccl()
+    stalls, nccl = _Stalls(), NcclLines()
     for path in dict.fromkeys(path.resolve() for path in paths):
         for line in _lines(path):
             if not nccl.add_line(line):
                 stalls.add_line(line)
         stalls.left = 0
-    return [*stalls.lines(), *nccl.lines()]
+    return [*stalls.lines(), *_nccl_lines(nccl)]
 
 
 def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
@@ -129,12 +128,9 @@ class _Stalls:
     def lines(self) -> Iterator[str]:
         """Return a sentence for each stalled rank, the most frequent first."""
         for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
-            names = list(stall.tensors)
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             often = "once" if stall.times == 1 else f"{stall.times} times"
-            yield (
-                f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {', '.join(names[:_SHOWN])}{more}"
-            )
+            names = listed(stall.tensors, _SHOWN)
+            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {names}"
         if self._warnings and not self._of_rank:
             yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
         if self._ends:
@@ -149,52 +145,20 @@ class _Stalls:
                 stall.tensors[name] = None
 
 
-class _Nccl:
-    """Collects lines of NCCL."""
-
-    def __init__(self) -> None:
-        self._warnings: dict[str, Counter[str]] = {}
-        self._setup: dict[str, dict[str, set[str]]] = {}
-        self._links: dict[str, set[tuple[str, str]]] = {}
-
-    def add_line(self, line: str) -> bool:
-        """Parse a line of output; return whether it is one of NCCL's."""
-        if "NCCL" not in line:
-            return False
-        if not (found := _NCCL.search(line)):
-            return self._add_setup(_VERSION, line, "")
-        host, process, device, level, text = found.groups()
-        by = f"{host}:{process}:{device}"
-        if level == "WARN":
-            if text in self._warnings or len(self._warnings) < _MOST:
-                self._warnings.setdefault(text, Counter())[by] += 1
-        elif link := _LINK.search(text):
-            # without device numbers: NET/IB/0/GDRDMA is NET/IB/GDRDMA
-            kind = "/".join(part for part in link[3].split("/") if not part.isdigit() and part != "read")
-            self._links.setdefault(kind, set()).add((link[1], link[2]))
-        else:
-            self._add_setup(_SETUP, text, by)
-        return True
-
-    def lines(self) -> Iterator[str]:
-        """Return the warnings, then network, channels, settings and links."""
-        for text, count in self._warnings.items():
-            times = sum(count.values())
-            often = f" ({times} times" if times > 1 else " (once"
-            yield f"NCCL warning: {text}{often}, {counted(len(count), 'GPU')})"
-        for template in (*_VERSION, *_SETUP):
-            for text, gpus in self._setup.get(template, {}).items():
-                yield text + (f" ({counted(len(gpus), 'GPU')})" if any(gpus) else "")
-        if self._links:
-            parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
-            yield f"NCCL's links: {', '.join(parts)}"
-
-    def _add_setup(self, patterns: Mapping[str, re.Pattern[str]], line: str, by: str) -> bool:
-        for template, pattern in patterns.items():
-            if found := pattern.search(line):
-                texts = self._setup.setdefault(template, {})
-                text = template.format(*found.groups())
-                if text in texts or len(texts) < _MOST:
-                    texts.setdefault(text, set()).add(by)
-                return True
-        return False
+def _nccl_lines(nccl: NcclLines) -> Iterator[str]:
+    """Yield the warnings, then version, network, channels, settings and links."""
+    for text, count in islice(nccl.warnings.items(), _MOST):
+        times = sum(count.values())
+        often = f" ({times} times" if times > 1 else " (once"
+        yield f"NCCL warning: {text}{often}, {counted(len(count), 'GPU')})"
+    for kind, template in _SETUP.items():
+        for values, gpus in islice(nccl.facts[kind].items(), _MOST):
+            yield template.format(*values) + (f" ({counted(len(gpus), 'GPU')})" if any(gpus) else "")
+    links: dict[str, set[tuple[str, str]]] = {}
+    for source, target, via in nccl.facts["link"]:
+        # without device numbers: NET/IB/0/GDRDMA is NET/IB/GDRDMA
+        kind = "/".join(part for part in via.split()[0].split("/") if not part.isdigit() and part != "read")
+        links.setdefault(kind, set()).add((source, target))
+    if links:
+        parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(links.items())]
+        yield f"NCCL's links: {', '.join(parts)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from hvdtrain.errors import listed
 from hvdtrain.timeline.analysis import analysis
 
 _LEAST_LOST = 0.005
@@ -23,11 +24,9 @@ def counted(number: int, noun: str) -> str:
 
 def ranks(numbers: Sequence[int], hosts: Mapping[int, str] | Sequence[str] = (), most: int = _MANY_RANKS) -> str:
     """Format ranks as ``rank 3 on a`` or ``ranks 4, 5 and 2 more on a, b``."""
-    shown = ", ".join(map(str, numbers[:most]))
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     where = list(dict.fromkeys(hosts[rank] for rank in numbers if hosts[rank])) if hosts else []
     on = f" on {', '.join(where)}" if 0 < len(where) <= _MANY_RANKS else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}{on}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers, most)}{on}"
 
 
 def decimals(largest: float) -> int:

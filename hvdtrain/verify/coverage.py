@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.errors import listed
 from hvdtrain.verify.starts import Ints, Window
 
 _MOST_RANGES = 3
@@ -105,8 +106,7 @@ def describe_ranges(positions: Ints) -> str:
     """Describe sorted positions as ranges."""
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     parts = [(int(part[0]), int(part[-1])) for part in np.split(positions, cuts) if len(part)]
-    more = f" and {len(parts) - _MOST_RANGES} more ranges" if len(parts) > _MOST_RANGES else ""
-    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in parts[:_MOST_RANGES]) + more
+    return listed((f"{a}" if a == b else f"{a} to {b}" for a, b in parts), _MOST_RANGES, " and {} more ranges")
 
 
 class _Holes:

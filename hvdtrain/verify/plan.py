@@ -21,6 +21,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import MicroBatch
+from hvdtrain.errors import ETC, listed
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo
@@ -195,8 +196,8 @@ class PlanCheck:
         lines.append(f"largest difference: {worst.error:.1e} of the gradient's norm ({worst.parameter})")
         silent = [each.parameter for each in self.compared if not each.norm]
         if silent:
-            names = f"{', '.join(silent[:3])}{', ...' if silent[3:] else ''}"
-            lines.append(f"{len(silent)} have no gradient in this step, which proves nothing: {names}")
+            few = listed(silent, rest=ETC)
+            lines.append(f"{len(silent)} have no gradient in this step, which proves nothing: {few}")
         return "\n".join([*lines, "the gradients differ" if self.wrong else "the gradients are equal"])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.cli import doctor
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
+from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.facts import WELL, changed
 
@@ -45,7 +45,7 @@ NO_SHM = "a:1:2 [0] misc/shmutils.cc:63 NCCL WARN Error while creating shared me
 
 
 def read(text: str) -> NcclLog:
-    return read_nccl_log(text.splitlines(), "nccl.log")
+    return NcclLog(text.splitlines(), "nccl.log")
 
 
 def judged(text: str) -> dict[str, tuple[str, str, str]]:
@@ -55,16 +55,16 @@ def judged(text: str) -> dict[str, tuple[str, str, str]]:
 
 def test_every_part_of_a_log_is_read() -> None:
     log = read(HEAD + INFINIBAND)
-    assert log.versions == ("2.29.2",)
-    assert (log.hosts, log.ranks, log.nodes) == (("a",), 4, 2)
-    assert log.interfaces == ("eth0", "eth1")
-    assert log.channels == {"NET/IB": 2, "P2P": 1}
-    assert log.direct == 2
-    assert log.warnings == () and not (log.no_ib or log.p2p_off)
-    assert read(SOCKET).interfaces == ("eth0", "docker0")
-    assert read(COPIES).settings == {"NCCL_P2P_DISABLE": "1"}
+    assert log.versions == ["2.29.2"]
+    assert (list(log.hosts), *log.size) == (["a"], 4, 2)
+    assert log.interfaces == ["eth0", "eth1"]
+    assert log.channels() == {"NET/IB": 2, "P2P": 1}
+    assert log.channels("GDRDMA") == {"NET/IB": 2}
+    assert not log.warnings and "p2p_off" not in log.facts
+    assert read(SOCKET).interfaces == ["eth0", "docker0"]
+    assert read(COPIES).is_set("NCCL_P2P_DISABLE") and not read(COPIES).is_set("NCCL_IB_DISABLE")
     libfabric = read("x NCCL INFO Channel 0 : 0[0] -> 1[0] via NET/AWS Libfabric/0/GDRDMA")
-    assert libfabric.channels == {"NET/AWS Libfabric": 1}
+    assert libfabric.channels() == {"NET/AWS Libfabric": 1}
 
 
 def test_all_is_well_on_infiniband() -> None:
@@ -117,4 +117,5 @@ def test_the_log_reaches_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor, "gather", lambda *facts: got.extend(facts))
     monkeypatch.setattr(doctor, "examine", lambda facts: [])
     assert doctor.main(["--nccl_log", str(tmp_path / "nccl.log")]) == 0
-    assert read_nccl_log((HEAD + INFINIBAND).splitlines(), str(tmp_path / "nccl.log")) in got
+    (log,) = [each for each in got if isinstance(each, NcclLog)]
+    assert log.facts == read(HEAD + INFINIBAND).facts and log.name == str(tmp_path / "nccl.log")

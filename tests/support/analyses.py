@@ -17,7 +17,6 @@ from hvdtrain.timeline.analysis.analysis import (
     Efficiency,
     Estimate,
     Finding,
-    Lane,
     Mark,
     Memory,
     Moment,
@@ -25,7 +24,6 @@ from hvdtrain.timeline.analysis.analysis import (
     Part,
     RankRow,
     Scaling,
-    Slice,
 )
 from hvdtrain.timeline.analysis.goodput import Goodput
 
@@ -60,31 +58,6 @@ def budget(size: int) -> Budget:
     return Budget(what, about(sum(_PARTS.values()), 0.01), 380, parts(_PARTS), _EXPOSED)
 
 
-def lanes(size: int, buckets: int = 8, names: str = "") -> list[Lane]:
-    """Each rank's training thread in three steps; rank 0's exchange too. Rank 3 begins its backward late."""
-    chance, found = random.Random(3), []
-    for rank in range(size):
-        slices: list[Slice] = []
-        for step in range(1, 4):
-            start = now = (step - 1) * 352.4
-            late = 12.0 if rank == 3 else 0.0
-            inner = []
-            for name, ms in (("data", 6.0 + late), ("forward", 96.0), ("backward", 181.0), ("wait", 41.0 - late)):
-                ms *= chance.uniform(0.98, 1.0)
-                inner.append(Slice(names + name, now, now + ms, step))
-                if name == "forward":
-                    inner.append(Slice("gc", now + 20, now + 24, step))
-                now += ms
-            inner.append(Slice("optimizer", now, start + 350.0, step))
-            slices += [Slice("step", start, start + 352.0, step), *inner]
-        found.append(Lane(f"rank {rank} on node-{rank // 8}", slices))
-        if rank == 0:
-            begins_ms = [(step, n, (step - 1) * 352.4 + 110 + 26 * n) for step in range(1, 4) for n in range(buckets)]
-            slices = [Slice(f"bucket {n}", begin_ms, begin_ms + 24, step) for step, n, begin_ms in begins_ms]
-            found.append(Lane("rank 0, exchange", slices))
-    return found
-
-
 def rank_rows(size: int, late: dict[int, float]) -> list[RankRow]:
     chance, rows = random.Random(5), []
     for rank in range(size):
@@ -102,8 +75,8 @@ def rank_rows(size: int, late: dict[int, float]) -> list[RankRow]:
     return sorted(rows, key=lambda row: -row.cost_ms.value)
 
 
-def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, slices: int = 0) -> Analysis:
-    """A run of ranks. With `late`, one of them costs 12.3 ms a step. All have a lane if no number is given."""
+def analysis(size: int, *, late: bool = True) -> Analysis:
+    """A run of ranks. With `late`, one of them costs 12.3 ms a step."""
     who = min(3, size - 1) if late and size > 1 else -1
     costs = {who: 12.3} if who >= 0 else {}
     causes = {
@@ -144,7 +117,6 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
     ]
     phases = parts({"negotiation": 9.4, "queue": 2.2, "fusion copies": 0.9, "transfer": 148.0})
     communication = Communication(phases, 158.2, 0.74, 3.1e8, 2.06, 2.9)
-    shown = lanes(min(size, lane_ranks or size), buckets=8 + slices)
     return Analysis(
         title="20261120-154250-language_model",
         size=size,
@@ -153,7 +125,6 @@ def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, sli
         carriers=carriers if size > 1 else [],
         blame=blame,
         findings=found,
-        lanes=shown,
         warnings=["[1,0]<stderr>: One or more tensors were submitted to be reduced by subset of ranks"],
         notes=[
             "clocks are aligned to within 0.02 ms",
@@ -183,9 +154,7 @@ def hostile() -> Analysis:
     """One whose every text would take the page over."""
     plain = replace(analysis(4), goodput=None, efficiency=None)
     taken: Analysis = _taken(plain)
-    own = Lane(HOSTILE, [Slice(HOSTILE, 0.0, 5.0, 1), Slice("__proto__", 5.0, 9.0, 1)])
-    shown = [own, *lanes(2, names=HOSTILE)]  # each name has a colour
-    return replace(taken, communication=plain.communication, lanes=shown)  # whose phases are a fixed set
+    return replace(taken, communication=plain.communication)  # whose phases are a fixed set
 
 
 def _taken(value: Any) -> Any:

@@ -31,7 +31,6 @@ def _train(folder: Path, **observe: Any) -> Any:
 def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     result = _train(tmp_path)
     assert result.analysis.budget.step_ms.value > 0
-    assert {one.step for lane in result.analysis.lanes for one in lane.slices}, "spans are written before they are read"
     found = json.loads((tmp_path / "timeline" / "report.json").read_text())
     assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
     page = (tmp_path / "timeline" / "report.html").read_text()
@@ -72,10 +71,11 @@ def test_large_traces_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "timeline" / "horovod-steps-1-on.json").write_text("[" + " " * 2_000_000 + "]")
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1_000_000)
     result = _train(tmp_path)
-    assert result.analysis.lanes and any("horovod-steps-1-on.json, 2 MB" in note for note in result.analysis.notes)
+    notes = result.analysis.notes
+    assert any("horovod-steps-1-on.json, 2 MB" in n for n in notes) and not any("spans of rank 0" in n for n in notes)
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1000)
     result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
-    assert not result.analysis.lanes and result.analysis.budget is not None
+    assert result.analysis.budget is not None
     assert any("spans of rank 0 are too large" in note for note in result.analysis.notes)
 
 

@@ -158,7 +158,8 @@ class Hosts:
         self._start()
         facts = self._ask_all(self._greet)
         addresses = self._addresses(facts)
-        offsets = self._ask_all(self._offset)
+        probes, each = self._probes, range(_CLOCK_SAMPLES)
+        offsets = self._ask_all(lambda host: estimate_offset([probes[host].ask_timed("clock", _ASK_S) for _ in each]))
         writer, sees_file = self._share_file()
         attempts = self._try_connections(addresses)
         job, lost = self._job, dict(self.lost)
@@ -193,9 +194,6 @@ class Hosts:
         except msgspec.ValidationError:
             theirs = facts.get("hvdtrain", "?")
             raise NoAnswerError(f"that host runs hvdtrain {theirs}, this one {hvdtrain.__version__}") from None
-
-    def _offset(self, host: str) -> Offset:
-        return estimate_offset([self._probes[host].ask_timed("clock", _ASK_S) for _ in range(_CLOCK_SAMPLES)])
 
     def _addresses(self, facts: Mapping[str, HostReport]) -> dict[str, str]:
         """Return the address of each host.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
+from hvdtrain.doctor.links.measured import Direction, Links, aligned, gbit, microseconds
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.gradients import Gradient, spread_evenly
 from hvdtrain.plan.plan import Plan, Ranks
@@ -93,10 +93,26 @@ def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
             expected="a run in which each rank computes with the whole model",
             next_step=f"hvdtrain timeline whatif {evidence.path} --size N predicts such ranks",
         )
-    inside, between = _inside(evidence, links), _between(links)
-    if inside is not None:
+    job, between = evidence.job, _slowest(links.between)
+    notes = [
+        "each rank keeps its work, so the global batch grows with the ranks; efficiency compares with a single rank",
+        *evidence.notes,
+    ]
+    if job.ranks.size == 1 and (inside := _slowest(links.inside)):  # but not faster than ranks can sum
+        s_per_byte = max(ONE_HOST.s_per_byte, inside.s_per_byte)
+        inside = Link(inside.hop_s, s_per_byte, s_per_byte)
         evidence = replace(evidence, fitted=FittedLink(inside, "measured", _OFF))
-    work = evidence.job.micro_batch * evidence.job.passes
+        notes.append(f"within a host: {_link_text(inside)}; limited by the speed of summing gradients")
+    slowest = (
+        f"{_link_text(between)}, the slowest of all ways by {links.by}; ranks of a host share it" if between else ""
+    )
+    notes.append(f"between hosts: {slowest or 'not measured: hvdtrain doctor --hosts a,b --probe'}")
+    if per_host > job.ranks.per_host:
+        notes.append("more ranks on a host than were measured: that they share its memory's speed is not in the model")
+    if job.ranks.size > 1:
+        notes.append(f"how late the slowest rank is: from the run's {job.ranks.size} ranks, beyond extrapolated")
+    notes.append("compression cost is from another machine; measure it with: hvdtrain timeline whatif RUN --probe")
+    work = job.micro_batch * job.passes
 
     def step_s(ranks: Ranks, compression: str) -> float:
         change = Change(
@@ -119,46 +135,14 @@ def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
         steps = {name: step_s(ranks, name) if ranks.size > 1 else alone_s for name in COMPRESSIONS}
         efficiency = {name: alone_s / seconds for name, seconds in steps.items()}
         rows.append(Prediction(ranks, steps, efficiency, ranks.hosts > len(links.hosts)))
-    return Outlook(rows, _notes(evidence, links, per_host, inside, between))
+    return Outlook(rows, [*notes, f"not in the model: {'; '.join(UNKNOWN)}"])
 
 
-def _inside(evidence: Evidence, links: Links) -> Link | None:
-    """Return the link within a host if the run has none: as measured, but not faster than ranks can sum."""
-    if evidence.job.ranks.size > 1 or not links.inside:
+def _slowest(ways: Sequence[Direction]) -> Link | None:
+    """Return the link that limits an allreduce over these ways."""
+    if not ways:
         return None
-    s_per_byte = max(ONE_HOST.s_per_byte, *(1 / one.bytes_per_s for one in links.inside))
-    return Link(max(one.latency_s for one in links.inside), s_per_byte, s_per_byte)
-
-
-def _between(links: Links) -> Link | None:
-    """Return the slowest link between hosts, which limits an allreduce."""
-    if not links.between:
-        return None
-    slowest = min(one.bytes_per_s for one in links.between)
-    return Link(max(one.latency_s for one in links.between), 1 / slowest)
-
-
-def _notes(evidence: Evidence, links: Links, per_host: int, inside: Link | None, between: Link | None) -> Sequence[str]:
-    found = [
-        "each rank keeps its work, so the global batch grows with the ranks; efficiency compares with a single rank",
-        *evidence.notes,
-    ]
-    if inside is not None:
-        found.append(f"within a host: {_link_text(inside)}; limited by the speed of summing gradients")
-    if between is None:
-        found.append("between hosts: not measured: hvdtrain doctor --hosts a,b --probe")
-    else:
-        found.append(
-            f"between hosts: {_link_text(between)}, the slowest of all ways by {links.by}; ranks of a host share it"
-        )
-    if per_host > evidence.job.ranks.per_host:
-        found.append("more ranks on a host than were measured: that they share its memory's speed is not in the model")
-    if evidence.job.ranks.size > 1:
-        found.append(
-            f"how late the slowest rank is: from the run's {evidence.job.ranks.size} ranks, beyond extrapolated"
-        )
-    found.append("compression cost is from another machine; measure it with: hvdtrain timeline whatif RUN --probe")
-    return [*found, f"not in the model: {'; '.join(UNKNOWN)}"]
+    return Link(max(one.latency_s for one in ways), max(1 / one.bytes_per_s for one in ways))
 
 
 def _link_text(link: Link) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from hvdtrain.errors import listed
 from hvdtrain.observe.failure import verdict as blame
 from hvdtrain.observe.failure.fault import Fault, user_frame
 from hvdtrain.observe.failure.process_states import UNREACHABLE
@@ -184,7 +185,7 @@ def _last_seen(silent: SilentRank) -> str:
 
 def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
     names = entry["parameters"]
-    of = f" ({', '.join(names[:_NAMES])}{f' and {len(names) - _NAMES} more' if len(names) > _NAMES else ''})"
+    of = f" ({listed(names, _NAMES)})"
     started = f"started by rank(s) {ranges(entry['on'])}, not by {ranges(entry['not_on'])}"
     return entry["name"], started + (of if names else "")
 

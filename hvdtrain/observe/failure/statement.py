@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from hvdtrain.comm.rounds import in_collective
+from hvdtrain.errors import listed
 from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
 from hvdtrain.observe.output import encodable
@@ -122,10 +123,8 @@ def place(statement: Statement) -> str:
     else:
         text = at(statement.step) + (f", last in {statement.last_span}" if statement.last_span else "")
         text += f" for {statement.idle_s:.1f} s" if statement.is_waiting or statement.kind == STALLED else ""
-    names = list(statement.in_flight)
-    if names and statement.fault is None:
-        verb = "waiting for" if statement.is_waiting else "with"
-        text += f", {verb} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if statement.in_flight and statement.fault is None:
+        text += f", {'waiting for' if statement.is_waiting else 'with'} {listed(statement.in_flight)}"
     return text
 
 

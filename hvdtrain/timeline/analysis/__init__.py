@@ -1,1 +1,1 @@
-"""Analysis of traces: budget, communication, stragglers, causes, findings, lanes. Pure."""
+"""Analysis of traces: budget, communication, stragglers, causes, findings. Pure."""

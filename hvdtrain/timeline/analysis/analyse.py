@@ -13,11 +13,11 @@ import numpy as np
 from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis import budget, communication, lanes
+from hvdtrain.timeline.analysis import budget, communication
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
-from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
+from hvdtrain.timeline.analysis.history import changes, over_time, start_up
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
@@ -58,7 +58,6 @@ def analyse(run: RunTrace) -> Analysis:
         carriers=communication.top_carriers(run),
         blame=blame,
         findings=find(facts),
-        lanes=lanes.window_lanes(run, turns(changed, blame)),
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
         goodput=_goodput(run, spent),

@@ -291,27 +291,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A span in a lane. Milliseconds count from the first step shown."""
-
-    name: str
-    start_ms: float
-    end_ms: float
-    step: Count
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One row of the picture.
-
-    The label is "rank 3 on host", "rank 0, exchange" or "Horovod". Slices follow each other or are nested, by start.
-    """
-
-    label: str
-    slices: Sequence[Slice]
-
-
-@dataclass(frozen=True)
 class Memory:
     """The memory of rank 0.
 
@@ -392,7 +371,6 @@ class Analysis:
         size: number of ranks; 0 if unknown.
         budget: None if no step was measured.
         carriers, findings: most costly first.
-        lanes: a few steps.
         warnings: lines of Horovod, NCCL and the run.
         notes: data that is missing or was dropped, and the precision of the clocks.
         cost, goodput, over_time: of all starts of the run.
@@ -410,7 +388,6 @@ class Analysis:
     carriers: Annotated[Sequence[Carrier], Meta(max_length=10)]
     blame: Blame
     findings: Sequence[Finding]
-    lanes: Sequence[Lane] = ()
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()
     memory: Memory | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdtrain.data.order import even_options
+from hvdtrain.errors import ETC, listed
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
@@ -71,7 +72,8 @@ def _late(facts: Facts) -> Iterator[Finding]:
             f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
         cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
-        advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
+        look = f"run hvdtrain doctor on its host and on another; see the steps of rank {rank}: hvdtrain timeline merge"
+        advice = "; ".join(cures) or look
         equal = facts.option("parallel", "balance") in (None, "equal")
         if causes and causes[0].name in _COMPUTING and equal and facts.may_train_apart():
             advice += "; or give it fewer micro-batches: --parallel.balance speed"
@@ -96,7 +98,7 @@ def _shares(facts: Facts) -> Iterator[Finding]:
     if last is None:
         return
     slow, fast = int(np.argmax(last.pass_ms)), int(np.argmin(last.pass_ms))
-    some = ", ".join(map(str, last.shares[:_MANY_SHARES])) + (", ..." if len(last.shares) > _MANY_SHARES else "")
+    some = listed(last.shares, _MANY_SHARES, ETC)
     text = (
         f"micro-batches follow the speed of ranks: {some} on ranks 0, 1, ... since step {last.at_step + 1}; rank {slow}"
         f" takes {last.pass_ms[slow] / last.pass_ms[fast]:.1f} times as long for one as rank {fast}"
@@ -206,8 +208,7 @@ def _when(steps: Sequence[int]) -> str:
     period = float(np.median(gaps))
     if len(gaps) >= _REGULAR and np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
         return f"about every {period:.0f} steps"
-    shown = ", ".join(f"{step:,}" for step in steps[:_MANY_STEPS])
-    return f"in steps {shown}{' and others' if len(steps) > _MANY_STEPS else ''}"
+    return f"in steps {listed((f'{step:,}' for step in steps), _MANY_STEPS, ' and others')}"
 
 
 def _stopped_ms(facts: Facts, rank: int, step: int) -> float:

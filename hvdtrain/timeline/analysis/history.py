@@ -144,11 +144,6 @@ def over_time(run: RunTrace, changes: Sequence[Change], blame: Blame) -> OverTim
     return OverTime(list(_moments(run.history)), sorted(marks, key=lambda mark: mark.step))
 
 
-def turns(changes: Sequence[Change], blame: Blame) -> list[int]:
-    """Return the steps at which something changed."""
-    return [mark.step for mark in (*_changes(changes), *_spells(blame))]
-
-
 def _moments(history: JournalSteps) -> Iterator[Moment]:
     first, last = int(history.step[0]), int(history.step[-1])
     length = -(-(last - first + 1) // _MOMENTS)

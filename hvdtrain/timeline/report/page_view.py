@@ -49,12 +49,11 @@ _HUES = {
     "other": ("other", "other exchange"),
     "gc": ("gc", "recomputation", goodput.REPEATED),
     "aside": ("aside", "evaluation", "checkpoint", ASIDE),
-    "step": ("step",),
     "rest": ("rest", IDLE, goodput.PAUSES),
 }
 """Colours of the style sheet, and the names that have each."""
 _HUE_OF = {name: hue for hue, names in _HUES.items() for name in names} | {goodput.STALLS: "transfer"}
-MORE = ("a", "b", "c", "d")
+_MORE = ("a", "b", "c", "d")
 """Colours of unknown names."""
 
 
@@ -114,7 +113,7 @@ def shares_view(amounts: Collection[tuple[str, float]], exposed: Collection[str]
 
 def hue(name: str, *, exposed: bool = False) -> str:
     """Return the name of a colour of the style sheet. An unknown name always gets the same one."""
-    return _HUE_OF.get(name) or ("other" if exposed else MORE[zlib.crc32(name.encode(errors="replace")) % len(MORE)])
+    return _HUE_OF.get(name) or ("other" if exposed else _MORE[zlib.crc32(name.encode(errors="replace")) % len(_MORE)])
 
 
 WIDTH, HEIGHT = 1000.0, 160.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
+from hvdtrain.errors import listed
 from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, OuterSteps
@@ -103,9 +104,8 @@ def _blame(blame: Blame) -> Iterator[str]:
         return
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
     found = blame.late_groups()
-    late = ", ".join(wording.straggler(blame, group[0], on=False) for group in found[:8]) or f"none ({blame.reason})"
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
+    late = listed((wording.straggler(blame, group[0], on=False) for group in found), 8) or f"none ({blame.reason})"
+    yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind, last = wording.behind(row.behind_ms), f"last in {row.last_share:4.0%} of steps"

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.engine.base import Engine
+from hvdtrain.errors import listed
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.training.diagnostics.origin import BackwardTrace, ForwardTrace, Origin, not_finite
 from hvdtrain.training.loop.buffers import all_buffers, copy_to_host
@@ -40,8 +41,8 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.origin} (rank {self.rank}, sample(s) at position {_some(self.samples)}, index"
-            f" {_some(self.indices)} of the data set)"
+            f"{self.origin} (rank {self.rank}, sample(s) at position {listed(self.samples, 4)}, index"
+            f" {listed(self.indices, 4)} of the data set)"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -156,10 +157,6 @@ def _too_large(model: nn.Module, scale: float) -> Origin | None:
     name = max(gradients, key=lambda n: float(gradients[n].abs().max()) if gradients[n].numel() else 0.0)
     function = f"the norm of all gradients, mostly that of {name}"
     return Origin("overflow", name.rpartition(".")[0], function=function, tensor=name)
-
-
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ETC, ConfigError, listed
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.round import Round
 
@@ -83,8 +83,8 @@ class Balance:
         facts: dict[str, Any] = {"shares": after, "pass_s": [each * 1e-6 for each in sums]}
         self.current.recorder.event({"event": "shares", "at_step": step, **facts})
         self.say(
-            f"micro-batches by speed from step {step + 1} on: {_some(after)} on ranks 0, 1, ... (before"
-            f" {_some(before)}); the slowest rank computes {then / slowest:.2f} of the time"
+            f"micro-batches by speed from step {step + 1} on: {listed(after, 8, ETC)} on ranks 0, 1, ... (before"
+            f" {listed(before, 8, ETC)}); the slowest rank computes {then / slowest:.2f} of the time"
         )
 
 
@@ -104,7 +104,3 @@ def make_balance(current: Round, feed: Feed) -> Balance | None:
             raise ConfigError(what, expected=f"{_LEAST} or more for each rank", next_step=change)
         current.recorder.warn(f"{what}; use {change}")
     return Balance(current, feed, current.recorder.say)
-
-
-def _some(shares: Sequence[int]) -> str:
-    return f"{', '.join(map(str, shares[:8]))}{', ...' if len(shares) > 8 else ''}"

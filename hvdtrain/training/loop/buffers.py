@@ -133,7 +133,9 @@ class Rollback(StepPart):
             return
         self._is_open = False
         if self._written is None:
-            self._written = [copy.place for copy in self._copies if copy.is_changed() or _is_statistic(copy.place)]
+            norm = nn.modules.batchnorm._NormBase  # it may be frozen now and write its statistics later
+            written = (copy for copy in self._copies if copy.is_changed() or isinstance(copy.place[0], norm))
+            self._written = [copy.place for copy in written]
         if not applied:
             for copy in self._copies:
                 copy.restore()
@@ -154,11 +156,6 @@ def _copy_on_device(places: list[Place]) -> list[Copied]:
 def _is_saved(place: Place) -> bool:
     module, name = place
     return name not in module._non_persistent_buffers_set and module._buffers[name] is not None
-
-
-def _is_statistic(place: Place) -> bool:
-    """Return whether a batch norm writes it, perhaps later: it may be frozen now."""
-    return isinstance(place[0], nn.modules.batchnorm._NormBase)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ class RouterLoads(StepPart):
         layers = {}
         for name, size in sizes.items():
             loads, numbers = numbers[:size], numbers[size:]
-            layers[name] = {"tokens": sum(loads), "busiest": _busiest(loads), "entropy": _entropy(loads)}
+            busiest = max(loads) * len(loads) / sum(loads) if sum(loads) else math.nan  # over the mean
+            layers[name] = {"tokens": sum(loads), "busiest": busiest, "entropy": _entropy(loads)}
         self._event({"event": "experts", "at_step": step, "layers": layers})
 
     def close(self) -> None:
@@ -142,11 +143,6 @@ class RouterLoads(StepPart):
 def _experts(router: nn.Module) -> int:
     weight: Any = router.weight
     return whole_shape(weight)[0]
-
-
-def _busiest(loads: list[float]) -> float:
-    """Return the load of the busiest expert over the mean."""
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else math.nan
 
 
 def _entropy(loads: list[float]) -> float:

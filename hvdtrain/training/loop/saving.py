@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.saved_exchange import to_save
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import ETC, CheckpointError, listed
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import Measure
 from hvdtrain.state.frozen import UnsavedValues
@@ -152,7 +152,9 @@ class Saving:
             check_dtypes(state)  # waiting would not help
             self._warn_unsaved()
             heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
-            notes = {"heldout_loss": heldout_loss, "metrics": _finite(evaluation.metrics) if evaluation else {}}
+            metrics = evaluation.metrics.items() if evaluation else ()
+            finite = {name: value for name, value in metrics if math.isfinite(value)}
+            notes = {"heldout_loss": heldout_loss, "metrics": finite}
             waits_s = list(WAITS_S if wait and not urgent else ())
             is_stopped = False
             while True:
@@ -174,7 +176,7 @@ class Saving:
         if names:
             self._recorder.warn(
                 f"{type(self._state.optimizer).__name__} keeps values that checkpoints do not contain, so that a resume"
-                f" starts without them: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; let it keep tensors"
+                f" starts without them: {listed(names, rest=ETC)}; let it keep tensors"
                 " in its state, and numbers in its state or its groups"
             )
 
@@ -225,7 +227,3 @@ class Saving:
                     self._recorder.warn(f"{reason}: trying once more now to write the last checkpoint")
                 return True
         return False
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}

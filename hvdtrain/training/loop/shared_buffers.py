@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.errors import DriftError
+from hvdtrain.errors import ETC, DriftError, listed
 from hvdtrain.training.diagnostics.drift import find_unequal
 from hvdtrain.training.loop.buffers import persistent_buffers
 from hvdtrain.training.loop.step_part import StepPart
@@ -93,7 +93,7 @@ class SharedBuffers(StepPart):
         """
         if not found:
             return
-        names = f"{', '.join(list(found)[:3])}{', ...' if len(found) > 3 else ''}"
+        names = listed(found, rest=ETC)
         if self.policy == "check":
             ranks = sorted({rank for ranks in found.values() for rank in ranks})
             raise DriftError(

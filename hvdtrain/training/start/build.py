@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.rounds import Rounds
 from hvdtrain.compression.table import parse
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import count_micro_batches
@@ -170,7 +168,8 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         store=current.store,
         event=recorder.event,
         warn=recorder.warn,
-        needs_commits=partial(_loses_state, current.rounds, engine),
+        # A lost rank takes state with it: pieces, or residuals that its compression has not delivered.
+        needs_commits=lambda: elastic and (engine.in_pieces or parse(engine.compression).kind.feedback),
         buddies=Buddies(comm, host, current.rounds.is_leaving, spans.touch) if elastic and engine.in_pieces else None,
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
@@ -194,8 +193,3 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
         apart=apart,
     )
-
-
-def _loses_state(rounds: Rounds, engine: Engine) -> bool:
-    """Return whether a lost rank takes state with it: pieces, or residuals that its compression has not delivered."""
-    return rounds.elastic and (engine.in_pieces or parse(engine.compression).kind.feedback)

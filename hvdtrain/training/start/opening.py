@@ -18,7 +18,7 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import training_samples
 from hvdtrain.data.order import even_options
-from hvdtrain.errors import RunDirectoryError
+from hvdtrain.errors import ETC, RunDirectoryError, listed
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.sinks import Recorder
@@ -167,7 +167,7 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
         if left_out:
             recorder.warn(
                 f"the task's optimizer lacks {len(left_out)} of the parameters that require a gradient, so they do not"
-                f" change: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+                f" change: {listed(left_out, rest=ETC)}"
             )
     if train.compile:
         recorder.say(
@@ -203,13 +203,13 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     named = task.model.named_modules()
     if names := [name for name, m in named if isinstance(m, kind) and not isinstance(m, Synchronized)]:
         recorder.warn(
-            f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss"
+            f"the model has batch statistics ({listed(names, rest=ETC)}): its loss"
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
     if spectral := spectral_norms(task.model):
         recorder.warn(
-            f"the model has spectral norm ({', '.join(spectral[:3])}{', ...' if len(spectral) > 3 else ''}), which each"
+            f"the model has spectral norm ({listed(spectral, rest=ETC)}), which each"
             " forward pass changes: its loss curve depends on --train.micro_batch and the number of ranks"
         )
 

@@ -12,8 +12,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "doctor/links/expected.py",
-        "work = evidence.job.micro_batch * evidence.job.passes",
-        "work = evidence.job.micro_batch",
+        "work = job.micro_batch * job.passes",
+        "work = job.micro_batch",
         "the outlook gives each rank one micro-batch instead of the run's work",
         "tests/doctor/links/test_expected.py",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,25 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
-from hvdtrain.timeline.report.page import MOST_SLICES, headline, packed, shown_lanes, summary, to_html
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Part, RankRow
+from hvdtrain.timeline.report.page import headline, to_html
 from hvdtrain.timeline.report.page_view import MOST_RANKS, blame_view, finding_pieces
-from tests.support.analyses import analysis, empty, hostile, lanes, rank_rows
+from tests.support.analyses import analysis, empty, hostile, rank_rows
 
 
 class _Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        if self.elements and self.elements[-1] == ("script", {"type": "application/json", "id": "lanes-data"}):
-            self.scripts.append(data)
 
 
 def _text(page: str) -> str:
@@ -56,54 +50,11 @@ def test_the_page_names_no_other_file(of: Analysis) -> None:
 def test_any_text_is_shown_and_nothing_else(text: str) -> None:
     def tags(text: str) -> list[str]:
         blame = Blame("none", 0, [], [], {}, text)
-        page = to_html(Analysis("run", 2, None, None, [], blame, [], [Lane(text, [Slice(text, 0.0, 1.0, 1)])], [text]))
+        page = to_html(Analysis("run", 2, None, None, [], blame, [], [text], [text]))
         page.encode()
         return [tag for tag, _ in _Page(page).elements]
 
     assert tags(text) == tags("x")
-
-
-_SLICES = st.lists(
-    st.builds(
-        lambda name, start, ms, step: Slice(name, start / 1e3, (start + ms) / 1e3, step),
-        st.text(max_size=3),
-        st.integers(0, 10**7),
-        st.integers(0, 10**6),
-        st.integers(0, 5),
-    ),
-    max_size=20,
-)
-
-
-@given(st.lists(st.builds(Lane, st.text(max_size=3), _SLICES), max_size=4))
-def test_packed_lanes_are_the_lanes(given: list[Lane]) -> None:
-    found = json.loads(json.dumps(packed(given)))
-    for lane, (label, row, steps) in zip(given, found["lanes"], strict=True):
-        assert label == lane.label
-        at, back = 0, []
-        of_step = [step for step, count in zip(steps[::2], steps[1::2], strict=True) for _ in range(count)]
-        for number, gap, us, step in zip(row[::3], row[1::3], row[2::3], of_step, strict=True):
-            at += gap
-            back.append((found["names"][number][0], at, at + us, step))
-        assert sorted(back) == sorted(
-            (s.name, round(s.start_ms * 1e3), round(s.end_ms * 1e3), s.step) for s in lane.slices
-        )
-        assert found["end"] >= max((end for _, _, end, _ in back), default=0)
-
-
-def test_a_late_rank_keeps_its_lane_where_there_are_too_many() -> None:
-    many = lanes(3000)
-    found = Analysis("run", 3000, None, None, [], Blame("stamps", 1, [], [2900], {}), [], many)
-    shown = shown_lanes(found)
-    assert many[2901].label.startswith("rank 2900 ")
-    assert many[2901] in shown and many[0] in shown
-    assert len(shown) < 300 and shown == sorted(shown, key=many.index)
-    assert sum(len(lane.slices) for lane in shown) <= MOST_SLICES
-
-
-def test_the_table_next_to_the_lanes_has_ms_per_step() -> None:
-    lane = Lane("rank 0", [Slice("a", 0.0, 1.0, 1), Slice("a", 2.0, 5.0, 2), Slice("b", 5.0, 6.0, 2)])
-    assert summary([lane, Lane("none", [])]) == (["a", "b"], [("rank 0", [2.0, 0.5]), ("none", [None, None])])
 
 
 def test_of_many_ranks_late_ones_stay_and_the_page_is_no_larger_than_a_megabyte() -> None:
@@ -111,9 +62,9 @@ def test_of_many_ranks_late_ones_stay_and_the_page_is_no_larger_than_a_megabyte(
     found = blame_view(Blame("stamps", 9, rows, [rows[450].rank], {}), 350.0)
     assert [row["rank"] for row in found["rows"]] == [row.rank for row in [*rows[:MOST_RANKS], rows[450]]]
     assert found["left"] == 500 - MOST_RANKS - 1
-    page = to_html(analysis(4096, lane_ranks=1000, slices=200))
+    page = to_html(analysis(4096))
     assert len(page.encode()) < 1_000_000
-    assert f"{4096 - MOST_RANKS:,} ranks that cost less" in _text(page) and "more lanes are not shown" in _text(page)
+    assert f"{4096 - MOST_RANKS:,} ranks that cost less" in _text(page) and "hvdtrain timeline merge RUN" in _text(page)
 
 
 @pytest.mark.parametrize(

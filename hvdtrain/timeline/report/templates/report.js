@@ -9,10 +9,7 @@
   const kept = () => { try { return localStorage.getItem("hvdtrain-theme"); } catch { return null; } };
   const keep = (value) => { try { localStorage.setItem("hvdtrain-theme", value); } catch { /* not kept then */ } };
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const show = () => {
-    theme.setAttribute("aria-pressed", String(isDark()));
-    document.dispatchEvent(new Event("colours"));
-  };
+  const show = () => theme.setAttribute("aria-pressed", String(isDark()));
   if (["light", "dark"].includes(kept())) root.dataset.theme = kept();
   theme.hidden = false;
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; keep(root.dataset.theme); show(); });
