@@ -102,7 +102,7 @@ def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes 
     """
     if not len(table.elements):
         return rounds, None
-    work, elements = rounds.work_ms, table.elements[:, rounds.column]
+    work, elements = rounds.work_ms, rounds.mean_of(table.elements)
     sizes, times = _within(elements), _within(work)
     power = float(np.sum(sizes**2))
     if power <= 0:

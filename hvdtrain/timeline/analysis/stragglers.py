@@ -166,6 +166,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(work, found, alike, rounds.weight)
+        estimates, whole = (_within_waits(each, found, rounds) for each in (estimates, whole))
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
@@ -192,6 +193,19 @@ def _together(
         return []
     low = sum(costs[rank].low for rank in alike) - max(doubt[rank] for rank in alike)
     return alike if low > max(matters[rank] for rank in alike) else []
+
+
+def _within_waits(costs: Sequence[Estimate], late: Sequence[int], rounds: Rounds) -> list[Estimate]:
+    """Return costs of at most what the others wait, of a rank alone, and of those that are `late` together."""
+    waited = np.average(rounds.wait_ms, axis=1, weights=rounds.weight)
+    found = []
+    for rank, cost in enumerate(costs):
+        with_it = list(late) if rank in late else [rank]
+        total = sum(costs[each].value for each in with_it)
+        most = float(np.max(np.delete(waited, with_it), initial=0.0))
+        share = min(1.0, most / total) if total > 0 else 1.0
+        found.append(Estimate(share * cost.value, share * cost.low, share * cost.high))
+    return found
 
 
 def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:

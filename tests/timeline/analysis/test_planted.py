@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import summary_lines, to_text
-from tests.support.step_tables import noise, run_of, table_of
+from tests.support.step_tables import columns_of, noise, run_of, table_of
 
 SIZES = [(2, 75), (4, 400), (32, 320)]
 
@@ -107,6 +108,41 @@ def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
     work[3:] += 8.0
     (text,) = _stragglers(_analysed(work))
     assert "13 of 16 ranks" in text and "than ranks 0, 1, 2 on host0" in text
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("ranks", "steps", "every"), [(2, 240, 8), (8, 240, 8), (8, 400, 16), (64, 240, 8)])
+def test_workers_that_train_apart_are_judged_from_exchange_to_exchange(
+    ranks: int, steps: int, every: int, kind: str
+) -> None:
+    quiet = _work(ranks, steps, kind, seed=ranks)
+    work = _planted(quiet, (1, 0.0, 1.0))
+    longest = [each.reshape(ranks, -1, every).mean(axis=2).max(axis=0).mean() for each in (work, quiet)]
+    for block in (every, 50):  # the stamps of 50 steps, of which some exchanges have no beginning
+        table = columns_of(table_of(work, every=every), np.arange(steps) % (2 * block) < block)
+        found = analyse(run_of(table))
+        assert found.blame.late == [1] and found.blame.causes[1][0].name == "backward"
+        assert found.blame.ranks[0].cost_ms.value == pytest.approx(longest[0] - longest[1], rel=0.05)
+    assert _waited(analyse(run_of(table_of(work, every=every)))) == pytest.approx(21.0 * (ranks - 1) / ranks, rel=0.2)
+    none = analyse(run_of(table_of(quiet, every=every)))
+    assert not none.blame.late and [finding.kind for finding in none.findings] == ["input"]
+
+
+def _waited(found: Analysis) -> float:
+    return sum(part.ms.value for part in found.budget.parts if part.name == "waiting for late ranks")
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_stragglers_cost_at_most_what_the_others_wait(every: int) -> None:
+    """Also where stamps show more lateness than waits: here a rank loses the time after each exchange."""
+    table = table_of(_planted(_work(4, 320), (1, 0.0, 1.0)), every=every)
+    for waited in (1.0, 0.3):
+        parts = {**table.parts_us, "wait": waited * table.parts_us["wait"]}
+        ready = table.released_us - parts["wait"]
+        blame = analyse(run_of(replace(table, parts_us=parts, ready_us=ready))).blame
+        waits = parts["wait"].mean(axis=1).max() / 1e3
+        assert blame.late == [1] and blame.ranks[0].cost_ms.value <= waits * 1.001
+        assert blame.ranks[0].cost_ms.value > 0.9 * waited * 19.0
 
 
 STEPS = 518_400
