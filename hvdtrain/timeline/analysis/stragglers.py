@@ -110,7 +110,7 @@ class Stragglers:
 def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Stragglers:
     """Find the ranks for which the others wait.
 
-    Where the lateness of a rank changes for good, the steps before and after are judged on their own.
+    Where the lateness of a rank changes, the steps before and after are judged on their own.
 
     A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
