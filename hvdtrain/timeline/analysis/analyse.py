@@ -122,7 +122,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
     late = list(stragglers.late)
     order = {rank: place for place, rank in enumerate(late)}
-    rows.sort(key=lambda row: (order.get(row.rank, len(rows)), -row.cost_ms.value, -row.last_share))
+    rows.sort(key=lambda row: (order.get(row.rank, len(late)), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
     steps, together = rounds.work_ms.shape[1], _together(run, parts)
     return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +26,9 @@ _ALIKE_BATCHES = "pack samples to one length, or put samples of similar length i
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
 """Causes with which each micro-batch of a rank takes longer."""
 
+_OWN = ("data", "forward", "backward", "optimizer", "rest")
+"""Parts of the budget in which a rank waits for none."""
+
 _CURES = {
     "gc": "create fewer objects per step there, or call gc.freeze() once everything is created",
     "cpu": "give each thread there a core: fewer ranks, a smaller OMP_NUM_THREADS, or no other programs on that host",
@@ -45,11 +48,6 @@ def _late(facts: Facts) -> Iterator[Finding]:
     whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
     together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late_groups()) > 1 else ""
     left = list(facts.blame.late)
-    if 2 * len(left) > len(rows) > 2:
-        fast = wording.ranks(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
-        advice = "these set the pace: compare hvdtrain doctor on both kinds of host"
-        yield _late_together(facts, left, f"{len(left)} of {len(rows)} ranks are slower than {fast}", advice)
-        return
     for host, ranks in facts.blame.slow_hosts().items():
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
         yield _late_together(facts, ranks, f"host {host} with {wording.ranks(ranks)} is slow", advice)
@@ -88,6 +86,27 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
     text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: {wording.behind(behind)} the others{why}"
     return Finding("straggler", text, cost, advice)
+
+
+def _fast(facts: Facts) -> Iterator[Finding]:
+    """Report a minority of ranks that is much faster than the others, which are no stragglers."""
+    found = facts.stragglers
+    if found is None or found.ahead_ms.low <= max(LEAST_SHARE * found.rounds.step_ms, LEAST_MS):
+        return
+    parts: dict[bool, list[Mapping[str, float]]] = {True: [], False: []}
+    for row in facts.blame.ranks:
+        parts[row.rank in found.fast].append(row.parts_ms)
+
+    def less(part: str) -> float:
+        mine, others = (np.median([each.get(part, 0.0) for each in parts[fast]]) for fast in (True, False))
+        return float(others - mine)
+
+    named = max((part for part in parts[False][0] if part in _OWN), key=less, default="")
+    why = f", mostly by {named}" if named else ""
+    who, verb = wording.ranks(found.fast, found.rounds.hosts), "is" if len(found.fast) == 1 else "are"
+    text = f"{who} {verb} {_ms(found.ahead_ms)} per step faster than the others{why}, for which the job waits"
+    advice = "the others set the pace: compare hvdtrain doctor on both kinds of host"
+    yield Finding("fast", text, found.ahead_ms.value, advice)
 
 
 def _shares(facts: Facts) -> Iterator[Finding]:
@@ -248,4 +267,4 @@ def _seconds(ms: float) -> str:
     return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
 
 
-RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)
+RULES_OF_RANKS = (_late, _fast, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)

@@ -27,9 +27,12 @@ _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
 _AS_MUCH, _ALIKE = 0.5, 1 / 3
+_AHEAD = 1.25
+"""A rank counts as early if it is so by more than this times what the latest one is late."""
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
+_NONE = Estimate(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Stragglers:
         reason: why there is no straggler.
         segments: the same of the steps between changes, in order; empty if ranks were equally late all the time.
         sizes, division: effects of unequal work, which makes no stragglers.
+        fast: a minority that is earlier than the others, which are no stragglers for that.
+        ahead_ms: of the median of these, before that of the others.
     """
 
     rounds: Rounds
@@ -89,6 +94,8 @@ class Stragglers:
     segments: Sequence[Stragglers] = ()
     sizes: BatchSizes | None = None
     division: Division | None = None
+    fast: Sequence[int] = ()
+    ahead_ms: Estimate = _NONE
 
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""
@@ -146,6 +153,8 @@ def joined(segments: Sequence[Stragglers]) -> Stragglers:
         pauses=segments[0].pauses,
         reason="",
         segments=segments,
+        fast=sorted(set(segments[0].fast).intersection(*(each.fast for each in segments))),
+        ahead_ms=_sum_of([segment.ahead_ms for segment in segments], shares),
     )
 
 
@@ -160,7 +169,7 @@ def _sum_of(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
 def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) -> Stragglers:
     work = rounds.work_ms
     ranks, count = work.shape
-    found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
+    found, fast, alike = _unlike_others(work) if count >= _LEAST_ROUNDS else ([], [], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     grain = grain_ms or [0.0] * ranks
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
@@ -170,24 +179,29 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
-        rest = [rank for rank in found if rank not in kept]
-        if not rest or sorted(together := _together(rest, estimates, doubt, matters)) == sorted(rest):
+        named = sorted({*kept, *_together(found, estimates, doubt, matters)})
+        if named == sorted(found):
             break
-        found = [*kept, *together]
+        found = named
     found = sorted(found, key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
     last = np.bincount(np.argmax(work, axis=0), weights=rounds.weight, minlength=ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
-    return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason)
+    ahead = _NONE
+    if fast:
+        others = np.delete(work, [*fast, *found], axis=0)
+        ahead = mean_of(np.median(others, axis=0) - np.median(work[fast], axis=0), rounds.weight)
+        (ahead,) = _doubted([ahead], [max(doubt[rank] for rank in fast)])
+    return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason, fast=sorted(fast), ahead_ms=ahead)
 
 
 def _together(
     ranks: Sequence[int], costs: Sequence[Estimate], doubt: Sequence[float], matters: Sequence[float]
 ) -> list[int]:
-    """Return the ranks of about equal cost that matter together, though none does alone; [] without any."""
-    most = max(costs[rank].value for rank in ranks)
+    """Return the most costly ranks of about equal cost if they matter together, though none may alone; else []."""
+    most = max((costs[rank].value for rank in ranks), default=0.0)
     alike = [rank for rank in ranks if costs[rank].value >= _ALIKE * most and costs[rank].low > 0]
     if len(alike) < 2:
         return []
@@ -251,18 +265,27 @@ def _why_none(count: int, costs: Sequence[Estimate], matters: Sequence[float], p
     return f"rank {rank}'s {wording.ms(worst.value)} ms per step{apart} may be chance: {why}"
 
 
-def _later_than_others(work: Floats) -> tuple[list[int], float]:
-    """Return significantly late ranks, and how alike steps are. Repeated without these ranks until there are none."""
-    found: list[int] = []
+def _unlike_others(work: Floats) -> tuple[list[int], list[int], float]:
+    """Return significantly late ranks, a minority of early ones, and how alike steps are.
+
+    Repeated without these ranks until there are none. To a few early ranks, all others seem late.
+    """
+    late: list[int] = []
+    fast: list[int] = []
     alike = 1.0
-    while len(work) - len(found) >= 2:
-        rest = [rank for rank in range(len(work)) if rank not in found]
+    while len(rest := [rank for rank in range(len(work)) if rank not in late and rank not in fast]) >= 2:
+        mean = (work[rest] - median_of_others(work[rest])).mean(axis=1)
+        if len(rest) > 2 and -mean.min() > _AHEAD * mean.max():
+            places, _ = latest(-work[rest])
+            if places and 2 * (len(fast) + len(places)) < len(work) - len(late):
+                fast += [rest[place] for place in places]
+                continue
         places, correlation = latest(work[rest])
         alike = max(alike, correlation)
         if not places:
             break
-        found += [rest[place] for place in places]
-    return found, alike
+        late += [rest[place] for place in places]
+    return late, fast, alike
 
 
 def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:

@@ -103,11 +103,35 @@ def test_ranks_on_several_hosts_do_not_hide_each_other() -> None:
     assert not [finding for finding in found.findings if finding.kind == "jitter" and "rank 3" in finding.text]
 
 
-def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
-    work = _work(16, 320)
-    work[3:] += 8.0
-    (text,) = _stragglers(_analysed(work))
-    assert "13 of 16 ranks" in text and "than ranks 0, 1, 2 on host0" in text
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("ranks", "count"), [(3, 1), (4, 1), (8, 1), (16, 3), (64, 1)])
+def test_where_most_ranks_are_slow_the_fast_ones_are_named(ranks: int, count: int, kind: str) -> None:
+    for seed in range(3):
+        work = _work(ranks, 320, kind, seed)
+        work[count:] += 8.0
+        found = _analysed(work)
+        assert not found.blame.late
+        (fast,) = [finding for finding in found.findings if finding.kind == "fast"]
+        assert fast.text.startswith(f"rank{'s' * (count > 1)} {', '.join(map(str, range(count)))} on host0")
+        assert fast.cost_ms == pytest.approx(8.0, rel=0.1)
+        if ranks > 3:  # of three levels of three ranks, none is usual
+            late = work.copy()
+            late[ranks - 1] += 8.0
+            blame, truth = _analysed(late).blame, (late.max(axis=0) - work.max(axis=0)).mean()
+            assert blame.late == [ranks - 1] and blame.ranks[0].cost_ms.value == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.slow)])
+def test_stragglers_near_the_threshold_are_judged_together(ranks: int) -> None:
+    """Each holds up the others too, so that leaving out one of them takes from the cost of the other."""
+    for seed in range(2):
+        for lateness in ((4.5, 4.5), (5.5, 5.0), (5.0, 4.0)):
+            quiet = _work(ranks, 150, seed=seed)
+            work = quiet.copy()
+            work[[3, 5]] += np.array(lateness)[:, None]
+            found, truth = _analysed(work), (work.max(axis=0) - quiet.max(axis=0)).mean()
+            assert sorted(found.blame.late) == [3, 5], (seed, lateness)
+            assert sum(row.cost_ms.value for row in found.blame.ranks[:2]) == pytest.approx(truth, rel=0.2)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
