@@ -47,7 +47,10 @@ def analyse(run: RunTrace) -> Analysis:
     blame = _blame(run, stragglers)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
     facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
-    memory = run.newest("memory")
+    findings, memory = find(facts), run.newest("memory")
+    overlap = (
+        ["the gains of findings overlap: they do not add up"] if sum(bool(f.cost_ms) for f in findings) > 1 else []
+    )
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
@@ -57,7 +60,7 @@ def analyse(run: RunTrace) -> Analysis:
         communication=exchange,
         carriers=communication.top_carriers(run),
         blame=blame,
-        findings=find(facts),
+        findings=findings,
         lanes=lanes.window_lanes(run, turns(changed, blame)),
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
@@ -69,7 +72,7 @@ def analyse(run: RunTrace) -> Analysis:
         changes=changed,
         over_time=over_time(run, changed, blame),
         warnings=list(run.warnings),
-        notes=[*run.notes, *_notes(facts)],
+        notes=[*run.notes, *_notes(facts), *overlap],
     )
 
 

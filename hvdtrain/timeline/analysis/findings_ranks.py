@@ -12,6 +12,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares
+from hvdtrain.timeline.analysis.straggler_causes import dominant
 from hvdtrain.timeline.analysis.stragglers import Pause
 
 _MANY_PAUSES = 3
@@ -68,7 +69,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
             f"{wording.straggler(facts.blame, rank)} is a straggler{wording.spells(spells)} and {costs}"
             f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
-        cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
+        cures = [cure for cause in dominant(causes) if (cure := _cure(facts, cause.name))][:2]
         advice = "; ".join(cures) or f"run hvdtrain doctor on its host and on another; see rank {rank}'s lane"
         equal = facts.option("parallel", "balance") in (None, "equal")
         if causes and causes[0].name in _COMPUTING and equal and facts.may_train_apart():

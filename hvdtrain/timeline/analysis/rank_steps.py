@@ -14,6 +14,9 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 WAITS = ("gather", "activations")
 """Parts in which a rank waits for others: they are no work of its own."""
 
+_SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
+"""Times that alone may show that a rank is late: parts of a step, and figures of a block."""
+
 _WARM_UP = 2
 """Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
@@ -46,6 +49,7 @@ class Rounds:
     clock_error_ms: Floats  # bound of the error of a rank's times, compared with rank 0's [ranks]
     length: Ints  # number of steps with stamps in each, up to `column` [rounds]
     wait_ms: Floats  # of each rank for others; infinite if unknown [ranks, rounds]
+    alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""
@@ -59,13 +63,13 @@ class Rounds:
         return replace(self, **whole)
 
     def mean_of(self, values: Floats) -> Floats:
-        """Return the mean over the steps of each round, of values of the step table [ranks, rounds]."""
+        """Return the mean over the steps of each round, of values of the step table [..., steps]."""
         places = _within(self.column, self.length)
         starts = np.cumsum(self.length) - self.length
-        return np.asarray(np.add.reduceat(values[:, places], starts, axis=1) / self.length)
+        return np.asarray(np.add.reduceat(values[..., places], starts, axis=-1) / self.length)
 
 
-_OF_ROUNDS = ("work_ms", "column", "step", "weight", "length", "wait_ms")
+_OF_ROUNDS = ("work_ms", "column", "step", "weight", "length", "wait_ms", "alone_ms")
 """Fields with a value for each round."""
 
 
@@ -149,9 +153,31 @@ def from_stamps(table: StepTable) -> Rounds | None:
     step = table.step[_within(column, length)]
     weight = np.add.reduceat(represented(np.diff(step, prepend=step[:1] - 1)), np.cumsum(length) - length)
     error = table.clock_error_us / 1e3
-    found = Rounds("stamps", table.hosts, work, column, table.step[column], weight, step_ms, error, length, work)
-    own, waited = found.mean_of(work), found.mean_of((of_all + waits) / 1e3)
-    return replace(found, work_ms=_without_stages(own, table.stages), wait_ms=waited)
+    step = table.step[column]
+    found = Rounds("stamps", table.hosts, work, column, step, weight, step_ms, error, length, work, work)
+    waited, alone = found.mean_of((of_all + waits) / 1e3), found.mean_of(_alone_us(table, warm) / 1e3)
+    return replace(found, work_ms=_without_stages(found.mean_of(work), table.stages), wait_ms=waited, alone_ms=alone)
+
+
+def _alone_us(table: StepTable, warm: int) -> Floats:
+    """Return times that alone may show that a rank is late [parts, ranks, steps].
+
+    What a block has from a start-up, an evaluation or the end of training is left out. Of a pipeline, not all stages
+    load data.
+    """
+    if table.stages > 1:
+        return np.zeros((0, *table.ready_us.shape))
+    found = [np.nan_to_num(table.parts_us[name]) for name in _SPANS if name in table.parts_us]
+    outside = (np.nan_to_num(table.parts_us["aside"]) > 0).any(axis=0) | (np.arange(len(table.step)) < warm)
+    outside |= table.block == table.block[-1]
+    count = np.bincount(table.block, minlength=len(table.facts))
+    for name in _FACTS:
+        rows = {n: row for n, each in enumerate(table.facts) if None not in (row := each.get(name) or [None])}
+        of_block = np.zeros((len(count), len(table.hosts)))
+        of_block[[*rows]] = np.reshape([*rows.values()], (-1, len(table.hosts)))
+        of_block[table.block[outside]] = 0.0
+        found.append((of_block / np.maximum(count, 1)[:, None])[table.block].T)
+    return np.stack(found)
 
 
 def _without_stages(work: Floats, stages: int) -> Floats:
@@ -220,7 +246,17 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
     one, unknown = np.ones(len(number)), np.full_like(work, np.inf)
     return Rounds(
-        "ticks", [""] * ranks, work, number, number, one, step_ms, np.zeros(ranks), one.astype(np.int32), unknown
+        "ticks",
+        [""] * ranks,
+        work,
+        number,
+        number,
+        one,
+        step_ms,
+        np.zeros(ranks),
+        one.astype(np.int32),
+        unknown,
+        np.zeros((0, *work.shape)),
     )
 
 

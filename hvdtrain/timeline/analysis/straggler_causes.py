@@ -35,6 +35,7 @@ _WORDS = {
     "stopped": "its process was stopped for {mine} ms per step, others' for {others} ms",
     "steal": "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
 }
+_PARTS = ("data", "copy", "forward", "backward", "optimizer", "between steps", "sums", "rest")
 _CPU_FACTS = {"cpu": "cpu_wait_us", "steal": "steal_us", "stopped": "stopped_us"}
 
 
@@ -87,6 +88,12 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
         return not (cause.name in ("stopped", "gc") and ms >= _EXPLAINS * most), -ms
 
     return sorted(found, key=order) + _other_causes(rank, others, table, column)
+
+
+def dominant(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes from which follows what to do: parts that explain most of a lateness, and what slows parts."""
+    most = max((cause.ms or 0.0 for cause in causes), default=0.0)
+    return [each for each in causes if each.name not in _PARTS or (each.ms or 0.0) >= _EXPLAINS * most]
 
 
 def _average(us: Floats, steady: bool) -> Floats:

@@ -183,7 +183,9 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
         if named == sorted(found):
             break
         found = named
-    found = sorted(found, key=lambda rank: -cost[rank].value)
+    shown = _shown_alone(rounds, found, doubt, matters)
+    cost = [shown.get(rank, each) for rank, each in enumerate(cost)]
+    found = sorted([*found, *shown], key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
@@ -207,6 +209,31 @@ def _together(
         return []
     low = sum(costs[rank].low for rank in alike) - max(doubt[rank] for rank in alike)
     return alike if low > max(matters[rank] for rank in alike) else []
+
+
+def _shown_alone(
+    rounds: Rounds, late: Sequence[int], doubt: Sequence[float], matters: Sequence[float]
+) -> dict[int, Estimate]:
+    """Return other late ranks with their cost, which a part of their time shows although the whole may be chance.
+
+    The cost is how much shorter steps would be if that part were like the others'.
+    """
+    work, found = rounds.work_ms, dict[int, Estimate]()
+    if work.shape[1] < _LEAST_ROUNDS:
+        return found
+    for part in rounds.alone_ms:
+        more = (part - median_of_others(part)).mean(axis=1)
+        if not (more > matters).any():
+            continue
+        usual = like_the_others(part)
+        for rank in set(_unlike_others(part)[0]) - {*late, *found}:
+            mended = work.copy()
+            mended[rank] -= part[rank] - usual[rank]
+            saved = mean_of(work.max(axis=0) - mended.max(axis=0), rounds.weight)
+            (cost,) = _doubted([_within_waits([saved] * len(work), [], rounds)[rank]], [doubt[rank]])
+            if cost.low > matters[rank]:
+                found[rank] = cost
+    return found
 
 
 def _within_waits(costs: Sequence[Estimate], late: Sequence[int], rounds: Rounds) -> list[Estimate]:
