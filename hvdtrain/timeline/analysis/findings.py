@@ -15,6 +15,7 @@ from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
 from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
+from hvdtrain.timeline.analysis.straggler_causes import figures_of
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 from hvdtrain.timeline.whatif.evidence import Change
@@ -25,8 +26,6 @@ _MUCH = 0.2
 """Share of the wall time of a Timeline alone."""
 _START_SHARE, _START_MS = 0.1, 1000.0
 """Per step, of a usual step, and in all, ms: a smaller start-up is not reported."""
-_MOSTLY = 0.5
-"""Of a start-up: the cause that explains this much of it."""
 _NEAR = 0.05
 """Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
 _FEW, _MANY = 10, 50
@@ -67,20 +66,15 @@ def _start_up(facts: Facts) -> Iterator[Finding]:
     if cost >= _START_SHARE * found.usual_ms and found.extra_ms >= _START_MS:
         longer = f"took {wording.ms(found.extra_ms / 1e3)} s longer than later ones"
         text = f"start-up: the first {first} {longer}, which take {wording.ms(found.usual_ms)} ms"
-        advice = "it counts less in a longer run"
-        if _waited_for_cores_ms(facts, int(journal.step[found.steps - 1])) >= _MOSTLY * found.extra_ms:
+        advice, waited = "it counts less in a longer run", None
+        if (table := facts.run.steps) is not None:
+            early = np.flatnonzero(table.step <= journal.step[found.steps - 1]).astype(np.int32)
+            waited = figures_of(table, early, "cpu_wait_us", np.nansum)
+        if waited is not None and 2 * np.nanmedian(waited) / 1e3 >= found.extra_ms:
             advice = f"ranks waited for CPU cores then: {facts.for_cores()}"
         elif facts.option("train", "compile"):
             advice += "; torch.compile compiles again for each new shape of a batch"
         yield Finding("start_up", text, cost, advice)
-
-
-def _waited_for_cores_ms(facts: Facts, last: int) -> float:
-    """Return how long a usual rank waited for a CPU core in the blocks of the steps until `last`; 0 if unknown."""
-    table = facts.run.steps
-    numbers = set(table.block[table.step <= last].tolist()) if table is not None else ()
-    rows = [row for number in numbers if table and (row := table.facts[number].get("cpu_wait_us")) and None not in row]
-    return float(np.median(np.sum(np.array(rows, float), axis=0))) / 1e3 if rows else 0.0
 
 
 def _changes(facts: Facts) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -26,9 +26,6 @@ _ALIKE_BATCHES = "pack samples to one length, or put samples of similar length i
 
 _COMPUTING = ("forward", "backward", "cpu", "steal", "gpu clock", "gpu throttle")
 """Causes with which each micro-batch of a rank takes longer."""
-
-_OWN = ("data", "forward", "backward", "optimizer", "rest")
-"""Parts of the budget in which a rank waits for none."""
 
 _CURES = {
     "gc": "create fewer objects per step there, or call gc.freeze() once everything is created",
@@ -94,18 +91,8 @@ def _fast(facts: Facts) -> Iterator[Finding]:
     found = facts.stragglers
     if found is None or found.ahead_ms.low <= max(LEAST_SHARE * found.rounds.step_ms, LEAST_MS):
         return
-    parts: dict[bool, list[Mapping[str, float]]] = {True: [], False: []}
-    for row in facts.blame.ranks:
-        parts[row.rank in found.fast].append(row.parts_ms)
-
-    def less(part: str) -> float:
-        mine, others = (np.median([each.get(part, 0.0) for each in parts[fast]]) for fast in (True, False))
-        return float(others - mine)
-
-    named = max((part for part in parts[False][0] if part in _OWN), key=less, default="")
-    why = f", mostly by {named}" if named else ""
     who, verb = wording.ranks(found.fast, found.rounds.hosts), "is" if len(found.fast) == 1 else "are"
-    text = f"{who} {verb} {_ms(found.ahead_ms)} per step faster than the others{why}, for which the job waits"
+    text = f"{who} {verb} {_ms(found.ahead_ms)} per step faster than the others, for which the job waits"
     advice = "the others set the pace: compare hvdtrain doctor on both kinds of host"
     yield Finding("fast", text, found.ahead_ms.value, advice)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +17,6 @@ WAITS = ("gather", "activations")
 
 _SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
 """Times that alone may show that a rank is late: parts of a step, and figures of a block."""
-
 _WARM_UP = 2
 """Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
@@ -34,10 +34,7 @@ _TOGETHER = 0.9
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds, from the sums of one exchange until each rank is ready for the next: a step, or several of workers apart.
-
-    Times are means over the steps of a round.
-    """
+    """Rounds from one exchange of all ranks to the next: a step, or several of workers apart; times are means."""
 
     source: Literal["stamps", "ticks"]  # our stamps, or ticks of Horovod
     hosts: Sequence[str]
@@ -58,25 +55,22 @@ class Rounds:
 
     def joined(self, later: Sequence[Rounds]) -> Rounds:
         """Return these rounds and later ones."""
-        every, of_rounds = (self, *later), _OF_ROUNDS
-        whole: dict[str, Any] = {n: np.concatenate([getattr(each, n) for each in every], axis=-1) for n in of_rounds}
+        fields = {name: [getattr(each, name) for each in (self, *later)] for name in _OF_ROUNDS}
+        whole: dict[str, Any] = {name: np.concatenate(values, axis=-1) for name, values in fields.items()}
         return replace(self, **whole)
+
+    def steps(self) -> Ints:
+        """Return the columns of all steps in the rounds, ascending."""
+        return np.concatenate([np.arange(c - n + 1, c + 1) for c, n in zip(self.column, self.length, strict=True)])
 
     def mean_of(self, values: Floats) -> Floats:
         """Return the mean over the steps of each round, of values of the step table [..., steps]."""
-        places = _within(self.column, self.length)
         starts = np.cumsum(self.length) - self.length
-        return np.asarray(np.add.reduceat(values[..., places], starts, axis=-1) / self.length)
+        return np.asarray(np.add.reduceat(values[..., self.steps()], starts, axis=-1) / self.length)
 
 
 _OF_ROUNDS = ("work_ms", "column", "step", "weight", "length", "wait_ms", "alone_ms")
 """Fields with a value for each round."""
-
-
-def _within(column: Ints, length: Ints) -> Ints:
-    """Return the columns of all steps in rounds, ascending."""
-    before = np.repeat(np.cumsum(length) - length, length)
-    return np.asarray(np.repeat(column - length + 1, length) + np.arange(len(before)) - before, np.int32)
 
 
 def warm_up(table: StepTable) -> int:
@@ -102,10 +96,7 @@ def follows(step: Ints) -> NDArray[np.bool_]:
 
 
 def exchanges(table: StepTable) -> NDArray[np.bool_]:
-    """Return in which steps all ranks exchange: no rank has the sums before all are ready [steps].
-
-    Workers that train apart do so in few steps.
-    """
+    """Return in which steps all ranks exchange: no rank has the sums before all are ready; few of workers apart."""
     latest = table.ready_us.max(axis=0) - np.max(table.clock_error_us, initial=0.0)
     found = table.released_us.min(axis=0) >= latest
     return np.asarray(found | (found.sum() >= _TOGETHER * len(found)))
@@ -150,34 +141,28 @@ def from_stamps(table: StepTable) -> Rounds | None:
     kept = np.flatnonzero(plain if plain.sum() * 2 >= usable.sum() else usable)
     kept = kept[_thinned(len(kept), ranks)]
     column, length = column[kept], length[kept].astype(np.int32)
-    step = table.step[_within(column, length)]
-    weight = np.add.reduceat(represented(np.diff(step, prepend=step[:1] - 1)), np.cumsum(length) - length)
-    error = table.clock_error_us / 1e3
-    step = table.step[column]
-    found = Rounds("stamps", table.hosts, work, column, step, weight, step_ms, error, length, work, work)
-    waited, alone = found.mean_of((of_all + waits) / 1e3), found.mean_of(_alone_us(table, warm) / 1e3)
-    return replace(found, work_ms=_without_stages(found.mean_of(work), table.stages), wait_ms=waited, alone_ms=alone)
+    step, error = table.step[column], table.clock_error_us / 1e3
+    found = Rounds("stamps", table.hosts, work, column, step, error, step_ms, error, length, work, work)
+    used, each = found.steps(), np.zeros(steps)
+    each[used] = represented(np.diff(table.step[used], prepend=table.step[used[:1]] - 1))
+    own, waited = _without_stages(found.mean_of(work), table.stages), found.mean_of((of_all + waits) / 1e3)
+    weight, alone = found.mean_of(each) * length, found.mean_of(_alone_us(table, warm) / 1e3)
+    return replace(found, work_ms=own, weight=weight, wait_ms=waited, alone_ms=alone)
 
 
 def _alone_us(table: StepTable, warm: int) -> Floats:
-    """Return times that alone may show that a rank is late [parts, ranks, steps].
+    """Return times that alone may show that a rank is late [parts, ranks, steps]; none of a pipeline's stages.
 
-    What a block has from a start-up, an evaluation or the end of training is left out. Of a pipeline, not all stages
-    load data.
+    What a block has from a start-up, an evaluation or the end of training is left out.
     """
-    if table.stages > 1:
-        return np.zeros((0, *table.ready_us.shape))
-    found = [np.nan_to_num(table.parts_us[name]) for name in _SPANS if name in table.parts_us]
-    outside = (np.nan_to_num(table.parts_us["aside"]) > 0).any(axis=0) | (np.arange(len(table.step)) < warm)
-    outside |= table.block == table.block[-1]
-    count = np.bincount(table.block, minlength=len(table.facts))
-    for name in _FACTS:
-        rows = {n: row for n, each in enumerate(table.facts) if None not in (row := each.get(name) or [None])}
-        of_block = np.zeros((len(count), len(table.hosts)))
-        of_block[[*rows]] = np.reshape([*rows.values()], (-1, len(table.hosts)))
-        of_block[table.block[outside]] = 0.0
-        found.append((of_block / np.maximum(count, 1)[:, None])[table.block].T)
-    return np.stack(found)
+    aside, unknown = np.nan_to_num(table.parts_us["aside"]).any(axis=0), [math.nan] * len(table.hosts)
+    others = aside | (np.arange(len(table.step)) < warm) | (table.block == table.block[-1])
+    blocks = np.array([[each.get(name) or unknown for each in table.facts] for name in _FACTS], float)
+    blocks[np.isnan(blocks).any(axis=2)] = 0.0
+    blocks[:, table.block[others]] = 0.0
+    of_steps = blocks[:, table.block] / np.bincount(table.block)[table.block, None]
+    spans = [np.nan_to_num(table.parts_us[name]) for name in _SPANS if name in table.parts_us]
+    return np.stack([*spans, *of_steps.transpose(0, 2, 1)])[: 0 if table.stages > 1 else None]
 
 
 def _without_stages(work: Floats, stages: int) -> Floats:
@@ -244,20 +229,9 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     work = (ready[:, 1:] - end[:-1]) / 1e3
     step_ms = float(np.median(np.diff(end))) / 1e3
     number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
-    one, unknown = np.ones(len(number)), np.full_like(work, np.inf)
-    return Rounds(
-        "ticks",
-        [""] * ranks,
-        work,
-        number,
-        number,
-        one,
-        step_ms,
-        np.zeros(ranks),
-        one.astype(np.int32),
-        unknown,
-        np.zeros((0, *work.shape)),
-    )
+    weight, exact, length = np.ones(len(number)), np.zeros(ranks), np.ones_like(number)
+    waits, parts = np.full_like(work, np.inf), np.zeros((0, *work.shape))
+    return Rounds("ticks", [""] * ranks, work, number, number, weight, step_ms, exact, length, waits, parts)
 
 
 def _turns(trace: HorovodTrace, tensor: int, ranks: int) -> Floats:

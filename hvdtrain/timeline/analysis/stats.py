@@ -139,34 +139,29 @@ def change_points(values: Floats, least: float) -> list[int]:
     noise = 1.4826 / math.sqrt(2) * np.median(np.abs(np.diff(medians, axis=1)), axis=1)
     noise = np.maximum(noise, least / _BLOCKS)
     limit = math.sqrt(2 * math.log(rows * blocks**2 / _ODDS))
-    row_of: dict[int, int] = {}
-    rises: dict[int, bool] = {}
-
-    def near(at: int) -> bool:
-        before = [at - back for back in range(1, _LEAST_BLOCKS + 1)]
-        return any(row_of.get(each) == row_of[at] and rises[each] == rises[at] for each in before)
-
+    cuts: dict[int, tuple[int, bool]] = {}  # row, and whether it rises there, by block
     todo = [(0, blocks)]
-    while todo and len(row_of) < _MOST:
+    while todo and len(cuts) < _MOST:
         begin, end = todo.pop(0)
-        cut = _most_different(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
-        if cut is not None:
-            row, first, last, is_higher = cut
-            inner = [(at, rise) for at, rise in ((first, is_higher), (last, not is_higher)) if 0 < at < end - begin]
-            row_of |= {begin + at: row for at, _ in inner}
-            rises |= {begin + at: rise for at, rise in inner}
-            todo += pairwise([begin, *(begin + at for at, _ in inner), end])
-    means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
+        found = _most_different(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
+        if found is not None:
+            row, first, last, is_higher = found
+            ends = {begin + first: (row, is_higher), begin + last: (row, not is_higher)}
+            inner = {at: cut for at, cut in ends.items() if begin < at < end}
+            cuts |= inner
+            todo += pairwise([begin, *inner, end])
     # A change within a block is found at both of its edges.
-    places = _significant(means, {at: row for at, row in row_of.items() if not near(at)}, limit)
-    kept: dict[int, int] = {}  # columns, and their blocks
+    near = {at for at, cut in cuts.items() if cut in [cuts.get(at - back) for back in range(1, _LEAST_BLOCKS + 1)]}
+    means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
+    places = _significant(means, {at: row for at, (row, _) in cuts.items() if at not in near}, limit)
+    kept: dict[int, bool] = {}  # whether the level rises, by column
     for before, at, after in zip([0, *places], places, [*places[1:], blocks], strict=False):
-        low, high = max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
-        found = _refined(values[row_of[at]], edges[before], edges[low], edges[high], edges[after])
+        (row, rises), low, high = cuts[at], max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
+        column = _refined(values[row], edges[before], edges[low], edges[high], edges[after])
         last = max(kept, default=0)
-        if min(found - last, count - found) >= LEAST_STEPS:
-            kept[found] = at
-        elif kept and found - last < LEAST_STEPS and rises[at] != rises[kept[last]]:  # a stretch that is too short
+        if min(column - last, count - column) >= LEAST_STEPS:
+            kept[column] = rises
+        elif kept and column - last < LEAST_STEPS and rises != kept[last]:  # a stretch that is too short
             del kept[last]
     return [*kept]
 

@@ -64,8 +64,7 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
     explain most of them. If the rank is late in most steps, events in single steps are no cause.
     """
     own = stragglers.late_in(rank)
-    rounds, late, steady = own.rounds, own.late, rank in own.steady
-    column = rounds.column
+    rounds, column, late, steady = own.rounds, own.rounds.column, own.late, rank in own.steady
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
         return []
@@ -105,7 +104,7 @@ def _processor_times(table: StepTable, column: Ints) -> dict[str, Floats]:
     found = {}
     for name, fact in _CPU_FACTS.items():
         blocks = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
-        if (total := _facts(table, column, fact, np.nansum)) is not None:
+        if (total := figures_of(table, column, fact, np.nansum)) is not None:
             found[name] = total / 1e3 / int(np.isin(table.block, blocks).sum())
     return found
 
@@ -115,7 +114,7 @@ def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: In
 
     def compared(fact: str) -> tuple[float, float]:
         """Return the mean of a fact on the rank, and the median over the others; NaN if unknown."""
-        values = _facts(table, column, fact, np.nanmean)
+        values = figures_of(table, column, fact, np.nanmean)
         if values is None or np.isnan(values[others]).all():  # such as those of idle ranks
             return math.nan, math.nan
         return values[rank], float(np.nanmedian(values[others]))
@@ -151,7 +150,7 @@ def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]
     return [table.facts[number] for number in np.unique(table.block[column])]
 
 
-def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
+def figures_of(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
     """Return a figure of each rank over its blocks; None if no rank has it."""
     rows = [facts[name] for facts in _blocks(table, column) if facts.get(name)]
     numbers = np.array([[np.nan if v is None else float(v) for v in row] for row in rows], float)

@@ -175,7 +175,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(work, found, alike, rounds.weight)
-        estimates, whole = (_within_waits(each, found, rounds) for each in (estimates, whole))
+        estimates = _within_waits(estimates, found, sum(estimates[rank].value for rank in found), rounds)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
@@ -183,7 +183,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
         if named == sorted(found):
             break
         found = named
-    shown = _shown_alone(rounds, found, doubt, matters)
+    shown = _shown_alone(rounds, found, np.add(doubt, matters).tolist())
     cost = [shown.get(rank, each) for rank, each in enumerate(cost)]
     found = sorted([*found, *shown], key=lambda rank: -cost[rank].value)
     mended = work.copy()
@@ -193,9 +193,8 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
     if fast:
-        others = np.delete(work, [*fast, *found], axis=0)
-        ahead = mean_of(np.median(others, axis=0) - np.median(work[fast], axis=0), rounds.weight)
-        (ahead,) = _doubted([ahead], [max(doubt[rank] for rank in fast)])
+        each = np.median(np.delete(work, fast, axis=0), axis=0) - np.median(work[fast], axis=0)
+        (ahead,) = _doubted([mean_of(each, rounds.weight)], [max(doubt[rank] for rank in fast)])
     return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason, fast=sorted(fast), ahead_ms=ahead)
 
 
@@ -211,42 +210,29 @@ def _together(
     return alike if low > max(matters[rank] for rank in alike) else []
 
 
-def _shown_alone(
-    rounds: Rounds, late: Sequence[int], doubt: Sequence[float], matters: Sequence[float]
-) -> dict[int, Estimate]:
-    """Return other late ranks with their cost, which a part of their time shows although the whole may be chance.
+def _shown_alone(rounds: Rounds, late: Sequence[int], least: Sequence[float]) -> dict[int, Estimate]:
+    """Return the costs of other ranks, which a part of their time shows to be late although the whole may be chance.
 
-    The cost is how much shorter steps would be if that part were like the others'.
+    The cost is how much shorter steps would be if that part were like the others'. It exceeds `least`, by rank.
     """
     work, found = rounds.work_ms, dict[int, Estimate]()
-    if work.shape[1] < _LEAST_ROUNDS:
-        return found
-    for part in rounds.alone_ms:
+    for part in rounds.alone_ms if work.shape[1] >= _LEAST_ROUNDS else ():
         more = (part - median_of_others(part)).mean(axis=1)
-        if not (more > matters).any():
-            continue
-        usual = like_the_others(part)
-        for rank in set(_unlike_others(part)[0]) - {*late, *found}:
+        for rank in _unlike_others(part)[0] if (more > least).any() else ():
             mended = work.copy()
-            mended[rank] -= part[rank] - usual[rank]
+            mended[rank] -= (part - like_the_others(part))[rank]
             saved = mean_of(work.max(axis=0) - mended.max(axis=0), rounds.weight)
-            (cost,) = _doubted([_within_waits([saved] * len(work), [], rounds)[rank]], [doubt[rank]])
-            if cost.low > matters[rank]:
+            (cost,) = _within_waits([saved], [rank], saved.value, rounds)
+            if cost.low > least[rank] and rank not in late:
                 found[rank] = cost
     return found
 
 
-def _within_waits(costs: Sequence[Estimate], late: Sequence[int], rounds: Rounds) -> list[Estimate]:
-    """Return costs of at most what the others wait, of a rank alone, and of those that are `late` together."""
-    waited = np.average(rounds.wait_ms, axis=1, weights=rounds.weight)
-    found = []
-    for rank, cost in enumerate(costs):
-        with_it = list(late) if rank in late else [rank]
-        total = sum(costs[each].value for each in with_it)
-        most = float(np.max(np.delete(waited, with_it), initial=0.0))
-        share = min(1.0, most / total) if total > 0 else 1.0
-        found.append(Estimate(share * cost.value, share * cost.low, share * cost.high))
-    return found
+def _within_waits(costs: Sequence[Estimate], late: Sequence[int], total: float, rounds: Rounds) -> list[Estimate]:
+    """Return costs less what ranks that are `late`, and cost `total`, seem to cost beyond the waits of the others."""
+    waited = np.average(np.delete(rounds.wait_ms, late, axis=0), axis=1, weights=rounds.weight)
+    share = min(1.0, float(waited.max(initial=0.0)) / total) if total > 0 else 1.0
+    return [Estimate(share * cost.value, share * cost.low, share * cost.high) for cost in costs]
 
 
 def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:
