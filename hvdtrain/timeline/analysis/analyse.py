@@ -127,7 +127,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     order = {rank: place for place, rank in enumerate(late)}
     rows.sort(key=lambda row: (order.get(row.rank, len(late)), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
-    steps, together = rounds.work_ms.shape[1], _together(run, parts)
+    steps, together = int(rounds.length.sum()), _together(run, parts)
     return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)
 
 

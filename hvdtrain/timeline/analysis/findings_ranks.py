@@ -186,7 +186,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         together.setdefault(tuple(sorted(pause.step for pause in by_rank[rank])), []).append(rank)
     took = {steps: max(sum(p.ms for p in by_rank[rank]) for rank in ranks) for steps, ranks in together.items()}
     order = sorted(together, key=lambda steps: -took[steps])
-    looked_at = stragglers.rounds.work_ms.shape[1] + len({pause.step for pause in stragglers.pauses})
+    looked_at = int(stragglers.rounds.length.sum()) + len({pause.step for pause in stragglers.pauses})
     for steps in order[:_MANY_PAUSES]:
         ranks = together[steps]
         longest = max(by_rank[ranks[0]], key=lambda pause: pause.ms)

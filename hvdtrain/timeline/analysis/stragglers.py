@@ -211,10 +211,7 @@ def _together(
 
 
 def _shown_alone(rounds: Rounds, late: Sequence[int], least: Sequence[float]) -> dict[int, Estimate]:
-    """Return the costs of other ranks, which a part of their time shows to be late although the whole may be chance.
-
-    The cost is how much shorter steps would be if that part were like the others'. It exceeds `least`, by rank.
-    """
+    """Return other ranks that a part of their time shows to be late, and what that part costs if more than `least`."""
     work, found = rounds.work_ms, dict[int, Estimate]()
     for part in rounds.alone_ms if work.shape[1] >= _LEAST_ROUNDS else ():
         more = (part - median_of_others(part)).mean(axis=1)
@@ -307,6 +304,7 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
     They are too few for the test with shuffled rank numbers, and do not need it.
     """
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
+    excess = (excess - np.median(excess, axis=1, keepdims=True)) * rounds.length
     long = excess > _PAUSE_STEPS * rounds.step_ms
     count = long.shape[1]
     few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)

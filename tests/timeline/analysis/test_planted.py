@@ -149,6 +149,12 @@ def test_workers_that_train_apart_are_judged_from_exchange_to_exchange(
         assert found.blame.ranks[0].cost_ms.value == pytest.approx(longest[0] - longest[1], rel=0.05)
     assert _waited(analyse(run_of(table_of(work, every=every)))) == pytest.approx(21.0 * (ranks - 1) / ranks, rel=0.2)
     none = analyse(run_of(table_of(quiet, every=every)))
+    assert none.blame.steps == steps - 2, "the first two warm up"
+    work[0, steps // 2] += 3000.0
+    (pause,) = [finding for finding in analyse(run_of(table_of(work, every=every))).findings if finding.kind == "pause"]
+    assert pause.text.startswith("rank 0 on host0 paused once") and pause.cost_ms == pytest.approx(
+        3000 / steps, rel=0.2
+    )
     assert not none.blame.late and [finding.kind for finding in none.findings] == ["input"]
 
 
