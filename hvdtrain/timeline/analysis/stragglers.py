@@ -305,7 +305,7 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
     """
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
     excess = (excess - np.median(excess, axis=1, keepdims=True)) * rounds.length
-    long = excess > _PAUSE_STEPS * rounds.step_ms
+    long = excess > _PAUSE_STEPS * rounds.step_ms * np.sqrt(rounds.length)  # noise grows like that
     count = long.shape[1]
     few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)
     long &= long.sum(axis=1, keepdims=True) <= few
