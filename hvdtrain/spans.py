@@ -38,6 +38,9 @@ do not count them."""
 PARTS = (*JOURNAL_KEYS, "aside")
 """The same with aside: evaluations and checkpoints since the previous step."""
 
+APART = "apart"
+"""A span without length: the step has ended without an exchange with all ranks, unless a wait follows."""
+
 RawEvent = tuple[str, int, int, int, int]
 """The fields of an `Event`."""
 

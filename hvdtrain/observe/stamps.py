@@ -24,7 +24,7 @@ from hvdtrain.observe.host_load import CAUSES, throttle_text
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import journal_lines
 from hvdtrain.observe.step_format import BlockLine, ClockLine, Offset, StartLine
-from hvdtrain.spans import DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
+from hvdtrain.spans import APART, DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
 """Points in time. Sent and received bound clock offsets: no rank receives before all ranks have sent."""
@@ -72,7 +72,7 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
     """Return stamps of steps, nanoseconds [count, len(COLUMNS)] by the recorder's clock; NaN if unknown.
 
     Spans of the device replace those of the host, except for sent and received. A rank without samples sends when the
-    step begins.
+    step begins. Moments are those of the last wait; after `APART` alone, nothing was received.
 
     `events` are the spans of these `count` steps from `first` on, and of the step before.
     """
@@ -102,6 +102,8 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
                 row[_SENT] = end_ns
             elif name == "wait":
                 row[_READY], row[_RELEASED], row[_RECEIVED] = start_ns, end_ns, end_ns
+        elif name == APART:
+            row[_RECEIVED] = math.nan
         elif name == "step":
             row[_START], row[_END] = start_ns, end_ns
     for step, row in device.items():
@@ -231,8 +233,10 @@ def block_line(block: Block, offsets: Sequence[Offset], origin_us: float) -> Blo
 def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
     """Return the event of a block for metric sinks: milliseconds per step of each rank, means over the block."""
     shift = np.array([offset.us for offset in offsets])[:, None]
-    start, ready, released, end = (block.stamps[:, :, number] for number in range(4))
-    aligned = ready + shift
+    names = ("start", "ready", "end", "received", "wait")
+    start, ready, end, received, wait = (block.stamps[:, :, COLUMNS.index(name)] for name in names)
+    together = np.isfinite(received).all(axis=0)  # in others, workers train apart
+    late = np.where(together, ready + shift - (ready + shift).min(axis=0), 0.0)
 
     def mean_ms(us: NDArray[np.float64]) -> list[float]:
         known = us[:, np.isfinite(us).all(axis=0)]
@@ -241,7 +245,7 @@ def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
     return {
         "event": "ranks",
         "at_step": block.first + block.stamps.shape[1] - 1,
-        "late_ms": mean_ms(aligned - aligned.min(axis=0)),
-        "exposed_ms": mean_ms(released - ready),
+        "late_ms": mean_ms(late),
+        "exposed_ms": mean_ms(wait),
         "step_ms": mean_ms(end - start),
     }

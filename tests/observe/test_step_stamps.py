@@ -17,7 +17,7 @@ from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.stamps import BLOCK, COLUMNS, Block, is_gathered, step_rows
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
-from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
+from hvdtrain.spans import APART, DEVICE, EXCHANGE, PARTS, Spans
 from tests.support.full_disk import room_for
 from tests.support.step_tables import read_steps
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -257,9 +257,29 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
 
 def test_sinks_get_the_lateness_of_ranks() -> None:
     (gathered,) = run(2, 0, 5)
-    aligned = gathered._replace(stamps=gathered.stamps - gathered.stamps[:, :1, :1])
+    aligned = gathered._replace(stamps=gathered.stamps.copy())
+    aligned.stamps[:, :, : len(written.MOMENTS)] -= gathered.stamps[:, :1, :1]
     event = written.ranks_event(aligned, [_clocks(2).offset(0, 0.0)] * 2)
     assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
     assert event["exposed_ms"] == pytest.approx([0.2, 0.17])
     assert event["step_ms"] == pytest.approx([1, 1])
+
+
+def test_workers_that_train_apart_wait_and_compare_clocks_only_where_all_exchange() -> None:
+    clock = Clock(1_000_000)
+    spans = Spans(clock)
+    for step in (1, 2):
+        one_step(spans, clock, step, 0)
+        spans.record(APART, clock.ns)
+    began = clock.ns
+    with spans("wait"):
+        clock.pass_us(70)
+    alone, last = (dict(zip(COLUMNS, row, strict=True)) for row in step_rows(spans.raw_events(), 1, 2))
+    assert math.isnan(alone["received"]) and alone["wait"] == 200_000
+    assert (last["ready"], last["released"], last["received"]) == (began, clock.ns, clock.ns)
+    assert last["wait"] == 270_000, "all waits of the step count"
+    rows = np.array([[[*alone.values()], [*last.values()]]] * 2) / 1e3
+    rows[1, :, COLUMNS.index("ready")] += LATE_US
+    event = written.ranks_event(Block(1, rows, {}, np.zeros((2, 2))), [_clocks(2).offset(0, 0.0)] * 2)
+    assert event["late_ms"] == pytest.approx([0, LATE_US / 2e3]) and event["exposed_ms"] == pytest.approx([0.235] * 2)

@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 SHARES = {"data": 0.05, "copy": 0.0, "forward": 0.3, "backward": 0.55, "clip": 0.02, "optimizer": 0.08}
 _BEFORE = ("data", "copy", "gather", "activations", "forward", "backward")
 """Parts before a rank is ready."""
+_NO_WAIT_US = 5.0
 
 
 def table_of(
@@ -26,6 +27,7 @@ def table_of(
     exchange_ms: float = 1.0,
     skew_ms: Floats | None = None,
     more_ms: Mapping[str, Floats] | None = None,
+    every: int = 1,
     block: int = 50,
     error_us: float = 0.0,
     facts: Mapping[str, list[float | None]] | None = None,
@@ -36,6 +38,7 @@ def table_of(
         exchange_ms: between the last rank's being ready and the sums.
         skew_ms: by how much later each rank has the sums [ranks].
         more_ms: work by part beside `work_ms` [ranks, steps].
+        every: steps after which ranks exchange; between, as after the optimizer then, a rank waits for none.
     """
     ranks, steps = work_ms.shape
     more = dict(more_ms or {})
@@ -48,11 +51,14 @@ def table_of(
         if parts["aside"][:, step].any():
             now[:] = now.max()
         start[:, step] = now
-        ready[:, step] = now + sum(parts[name][:, step] for name in _BEFORE)
+        after = parts["clip"][:, step] + parts["optimizer"][:, step]
+        ready[:, step] = now + sum(parts[name][:, step] for name in _BEFORE) + (after if every > 1 else 0.0)
         released[:, step] = ready[:, step].max() + 1e3 * exchange_ms
-        if skew_ms is not None:
+        if (step + 1) % every:
+            released[:, step] = ready[:, step] + _NO_WAIT_US
+        elif skew_ms is not None:
             released[:, step] += 1e3 * skew_ms
-        end[:, step] = released[:, step] + parts["clip"][:, step] + parts["optimizer"][:, step]
+        end[:, step] = released[:, step] + (after if every == 1 else 0.0)
         now = end[:, step].copy()
     blocks = np.arange(steps) // block
     return StepTable(

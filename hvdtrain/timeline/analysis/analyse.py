@@ -47,7 +47,10 @@ def analyse(run: RunTrace) -> Analysis:
     blame = _blame(run, stragglers)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
     facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
-    memory = run.newest("memory")
+    findings, memory = find(facts), run.newest("memory")
+    overlap = (
+        ["the gains of findings overlap: they do not add up"] if sum(bool(f.cost_ms) for f in findings) > 1 else []
+    )
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
@@ -57,7 +60,7 @@ def analyse(run: RunTrace) -> Analysis:
         communication=exchange,
         carriers=communication.top_carriers(run),
         blame=blame,
-        findings=find(facts),
+        findings=findings,
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
         goodput=_goodput(run, spent),
@@ -68,7 +71,7 @@ def analyse(run: RunTrace) -> Analysis:
         changes=changed,
         over_time=over_time(run, changed, blame),
         warnings=list(run.warnings),
-        notes=[*run.notes, *_notes(facts)],
+        notes=[*run.notes, *_notes(facts), *overlap],
     )
 
 
@@ -121,9 +124,9 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     causes = {rank: causes_of(rank, table, stragglers) for rank in stragglers.late} if table is not None else {}
     late = list(stragglers.late)
     order = {rank: place for place, rank in enumerate(late)}
-    rows.sort(key=lambda row: (order.get(row.rank, len(rows)), -row.cost_ms.value, -row.last_share))
+    rows.sort(key=lambda row: (order.get(row.rank, len(late)), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
-    steps, together = rounds.work_ms.shape[1], _together(run, parts)
+    steps, together = int(rounds.length.sum()), _together(run, parts)
     return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)
 
 

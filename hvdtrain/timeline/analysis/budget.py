@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
-from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
+from hvdtrain.timeline.analysis.rank_steps import follows, represented, waits_us, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable
 
@@ -66,7 +66,7 @@ def step_budget(
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
     A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
-    for sums (from ready to released) is split when the last rank is ready. The time after that is split by rank 0's
+    for the sums of all ranks is split when the last rank is ready. The time after that is split by rank 0's
     Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
     the wait, such as device work, are shortened.
 
@@ -108,8 +108,9 @@ def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, 
     sample = sample or sample_of(table)
     keep = sample.columns
     wall = np.maximum(0.0, (table.end_us[:, keep] - sample.begin_us) / 1e3)
-    wait = np.clip((table.released_us - table.ready_us)[:, keep] / 1e3, 0.0, wall)
-    late = np.clip((table.ready_us.max(axis=0) - table.ready_us)[:, keep] / 1e3, 0.0, wait)
+    of_all, within = (waits[:, keep] / 1e3 for waits in waits_us(table))
+    wait = np.clip(of_all + within, 0.0, wall)
+    late = np.clip((table.ready_us.max(axis=0) - table.ready_us)[:, keep] / 1e3, 0.0, np.minimum(of_all, wait))
     parts: dict[str, Floats] = {}
     for name, durations in table.parts_us.items():
         if (shown := _NAMES.get(name)) is not None:

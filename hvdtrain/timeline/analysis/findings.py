@@ -15,6 +15,7 @@ from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
 from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
+from hvdtrain.timeline.analysis.straggler_causes import figures_of
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 from hvdtrain.timeline.whatif.evidence import Change
@@ -65,7 +66,14 @@ def _start_up(facts: Facts) -> Iterator[Finding]:
     if cost >= _START_SHARE * found.usual_ms and found.extra_ms >= _START_MS:
         longer = f"took {wording.ms(found.extra_ms / 1e3)} s longer than later ones"
         text = f"start-up: the first {first} {longer}, which take {wording.ms(found.usual_ms)} ms"
-        advice = "it counts less in a longer run; torch.compile compiles again for each new shape of a batch"
+        advice, waited = "it counts less in a longer run", None
+        if (table := facts.run.steps) is not None:
+            early = np.flatnonzero(table.step <= journal.step[found.steps - 1]).astype(np.int32)
+            waited = figures_of(table, early, "cpu_wait_us", np.nansum)
+        if waited is not None and 2 * np.nanmedian(waited) / 1e3 >= found.extra_ms:
+            advice = f"ranks waited for CPU cores then: {facts.for_cores()}"
+        elif facts.option("train", "compile"):
+            advice += "; torch.compile compiles again for each new shape of a batch"
         yield Finding("start_up", text, cost, advice)
 
 
@@ -88,6 +96,8 @@ def _changes(facts: Facts) -> Iterator[Finding]:
             f"{f' ({parts})' if parts else ''}{with_it}"
         )
         advice = "look at the machine metrics of that time in TensorBoard: clocks, temperatures, other load"
+        if max(change.parts_ms, key=lambda part: change.parts_ms[part], default="") == "wait":
+            advice = "look at the network of that time: its speed, its errors, other traffic"
         yield Finding("change", text, (change.step_ms - change.usual_ms) * change.share, advice)
 
 

@@ -13,6 +13,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares
+from hvdtrain.timeline.analysis.straggler_causes import dominant
 from hvdtrain.timeline.analysis.stragglers import Pause
 
 _MANY_PAUSES = 3
@@ -46,11 +47,6 @@ def _late(facts: Facts) -> Iterator[Finding]:
     whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
     together = f" (of {wording.ms(whole)} ms for all stragglers)" if len(facts.blame.late_groups()) > 1 else ""
     left = list(facts.blame.late)
-    if 2 * len(left) > len(rows) > 2:
-        fast = wording.ranks(sorted(rows.keys() - set(left)), {rank: row.host for rank, row in rows.items()})
-        advice = "these set the pace: compare hvdtrain doctor on both kinds of host"
-        yield _late_together(facts, left, f"{len(left)} of {len(rows)} ranks are slower than {fast}", advice)
-        return
     for host, ranks in facts.blame.slow_hosts().items():
         advice = f"run hvdtrain doctor on {host} and on another host; or leave it out"
         yield _late_together(facts, ranks, f"host {host} with {wording.ranks(ranks)} is slow", advice)
@@ -71,7 +67,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
             f"{wording.straggler(facts.blame, rank)} is a straggler{wording.spells(spells)} and {costs}"
             f"{together}; {behind}, and last in {of.last_share:.0%} of {steps}{why}"
         )
-        cures = [cure for cause in causes if (cure := _cure(facts, cause.name))][:2]
+        cures = [cure for cause in dominant(causes) if (cure := _cure(facts, cause.name))][:2]
         look = f"run hvdtrain doctor on its host and on another; see the steps of rank {rank}: hvdtrain timeline merge"
         advice = "; ".join(cures) or look
         equal = facts.option("parallel", "balance") in (None, "equal")
@@ -90,6 +86,17 @@ def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) ->
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
     text = f"{who}{when}, and costs {wording.ms(cost)} ms per step: {wording.behind(behind)} the others{why}"
     return Finding("straggler", text, cost, advice)
+
+
+def _fast(facts: Facts) -> Iterator[Finding]:
+    """Report a minority of ranks that is much faster than the others, which are no stragglers."""
+    found = facts.stragglers
+    if found is None or found.ahead_ms.low <= max(LEAST_SHARE * found.rounds.step_ms, LEAST_MS):
+        return
+    who, verb = wording.ranks(found.fast, found.rounds.hosts), "is" if len(found.fast) == 1 else "are"
+    text = f"{who} {verb} {_ms(found.ahead_ms)} per step faster than the others, for which the job waits"
+    advice = "the others set the pace: compare hvdtrain doctor on both kinds of host"
+    yield Finding("fast", text, found.ahead_ms.value, advice)
 
 
 def _shares(facts: Facts) -> Iterator[Finding]:
@@ -181,7 +188,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         together.setdefault(tuple(sorted(pause.step for pause in by_rank[rank])), []).append(rank)
     took = {steps: max(sum(p.ms for p in by_rank[rank]) for rank in ranks) for steps, ranks in together.items()}
     order = sorted(together, key=lambda steps: -took[steps])
-    looked_at = stragglers.rounds.work_ms.shape[1] + len({pause.step for pause in stragglers.pauses})
+    looked_at = int(stragglers.rounds.length.sum()) + len({pause.step for pause in stragglers.pauses})
     for steps in order[:_MANY_PAUSES]:
         ranks = together[steps]
         longest = max(by_rank[ranks[0]], key=lambda pause: pause.ms)
@@ -249,4 +256,4 @@ def _seconds(ms: float) -> str:
     return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
 
 
-RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)
+RULES_OF_RANKS = (_late, _fast, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)

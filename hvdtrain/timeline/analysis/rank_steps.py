@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 WAITS = ("gather", "activations")
 """Parts in which a rank waits for others: they are no work of its own."""
 
+_SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
+"""Times that alone may show that a rank is late: parts of a step, and figures of a block."""
 _WARM_UP = 2
 """Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
@@ -25,32 +28,49 @@ _MOST = 1 << 18
 _STRETCH = 20
 _LEAST_TURNS = 4
 """Exchanges of a tensor."""
+_TOGETHER = 0.9
+"""Of the steps: where ranks exchange in more than these, they do in all, and stamps of the others are imprecise."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Steps as rounds, from the sums of the step before until each rank is ready."""
+    """Rounds from one exchange of all ranks to the next: a step, or several of workers apart; times are means."""
 
     source: Literal["stamps", "ticks"]  # our stamps, or ticks of Horovod
     hosts: Sequence[str]
-    work_ms: Floats  # from the common start until the rank is ready, less its `WAITS` [ranks, rounds]
-    column: Ints  # of each round in the step table; for ticks, which have none, as `step` [rounds]
+    work_ms: Floats  # from the common start until the rank is ready, less its waits on the way [ranks, rounds]
+    column: Ints  # of each round's last step in the step table; for ticks, which have none, as `step` [rounds]
     step: Ints
     weight: Floats  # number of steps that each represents [rounds]
-    step_ms: float  # the median time from a round to the next
+    step_ms: float  # the median time of a step
     clock_error_ms: Floats  # bound of the error of a rank's times, compared with rank 0's [ranks]
+    length: Ints  # number of steps with stamps in each, up to `column` [rounds]
+    wait_ms: Floats  # of each rank for others; infinite if unknown [ranks, rounds]
+    alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""
-        columns: dict[str, Any] = {name: getattr(self, name)[places] for name in ("column", "step", "weight")}
-        return replace(self, work_ms=self.work_ms[:, places], **columns)
+        taken: dict[str, Any] = {name: getattr(self, name)[..., places] for name in _OF_ROUNDS}
+        return replace(self, **taken)
 
     def joined(self, later: Sequence[Rounds]) -> Rounds:
         """Return these rounds and later ones."""
-        every = (self, *later)
-        names = ("column", "step", "weight")
-        columns: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in every]) for name in names}
-        return replace(self, work_ms=np.concatenate([each.work_ms for each in every], axis=1), **columns)
+        fields = {name: [getattr(each, name) for each in (self, *later)] for name in _OF_ROUNDS}
+        whole: dict[str, Any] = {name: np.concatenate(values, axis=-1) for name, values in fields.items()}
+        return replace(self, **whole)
+
+    def steps(self) -> Ints:
+        """Return the columns of all steps in the rounds, ascending."""
+        return np.concatenate([np.arange(c - n + 1, c + 1) for c, n in zip(self.column, self.length, strict=True)])
+
+    def mean_of(self, values: Floats) -> Floats:
+        """Return the mean over the steps of each round, of values of the step table [..., steps]."""
+        starts = np.cumsum(self.length) - self.length
+        return np.asarray(np.add.reduceat(values[..., self.steps()], starts, axis=-1) / self.length)
+
+
+_OF_ROUNDS = ("work_ms", "column", "step", "weight", "length", "wait_ms", "alone_ms")
+"""Fields with a value for each round."""
 
 
 def warm_up(table: StepTable) -> int:
@@ -75,10 +95,24 @@ def follows(step: Ints) -> NDArray[np.bool_]:
     return np.asarray(np.diff(step, prepend=step[:1]) == 1)
 
 
-def from_stamps(table: StepTable) -> Rounds | None:
-    """Return the rounds of a step table; None with fewer than two ranks or two steps.
+def exchanges(table: StepTable) -> NDArray[np.bool_]:
+    """Return in which steps all ranks exchange: no rank has the sums before all are ready; few of workers apart."""
+    latest = table.ready_us.max(axis=0) - np.max(table.clock_error_us, initial=0.0)
+    found = table.released_us.min(axis=0) >= latest
+    return np.asarray(found | (found.sum() >= _TOGETHER * len(found)))
 
-    Waits for other ranks before the sums, for activations and parameters, are no work of a rank.
+
+def waits_us(table: StepTable) -> tuple[Floats, Floats]:
+    """Return how long each rank waits in exchanges of all ranks, and in others, within a worker [ranks, steps]."""
+    last = table.released_us - table.ready_us
+    of_all = np.where(exchanges(table), last, 0.0)
+    return of_all, np.maximum(0.0, np.nan_to_num(table.parts_us.get("wait", last)) - of_all)
+
+
+def from_stamps(table: StepTable) -> Rounds | None:
+    """Return the rounds of a step table; None with fewer than two ranks or two steps, or without an exchange.
+
+    Waits for other ranks before the sums, for activations, parameters and the sums of a worker, are no work of a rank.
 
     Steps after an evaluation or a checkpoint are excluded if enough others remain: they do not begin with the sums of
     the step before.
@@ -86,20 +120,49 @@ def from_stamps(table: StepTable) -> Rounds | None:
     ranks, steps = table.ready_us.shape
     if ranks < 2 or steps < 2:
         return None
-    released = np.roll(np.median(table.released_us, axis=0), 1)
-    chained = follows(table.step)
-    begin = np.where(chained, released, np.median(table.start_us, axis=0))
-    work = (table.ready_us - begin - sum(table.parts_us[part] for part in WAITS if part in table.parts_us)) / 1e3
-    length = np.median(table.end_us, axis=0) - begin
-    warm = np.arange(steps) >= warm_up(table)
-    step_ms = float(np.median(length[warm])) / 1e3
-    plain = warm & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
-    column = np.flatnonzero(plain if plain.sum() * 2 >= warm.sum() else warm)
-    column = column[_thinned(len(column), ranks)]
-    work = _without_stages(work[:, column], table.stages)
+    together, (of_all, waits) = exchanges(table), waits_us(table)
+    released = np.where(together, np.median(table.released_us, axis=0), table.end_us)
+    start = np.median(table.start_us, axis=0) if together.all() else table.start_us
+    begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)
+    waits = waits + sum(table.parts_us[part] for part in WAITS if part in table.parts_us)
+    work = (np.where(together, table.ready_us, table.end_us) - begin - waits) / 1e3
+    warm = warm_up(table)
+    first = ~follows(table.step) | np.roll(together, 1) | (np.arange(steps) == warm)
+    begins = np.flatnonzero(first)
+    column: Ints = (np.append(begins[1:], steps) - 1).astype(np.int32)
+    length = column - begins + 1
+    usable = (begins >= warm) & together[column]
+    if not usable.any():
+        return None
+    of_step = np.median(table.end_us, axis=0) - np.median(begin, axis=0)
+    step_ms = float(np.median((np.add.reduceat(of_step, begins) / length)[usable])) / 1e3
+    aside_ms = np.add.reduceat(np.nanmax(table.parts_us["aside"], axis=0), begins) / 1e3
+    plain = usable & (aside_ms <= _ASIDE_SHARE * length * step_ms)
+    kept = np.flatnonzero(plain if plain.sum() * 2 >= usable.sum() else usable)
+    kept = kept[_thinned(len(kept), ranks)]
+    column, length = column[kept], length[kept].astype(np.int32)
     step, error = table.step[column], table.clock_error_us / 1e3
-    weight = represented(np.diff(step, prepend=step[:1] - 1))
-    return Rounds("stamps", table.hosts, work, column.astype(np.int32), step, weight, step_ms, error)
+    found = Rounds("stamps", table.hosts, work, column, step, error, step_ms, error, length, work, work)
+    used, each = found.steps(), np.zeros(steps)
+    each[used] = represented(np.diff(table.step[used], prepend=table.step[used[:1]] - 1))
+    own, waited = _without_stages(found.mean_of(work), table.stages), found.mean_of((of_all + waits) / 1e3)
+    weight, alone = found.mean_of(each) * length, found.mean_of(_alone_us(table, warm) / 1e3)
+    return replace(found, work_ms=own, weight=weight, wait_ms=waited, alone_ms=alone)
+
+
+def _alone_us(table: StepTable, warm: int) -> Floats:
+    """Return times that alone may show that a rank is late [parts, ranks, steps]; none of a pipeline's stages.
+
+    What a block has from a start-up, an evaluation or the end of training is left out.
+    """
+    aside, unknown = np.nan_to_num(table.parts_us["aside"]).any(axis=0), [math.nan] * len(table.hosts)
+    others = aside | (np.arange(len(table.step)) < warm) | (table.block == table.block[-1])
+    blocks = np.array([[each.get(name) or unknown for each in table.facts] for name in _FACTS], float)
+    blocks[np.isnan(blocks).any(axis=2)] = 0.0
+    blocks[:, table.block[others]] = 0.0
+    of_steps = blocks[:, table.block] / np.bincount(table.block)[table.block, None]
+    spans = [np.nan_to_num(table.parts_us[name]) for name in _SPANS if name in table.parts_us]
+    return np.stack([*spans, *of_steps.transpose(0, 2, 1)])[: 0 if table.stages > 1 else None]
 
 
 def _without_stages(work: Floats, stages: int) -> Floats:
@@ -166,7 +229,9 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     work = (ready[:, 1:] - end[:-1]) / 1e3
     step_ms = float(np.median(np.diff(end))) / 1e3
     number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
-    return Rounds("ticks", [""] * ranks, work, number, number, np.ones(len(number)), step_ms, np.zeros(ranks))
+    weight, exact, length = np.ones(len(number)), np.zeros(ranks), np.ones_like(number)
+    waits, parts = np.full_like(work, np.inf), np.zeros((0, *work.shape))
+    return Rounds("ticks", [""] * ranks, work, number, number, weight, step_ms, exact, length, waits, parts)
 
 
 def _turns(trace: HorovodTrace, tensor: int, ranks: int) -> Floats:

@@ -61,7 +61,8 @@ def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Divis
     own, most, work = np.array(passes), max(passes), np.median(rounds.work_ms, axis=1)
     usual = {count: float(np.quantile(work[own == count], 0.5, method="lower")) for count in set(passes)}
     later = np.array([usual[most] - usual[count] for count in passes])
-    return replace(rounds, work_ms=rounds.work_ms + later[:, None]), Division(passes, max(0.0, float(later.mean())))
+    equal = replace(rounds, work_ms=rounds.work_ms + later[:, None], alone_ms=rounds.alone_ms[:0])
+    return equal, Division(passes, max(0.0, float(later.mean())))
 
 
 def stragglers_of(
@@ -81,6 +82,7 @@ def stragglers_of(
     if not shares:
         rounds, sizes = without_sizes(rounds, table)
         return replace(find_stragglers(rounds), sizes=sizes)
+    rounds = replace(rounds, alone_ms=rounds.alone_ms[:0])  # a rank with more micro-batches waits for data more often
     last = last_shares(shares, len(table.hosts))
     begun = min((at for event in shares if isinstance(at := event.get("at_step"), int)), default=0)
     kept = np.flatnonzero(rounds.step > begun)
@@ -102,7 +104,7 @@ def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes 
     """
     if not len(table.elements):
         return rounds, None
-    work, elements = rounds.work_ms, table.elements[:, rounds.column]
+    work, elements = rounds.work_ms, rounds.mean_of(table.elements)
     sizes, times = _within(elements), _within(work)
     power = float(np.sum(sizes**2))
     if power <= 0:

@@ -107,23 +107,24 @@ def correlation_steps(deviations: Floats) -> float:
 
 LEAST_STEPS = 8
 """Steps on each side of a change."""
-_BLOCKS = 64
+_BLOCKS = 128
 _LEAST_BLOCK = 4
 _LEAST_BLOCKS, _ENOUGH_BLOCKS = 2, 8
 """Blocks on each side of a change, and in all: fewer say little about the noise."""
 _NEAR = 2
 """Blocks: the change may be so far from the best edge of blocks."""
-_MOST = 8
+_MOST = 16
 _ODDS = 0.001
 """Probability of a change that is chance, in a series of independent blocks."""
 
 
 def change_points(values: Floats, least: float) -> list[int]:
-    """Return the columns at which a new level of some row begins, ascending; `_MOST` at most.
+    """Return the columns at which a new level of some row begins, ascending; about `_MOST` at most.
 
-    Binary segmentation (Scott and Knott, Biometrics 30, 1974) of medians of blocks, by the largest CUSUM. The noise is
-    that of neighbouring blocks, so that changes do not add to it. ruptures, a library, is not used: it wants the number
-    of changes or a penalty, which depends on that noise.
+    Circular binary segmentation (Olshen et al., Biostatistics 5, 2004) of medians of blocks: the interval that differs
+    most from the rest is cut out, then the same within each part. An interval has two ends, so that a short one in the
+    middle is as visible as one at an end. The noise is that of neighbouring blocks, so that changes do not add to it.
+    ruptures, a library, is not used: it wants the number of changes or a penalty, which depends on that noise.
 
     Args:
         values: series of equal length [rows, n].
@@ -137,32 +138,32 @@ def change_points(values: Floats, least: float) -> list[int]:
     medians = np.array([np.median(values[:, a:b], axis=1) for a, b in pairwise(edges)]).T
     noise = 1.4826 / math.sqrt(2) * np.median(np.abs(np.diff(medians, axis=1)), axis=1)
     noise = np.maximum(noise, least / _BLOCKS)
-    limit = math.sqrt(2 * math.log(2 * blocks * rows / _ODDS))
-    row_of: dict[int, int] = {}
-    rises: dict[int, bool] = {}
-
-    def near(at: int) -> bool:
-        before = [at - back for back in range(1, _LEAST_BLOCKS + 1)]
-        return any(row_of.get(each) == row_of[at] and rises[each] == rises[at] for each in before)
-
+    limit = math.sqrt(2 * math.log(rows * blocks**2 / _ODDS))
+    cuts: dict[int, tuple[int, bool]] = {}  # row, and whether it rises there, by block
     todo = [(0, blocks)]
-    while todo and len(row_of) < _MOST:
+    while todo and len(cuts) < _MOST:
         begin, end = todo.pop(0)
-        change = _largest(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
-        if change is not None:
-            middle = begin + change[1]
-            row_of[middle], rises[middle] = change[0], change[2]
-            todo += [(begin, middle), (middle, end)]
-    means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
+        found = _most_different(np.maximum(medians[:, begin:end], 0.0), noise, least, limit)
+        if found is not None:
+            row, first, last, is_higher = found
+            ends = {begin + first: (row, is_higher), begin + last: (row, not is_higher)}
+            inner = {at: cut for at, cut in ends.items() if begin < at < end}
+            cuts |= inner
+            todo += pairwise([begin, *inner, end])
     # A change within a block is found at both of its edges.
-    places = _significant(means, {at: row for at, row in row_of.items() if not near(at)}, limit)
-    kept = [0]
+    near = {at for at, cut in cuts.items() if cut in [cuts.get(at - back) for back in range(1, _LEAST_BLOCKS + 1)]}
+    means = np.add.reduceat(values, edges[:-1], axis=1) / np.diff(edges)
+    places = _significant(means, {at: row for at, (row, _) in cuts.items() if at not in near}, limit)
+    kept: dict[int, bool] = {}  # whether the level rises, by column
     for before, at, after in zip([0, *places], places, [*places[1:], blocks], strict=False):
-        low, high = max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
-        found = _refined(values[row_of[at]], edges[before], edges[low], edges[high], edges[after])
-        if min(found - kept[-1], count - found) >= LEAST_STEPS:
-            kept.append(found)
-    return kept[1:]
+        (row, rises), low, high = cuts[at], max(at - _NEAR, before + 1), min(at + _NEAR, after - 1)
+        column = _refined(values[row], edges[before], edges[low], edges[high], edges[after])
+        last = max(kept, default=0)
+        if min(column - last, count - column) >= LEAST_STEPS:
+            kept[column] = rises
+        elif kept and column - last < LEAST_STEPS and rises != kept[last]:  # a stretch that is too short
+            del kept[last]
+    return [*kept]
 
 
 def _significant(means: Floats, row_of: Mapping[int, int], limit: float) -> list[int]:
@@ -187,21 +188,22 @@ def _significant(means: Floats, row_of: Mapping[int, int], limit: float) -> list
     return places
 
 
-def _largest(medians: Floats, noise: Floats, least: float, limit: float) -> tuple[int, int, bool] | None:
-    """Return row and block of the most significant change, and whether it is a rise; None if none is significant."""
-    count = medians.shape[1]
-    if count < 2 * _LEAST_BLOCKS:
-        return None
-    left = np.arange(1, count)
-    sums = np.cumsum(medians, axis=1)
-    before = sums[:, :-1] / left
-    rise = (sums[:, -1:] - sums[:, :-1]) / (count - left) - before
-    jump = np.abs(rise)
-    score = np.sqrt(left * (count - left) / count) * jump / noise[:, None]
-    score[:, : _LEAST_BLOCKS - 1] = score[:, count - _LEAST_BLOCKS :] = 0.0
-    score[jump < least] = 0.0
-    row, place = np.unravel_index(int(np.argmax(score)), score.shape)
-    return (int(row), int(place) + 1, bool(rise[row, place] > 0)) if score[row, place] > limit else None
+def _most_different(medians: Floats, noise: Floats, least: float, limit: float) -> tuple[int, int, int, bool] | None:
+    """Return the interval that differs most from the rest: row, first block, end, whether it is higher; None if none.
+
+    It, and what is left on each side, has `_LEAST_BLOCKS` or more, or nothing is left there.
+    """
+    count, best, found = medians.shape[1], limit, None
+    sums = np.concatenate([np.zeros((len(medians), 1)), np.cumsum(medians, axis=1)], axis=1)
+    for length in range(_LEAST_BLOCKS, count - _LEAST_BLOCKS + 1):
+        inside = sums[:, length:] - sums[:, :-length]
+        more = inside / length - (sums[:, -1:] - inside) / (count - length)
+        score = np.where(np.abs(more) >= least, np.abs(more) / noise[:, None], 0.0)
+        score[:, 1:_LEAST_BLOCKS] = score[:, count - length - _LEAST_BLOCKS + 1 : count - length] = 0.0
+        row, first = np.unravel_index(int(np.argmax(score)), score.shape)
+        if (value := score[row, first] * math.sqrt(length * (count - length) / count)) > best:
+            best, found = value, (int(row), int(first), int(first) + length, bool(more[row, first] > 0))
+    return found
 
 
 def _refined(values: Floats, begin: int, low: int, high: int, end: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Cause
 from hvdtrain.timeline.analysis.lateness import tamed
-from hvdtrain.timeline.analysis.rank_steps import WAITS, follows
+from hvdtrain.timeline.analysis.rank_steps import WAITS, Rounds, exchanges, follows, waits_us
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 
@@ -21,8 +21,6 @@ _CLOCK_SHARE = 0.97
 _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
 _EXPLAINS = 0.5
-_PARTS = ("data", "copy", "gather", "activations", "forward", "backward")
-"""Of a step, in order."""
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
     "copy": "it copies batches for {mine} ms per step, others for {others} ms",
@@ -37,30 +35,26 @@ _WORDS = {
     "stopped": "its process was stopped for {mine} ms per step, others' for {others} ms",
     "steal": "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
 }
+_PARTS = ("data", "copy", "forward", "backward", "optimizer", "between steps", "sums", "rest")
 _CPU_FACTS = {"cpu": "cpu_wait_us", "steal": "steal_us", "stopped": "stopped_us"}
 
 
-def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
-    """Return the parts between the sums of one step and being ready in the next, ms [ranks], means over steps.
+def lateness_parts(table: StepTable, rounds: Rounds, *, steady: bool) -> dict[str, Floats]:
+    """Return the parts of a step without its waits, ms [ranks], means over steps. `steady` ignores outliers of rounds.
 
-    If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
+    What lies between a step and one before it without stamps is unknown, and left out.
     """
-    measured = {part: table.parts_us[part][:, column] for part in _PARTS if part in table.parts_us}
-    parts = {part: _average(np.nan_to_num(us), steady) for part, us in measured.items() if part not in WAITS}
-    inside = (table.ready_us - table.start_us)[:, column]
-    known = sum(measured.values())
-    parts["rest"] = _average(inside - known, steady)
-    chained = column[follows(table.step)[column]]
-    if len(chained):
-        before = chained - 1
-        share = len(chained) / len(column)
-        released = table.released_us[:, before]
-        parts["sums"] = share * _average(released - released.min(axis=0), steady)
-        parts["optimizer"] = share * _average((table.end_us - table.released_us)[:, before], steady)
-        gap = table.start_us[:, chained] - table.end_us[:, before]
-        gap = np.maximum(0.0, gap - table.parts_us["aside"][:, chained])
-        parts["between steps"] = share * _average(gap, steady)
-    return parts
+    of_all, within = waits_us(table)
+    measured = {part: np.nan_to_num(us) for part, us in table.parts_us.items() if part not in ("wait", "aside", "gc")}
+    rest = table.end_us - table.start_us - of_all - within - sum(measured.values())
+    parts = {part: us for part, us in measured.items() if part not in WAITS and part != "clip"}
+    parts["optimizer"] = parts["optimizer"] + measured.get("clip", 0.0)
+    chained, before = follows(table.step), np.arange(len(table.step)) - 1
+    sums = table.released_us[:, before] - table.released_us[:, before].min(axis=0)
+    gap = np.maximum(0.0, table.start_us - table.end_us[:, before] - np.nan_to_num(table.parts_us["aside"]))
+    parts |= {"rest": rest, "sums": np.where(chained & exchanges(table)[before], sums, 0.0)}
+    parts["between steps"] = np.where(chained, gap, 0.0)
+    return {part: _average(rounds.mean_of(us), steady) for part, us in parts.items()}
 
 
 def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause]:
@@ -70,15 +64,16 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
     explain most of them. If the rank is late in most steps, events in single steps are no cause.
     """
     own = stragglers.late_in(rank)
-    column, late, steady = own.rounds.column, own.late, rank in own.steady
+    rounds, column, late, steady = own.rounds, own.rounds.column, own.late, rank in own.steady
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
         return []
-    spent = lateness_parts(table, column, steady=steady)
+    spent = lateness_parts(table, rounds, steady=steady)
     more = {name: values[rank] - np.median(values[others]) for name, values in spent.items()}
     least = max(_LEAST_MS, _LEAST_SHARE * max(more.values()))
     # Times that overlap the parts:
-    spent |= {"gc": _average(np.nan_to_num(table.parts_us["gc"][:, column]), steady), **_processor_times(table, column)}
+    gc = _average(rounds.mean_of(np.nan_to_num(table.parts_us["gc"])), steady)
+    spent |= {"gc": gc, **_processor_times(table, column)}
     found = []
     for name, values in spent.items():
         mine, usual = float(values[rank]), float(np.median(values[others]))
@@ -94,6 +89,12 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
     return sorted(found, key=order) + _other_causes(rank, others, table, column)
 
 
+def dominant(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes from which follows what to do: parts that explain most of a lateness, and what slows parts."""
+    most = max((cause.ms or 0.0 for cause in causes), default=0.0)
+    return [each for each in causes if each.name not in _PARTS or (each.ms or 0.0) >= _EXPLAINS * most]
+
+
 def _average(us: Floats, steady: bool) -> Floats:
     return np.asarray((tamed(us) if steady else us).mean(axis=1) / 1e3)
 
@@ -103,7 +104,7 @@ def _processor_times(table: StepTable, column: Ints) -> dict[str, Floats]:
     found = {}
     for name, fact in _CPU_FACTS.items():
         blocks = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
-        if (total := _facts(table, column, fact, np.nansum)) is not None:
+        if (total := figures_of(table, column, fact, np.nansum)) is not None:
             found[name] = total / 1e3 / int(np.isin(table.block, blocks).sum())
     return found
 
@@ -113,7 +114,7 @@ def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: In
 
     def compared(fact: str) -> tuple[float, float]:
         """Return the mean of a fact on the rank, and the median over the others; NaN if unknown."""
-        values = _facts(table, column, fact, np.nanmean)
+        values = figures_of(table, column, fact, np.nanmean)
         if values is None or np.isnan(values[others]).all():  # such as those of idle ranks
             return math.nan, math.nan
         return values[rank], float(np.nanmedian(values[others]))
@@ -149,7 +150,7 @@ def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]
     return [table.facts[number] for number in np.unique(table.block[column])]
 
 
-def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
+def figures_of(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
     """Return a figure of each rank over its blocks; None if no rank has it."""
     rows = [facts[name] for facts in _blocks(table, column) if facts.get(name)]
     numbers = np.array([[np.nan if v is None else float(v) for v in row] for row in rows], float)

@@ -27,9 +27,12 @@ _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
 _AS_MUCH, _ALIKE = 0.5, 1 / 3
+_AHEAD = 1.25
+"""A rank counts as early if it is so by more than this times what the latest one is late."""
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
+_NONE = Estimate(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Stragglers:
         reason: why there is no straggler.
         segments: the same of the steps between changes, in order; empty if ranks were equally late all the time.
         sizes, division: effects of unequal work, which makes no stragglers.
+        fast: a minority that is earlier than the others, which are no stragglers for that.
+        ahead_ms: of the median of these, before that of the others.
     """
 
     rounds: Rounds
@@ -89,6 +94,8 @@ class Stragglers:
     segments: Sequence[Stragglers] = ()
     sizes: BatchSizes | None = None
     division: Division | None = None
+    fast: Sequence[int] = ()
+    ahead_ms: Estimate = _NONE
 
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""
@@ -110,7 +117,7 @@ class Stragglers:
 def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Stragglers:
     """Find the ranks for which the others wait.
 
-    Where the lateness of a rank changes for good, the steps before and after are judged on their own.
+    Where the lateness of a rank changes, the steps before and after are judged on their own.
 
     A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
@@ -146,6 +153,8 @@ def joined(segments: Sequence[Stragglers]) -> Stragglers:
         pauses=segments[0].pauses,
         reason="",
         segments=segments,
+        fast=sorted(set(segments[0].fast).intersection(*(each.fast for each in segments))),
+        ahead_ms=_sum_of([segment.ahead_ms for segment in segments], shares),
     )
 
 
@@ -160,38 +169,67 @@ def _sum_of(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
 def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) -> Stragglers:
     work = rounds.work_ms
     ranks, count = work.shape
-    found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
+    found, fast, alike = _unlike_others(work) if count >= _LEAST_ROUNDS else ([], [], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     grain = grain_ms or [0.0] * ranks
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(work, found, alike, rounds.weight)
+        estimates = _within_waits(estimates, found, sum(estimates[rank].value for rank in found), rounds)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > matters[rank]]
-        rest = [rank for rank in found if rank not in kept]
-        if not rest or sorted(together := _together(rest, estimates, doubt, matters)) == sorted(rest):
+        named = sorted({*kept, *_together(found, estimates, doubt, matters)})
+        if named == sorted(found):
             break
-        found = [*kept, *together]
-    found = sorted(found, key=lambda rank: -cost[rank].value)
+        found = named
+    shown = _shown_alone(rounds, found, np.add(doubt, matters).tolist())
+    cost = [shown.get(rank, each) for rank, each in enumerate(cost)]
+    found = sorted([*found, *shown], key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
     last = np.bincount(np.argmax(work, axis=0), weights=rounds.weight, minlength=ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
-    return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason)
+    ahead = _NONE
+    if fast:
+        each = np.median(np.delete(work, fast, axis=0), axis=0) - np.median(work[fast], axis=0)
+        (ahead,) = _doubted([mean_of(each, rounds.weight)], [max(doubt[rank] for rank in fast)])
+    return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason, fast=sorted(fast), ahead_ms=ahead)
 
 
 def _together(
     ranks: Sequence[int], costs: Sequence[Estimate], doubt: Sequence[float], matters: Sequence[float]
 ) -> list[int]:
-    """Return the ranks of about equal cost that matter together, though none does alone; [] without any."""
-    most = max(costs[rank].value for rank in ranks)
+    """Return the most costly ranks of about equal cost if they matter together, though none may alone; else []."""
+    most = max((costs[rank].value for rank in ranks), default=0.0)
     alike = [rank for rank in ranks if costs[rank].value >= _ALIKE * most and costs[rank].low > 0]
     if len(alike) < 2:
         return []
     low = sum(costs[rank].low for rank in alike) - max(doubt[rank] for rank in alike)
     return alike if low > max(matters[rank] for rank in alike) else []
+
+
+def _shown_alone(rounds: Rounds, late: Sequence[int], least: Sequence[float]) -> dict[int, Estimate]:
+    """Return other ranks that a part of their time shows to be late, and what that part costs if more than `least`."""
+    work, found = rounds.work_ms, dict[int, Estimate]()
+    for part in rounds.alone_ms if work.shape[1] >= _LEAST_ROUNDS else ():
+        more = (part - median_of_others(part)).mean(axis=1)
+        for rank in _unlike_others(part)[0] if (more > least).any() else ():
+            mended = work.copy()
+            mended[rank] -= (part - like_the_others(part))[rank]
+            saved = mean_of(work.max(axis=0) - mended.max(axis=0), rounds.weight)
+            (cost,) = _within_waits([saved], [rank], saved.value, rounds)
+            if cost.low > least[rank] and rank not in late:
+                found[rank] = cost
+    return found
+
+
+def _within_waits(costs: Sequence[Estimate], late: Sequence[int], total: float, rounds: Rounds) -> list[Estimate]:
+    """Return costs less what ranks that are `late`, and cost `total`, seem to cost beyond the waits of the others."""
+    waited = np.average(np.delete(rounds.wait_ms, late, axis=0), axis=1, weights=rounds.weight)
+    share = min(1.0, float(waited.max(initial=0.0)) / total) if total > 0 else 1.0
+    return [Estimate(share * cost.value, share * cost.low, share * cost.high) for cost in costs]
 
 
 def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:
@@ -237,18 +275,27 @@ def _why_none(count: int, costs: Sequence[Estimate], matters: Sequence[float], p
     return f"rank {rank}'s {wording.ms(worst.value)} ms per step{apart} may be chance: {why}"
 
 
-def _later_than_others(work: Floats) -> tuple[list[int], float]:
-    """Return significantly late ranks, and how alike steps are. Repeated without these ranks until there are none."""
-    found: list[int] = []
+def _unlike_others(work: Floats) -> tuple[list[int], list[int], float]:
+    """Return significantly late ranks, a minority of early ones, and how alike steps are.
+
+    Repeated without these ranks until there are none. To a few early ranks, all others seem late.
+    """
+    late: list[int] = []
+    fast: list[int] = []
     alike = 1.0
-    while len(work) - len(found) >= 2:
-        rest = [rank for rank in range(len(work)) if rank not in found]
+    while len(rest := [rank for rank in range(len(work)) if rank not in late and rank not in fast]) >= 2:
+        mean = (work[rest] - median_of_others(work[rest])).mean(axis=1)
+        if len(rest) > 2 and -mean.min() > _AHEAD * mean.max():
+            places, _ = latest(-work[rest])
+            if places and 2 * (len(fast) + len(places)) < len(work) - len(late):
+                fast += [rest[place] for place in places]
+                continue
         places, correlation = latest(work[rest])
         alike = max(alike, correlation)
         if not places:
             break
-        found += [rest[place] for place in places]
-    return found, alike
+        late += [rest[place] for place in places]
+    return late, fast, alike
 
 
 def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
@@ -257,7 +304,8 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
     They are too few for the test with shuffled rank numbers, and do not need it.
     """
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
-    long = excess > _PAUSE_STEPS * rounds.step_ms
+    excess = (excess - np.median(excess, axis=1, keepdims=True)) * rounds.length
+    long = excess > _PAUSE_STEPS * rounds.step_ms * np.sqrt(rounds.length)  # noise grows like that
     count = long.shape[1]
     few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)
     long &= long.sum(axis=1, keepdims=True) <= few

@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.engine.outer import OuterFacts
 from hvdtrain.engine.periodic import PeriodicEngine
+from hvdtrain.spans import APART
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.update import StepResult
 
@@ -78,6 +79,7 @@ class WorkerSteps:
         self._results.append(results)
         with self.stepper.spans("wait"):
             engine.end_step()
+        self.stepper.spans.record(APART, self.stepper.spans.now())
 
     def agree(self, step: int, values: Sequence[int]) -> tuple[list[StepResult], list[OuterStep]]:
         """End a window after step `step`: return the results of its steps, equal on all ranks. Collective: yes.
@@ -98,14 +100,14 @@ class WorkerSteps:
                 numbers[count + worker] = sum(found[index].weight for found in results if found[index].applied)
         with spans("wait"):
             sums = self.stepper.comm.allreduce(numbers, name="workers/numbers").wait().tolist()
+            engine.end_window(step, sums[count : count + links.workers.count], last=step == self.horizon)
+            outer = self._outer_steps(engine.pop_facts())
         of_steps = [sums[start : start + _OF_STEP] for start in range(0, count, _OF_STEP)]
         found_results = [self._result(each, []) for each in of_steps[:-1]]
         found_results.append(
             self._result(of_steps[-1], [round(value) for value in sums[count + links.workers.count :]])
         )
-        with spans("wait"):
-            engine.end_window(step, sums[count : count + links.workers.count], last=step == self.horizon)
-            return found_results, self._outer_steps(engine.pop_facts())
+        return found_results, outer
 
     def _outer_steps(self, facts: Sequence[OuterFacts]) -> list[OuterStep]:
         """Return the figures of exchanges that have arrived, of all workers. Collective: yes, if there are any."""

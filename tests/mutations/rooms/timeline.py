@@ -54,8 +54,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "timeline/analysis/rank_steps.py",
-        "released = np.roll(np.median(table.released_us, axis=0), 1)",
-        "released = np.roll(np.median(table.released_us, axis=0), -1)",
+        "begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)",
+        "begin = np.where(follows(table.step), np.roll(released, -1, axis=1), start)",
         "the work of a step is counted from the sums of the step after it",
         "tests/timeline/analysis/test_rank_steps.py",
         "tests/timeline/analysis/test_stragglers.py",

@@ -510,6 +510,56 @@ def test_a_rank_that_is_stopped_often_is_late_by_it(stopped_ms: float, first: st
         assert f"stopped for {stopped_ms:.3g}" in cause.text and "balance" not in finding.advice
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_advice_is_for_what_explains_most_of_a_lateness(ranks: int) -> None:
+    """A late rank has the sums late, too; its link is not the reason."""
+    work, more, skew = 100 + noise(np.random.default_rng(0), (ranks, 200), "gaussian", 1.0), {}, np.zeros(ranks)
+    skew[1] = 2.0
+    for name, ms, advised in (("forward", 10.0, False), ("forward", 2.0, True), ("data", 3.0, True)):
+        more[name] = np.zeros_like(work)
+        more[name][1] = ms
+        found = analyse(run_of(table_of(work, skew_ms=skew, more_ms=more)))
+        assert any("do not add up" in note for note in found.notes) == (len(found.findings) > 1)
+        advice = _one(found, "straggler").advice
+        assert ("link" in advice) == advised, (name, ms, advice)
+        more[name][:] = 0.0
+
+
+@pytest.mark.parametrize("part", ["data", "gc"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_part_shows_that_a_rank_is_late_where_the_whole_may_be_chance(ranks: int, part: str) -> None:
+    for seed in range(3):
+        generator = np.random.default_rng(seed)
+        work, more = (
+            200 + noise(generator, (ranks, 80), "lasting", 30.0),
+            noise(generator, (ranks, 80), "gaussian", 0.5),
+        )
+        quiet = analyse(run_of(table_of(work, more_ms={part: np.abs(more)})))
+        more[1] += 23.0
+        late = work.copy()
+        late[1] += 23.0 * (part == "gc")  # which is within the others
+        found = analyse(run_of(table_of(late, more_ms={part: np.abs(more)})))
+        assert found.blame.late == [1] and not quiet.blame.late, (seed, found.blame.reason)
+        assert found.blame.causes[1][0].name == part
+        slower = work.copy()
+        slower[1] += 23.0
+        truth = float((slower.max(axis=0) - work.max(axis=0)).mean())
+        assert found.blame.ranks[0].cost_ms.value == pytest.approx(truth, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("waited_ms", "options", "said"),
+    [(300.0, {}, "CPU cores"), (1.0, {}, "longer run"), (1.0, {"compile": True}, "torch.compile")],
+)
+def test_a_slow_start_is_explained_by_what_was_measured(waited_ms: float, options: dict[str, bool], said: str) -> None:
+    work = _work()
+    work[:, :9] += 300.0
+    table = table_of(work, block=10, facts={"cpu_wait_us": [9e3 * waited_ms] * 4})
+    journal = JournalSteps(table.step.astype(np.int64), work.max(axis=0), {}, np.full(work.shape[1], np.nan))
+    finding = _one(analyse(run_of(table, journal=journal, config={"train": options})), "start_up")
+    assert said in finding.advice and ("compile" in finding.advice) == bool(options)
+
+
 def test_a_rank_that_is_stopped_seldom_is_reported_without_statistics() -> None:
     work = _work()[:2]
     work[1, ::25] += 490.0

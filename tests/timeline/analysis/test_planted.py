@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import summary_lines, to_text
-from tests.support.step_tables import noise, run_of, table_of
+from tests.support.step_tables import columns_of, noise, run_of, table_of
 
 SIZES = [(2, 75), (4, 400), (32, 320)]
 
@@ -102,11 +103,76 @@ def test_ranks_on_several_hosts_do_not_hide_each_other() -> None:
     assert not [finding for finding in found.findings if finding.kind == "jitter" and "rank 3" in finding.text]
 
 
-def test_where_most_ranks_are_slow_the_fast_ones_are_named() -> None:
-    work = _work(16, 320)
-    work[3:] += 8.0
-    (text,) = _stragglers(_analysed(work))
-    assert "13 of 16 ranks" in text and "than ranks 0, 1, 2 on host0" in text
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("ranks", "count"), [(3, 1), (4, 1), (8, 1), (16, 3), (64, 1)])
+def test_where_most_ranks_are_slow_the_fast_ones_are_named(ranks: int, count: int, kind: str) -> None:
+    for seed in range(3):
+        work = _work(ranks, 320, kind, seed)
+        work[count:] += 8.0
+        found = _analysed(work)
+        assert not found.blame.late
+        (fast,) = [finding for finding in found.findings if finding.kind == "fast"]
+        assert fast.text.startswith(f"rank{'s' * (count > 1)} {', '.join(map(str, range(count)))} on host0")
+        assert fast.cost_ms == pytest.approx(8.0, rel=0.1)
+        if ranks > 3:  # of three levels of three ranks, none is usual
+            late = work.copy()
+            late[ranks - 1] += 8.0
+            blame, truth = _analysed(late).blame, (late.max(axis=0) - work.max(axis=0)).mean()
+            assert blame.late == [ranks - 1] and blame.ranks[0].cost_ms.value == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, pytest.param(512, marks=pytest.mark.slow)])
+def test_stragglers_near_the_threshold_are_judged_together(ranks: int) -> None:
+    """Each holds up the others too, so that leaving out one of them takes from the cost of the other."""
+    for seed in range(2):
+        for lateness in ((4.5, 4.5), (5.5, 5.0), (5.0, 4.0)):
+            quiet = _work(ranks, 150, seed=seed)
+            work = quiet.copy()
+            work[[3, 5]] += np.array(lateness)[:, None]
+            found, truth = _analysed(work), (work.max(axis=0) - quiet.max(axis=0)).mean()
+            assert sorted(found.blame.late) == [3, 5], (seed, lateness)
+            assert sum(row.cost_ms.value for row in found.blame.ranks[:2]) == pytest.approx(truth, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("ranks", "steps", "every"), [(2, 240, 8), (8, 240, 8), (8, 400, 16), (64, 240, 8)])
+def test_workers_that_train_apart_are_judged_from_exchange_to_exchange(
+    ranks: int, steps: int, every: int, kind: str
+) -> None:
+    quiet = _work(ranks, steps, kind, seed=ranks)
+    work = _planted(quiet, (1, 0.0, 1.0))
+    longest = [each.reshape(ranks, -1, every).mean(axis=2).max(axis=0).mean() for each in (work, quiet)]
+    for block in (every, 50):  # the stamps of 50 steps, of which some exchanges have no beginning
+        table = columns_of(table_of(work, every=every), np.arange(steps) % (2 * block) < block)
+        found = analyse(run_of(table))
+        assert found.blame.late == [1] and found.blame.causes[1][0].name == "backward"
+        assert found.blame.ranks[0].cost_ms.value == pytest.approx(longest[0] - longest[1], rel=0.05)
+    assert _waited(analyse(run_of(table_of(work, every=every)))) == pytest.approx(21.0 * (ranks - 1) / ranks, rel=0.2)
+    none = analyse(run_of(table_of(quiet, every=every)))
+    assert none.blame.steps == steps - 2, "the first two warm up"
+    work[0, steps // 2] += 3000.0
+    (pause,) = [finding for finding in analyse(run_of(table_of(work, every=every))).findings if finding.kind == "pause"]
+    assert pause.text.startswith("rank 0 on host0 paused once") and pause.cost_ms == pytest.approx(
+        3000 / steps, rel=0.2
+    )
+    assert not none.blame.late and [finding.kind for finding in none.findings] == ["input"]
+
+
+def _waited(found: Analysis) -> float:
+    return sum(part.ms.value for part in found.budget.parts if part.name == "waiting for late ranks")
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_stragglers_cost_at_most_what_the_others_wait(every: int) -> None:
+    """Also where stamps show more lateness than waits: here a rank loses the time after each exchange."""
+    table = table_of(_planted(_work(4, 320), (1, 0.0, 1.0)), every=every)
+    for waited in (1.0, 0.3):
+        parts = {**table.parts_us, "wait": waited * table.parts_us["wait"]}
+        ready = table.released_us - parts["wait"]
+        blame = analyse(run_of(replace(table, parts_us=parts, ready_us=ready))).blame
+        waits = parts["wait"].mean(axis=1).max() / 1e3
+        assert blame.late == [1] and blame.ranks[0].cost_ms.value <= waits * 1.001
+        assert blame.ranks[0].cost_ms.value > 0.9 * waited * 19.0
 
 
 STEPS = 518_400

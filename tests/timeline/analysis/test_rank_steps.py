@@ -44,7 +44,9 @@ def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
     late_us = {"start_us": 0.0, "ready_us": 5e3, "released_us": 6e3, "end_us": 6e3}
     times = {name: np.tile(start + late, (RANKS, 1)) for name, late in late_us.items()}
     number = np.arange(1, steps + 1, dtype=np.int32)
-    found = from_stamps(replace(_table(), step=number, block=number, parts_us={"aside": 0 * times["end_us"]}, **times))
+    found = from_stamps(
+        replace(_table(), step=number, block=0 * number, parts_us={"aside": 0 * times["end_us"]}, **times)
+    )
     assert found.work_ms.size <= 1 << 18
     quarters = np.histogram(found.step, bins=4, range=(0, steps))[0]
     assert quarters.min() > 0.9 * quarters.max()

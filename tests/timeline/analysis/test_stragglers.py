@@ -23,7 +23,10 @@ def _rounds(work: Floats, error_ms: float = 0.0) -> Rounds:
     ranks, steps = work.shape
     errors, step = np.where(np.arange(ranks) > 0, error_ms, 0.0), np.arange(steps, dtype=np.int32)
     hosts = [f"host{i}" for i in range(ranks)]
-    return Rounds("stamps", hosts, work, step, step, np.ones(steps), float(np.median(work)), errors)
+    ones, far = np.ones(steps, np.int32), np.full_like(work, np.inf)
+    return Rounds(
+        "stamps", hosts, work, step, step, np.ones(steps), float(np.median(work)), errors, ones, far, work[:0, None]
+    )
 
 
 def _quiet(seed: int, ranks: int, steps: int, kind: str, scale: float) -> Floats:
