@@ -51,14 +51,21 @@ class Budget:
         steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
         parts: data, forward, backward, exposed communication (waiting for late ranks, negotiation, queue, fusion
             copies, transfer, other), optimizer, evaluations and checkpoints, rest. Parts of 0 ms are omitted.
-        exposed: names of the parts that are exposed communication.
+        exposed: names of the parts that are exposed communication; None if that is unknown, as in a Timeline alone.
+        absent: names of the parts that were measured, and are omitted.
     """
 
     what: str
     step_ms: Estimate
     steps: Count
     parts: Sequence[Part]
-    exposed: Sequence[str]
+    exposed: Sequence[str] | None
+    absent: Sequence[str] = ()
+
+    @property
+    def exposed_parts(self) -> list[Part]:
+        """The parts that are exposed communication; none if that is unknown."""
+        return [part for part in self.parts if part.name in (self.exposed or ())]
 
 
 @dataclass(frozen=True)
@@ -448,10 +455,11 @@ def figures(analysis: Analysis) -> dict[str, float]:
     if (budget := analysis.budget) is not None:
         if budget.steps:
             found["step_ms"] = budget.step_ms.value
-        exposed = [part for part in budget.parts if part.name in budget.exposed]
-        found["exposed_ms"] = sum(part.ms.value for part in exposed)
-        found["exposed_share"] = sum(part.share for part in exposed)
+        if budget.exposed is not None:
+            found["exposed_ms"] = sum(part.ms.value for part in budget.exposed_parts)
+            found["exposed_share"] = sum(part.share for part in budget.exposed_parts)
         if budget.steps:
+            found |= dict.fromkeys(map(part_figure, budget.absent), 0.0)
             found |= {part_figure(part.name): part.ms.value for part in budget.parts}
     if communication is not None:
         found |= {"hidden_share": communication.hidden_share, "bus_gb_per_s": communication.bus_gb_per_s}

@@ -97,6 +97,8 @@ def step_budget(
     exchange = ms.pop(EXCHANGE)
     shares = exposed_shares(table, horovod)
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
+    if journal is not None or (sample.steps == 1).all():
+        ms.setdefault(UNRECORDED, Estimate(0.0, 0.0, 0.0))
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
@@ -197,11 +199,15 @@ def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
             parts[name] = parts.get(name, 0.0) + phases.length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
-    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])
+    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, None)
 
 
-def _budget(what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str]) -> Budget:
+def _budget(
+    what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str] | None
+) -> Budget:
     names = [*(name for name in ORDER if name in ms), *(name for name in ms if name not in ORDER)]
     share = 1 / whole.value if whole.value else 0.0
     parts = [Part(name, ms[name], ms[name].value * share) for name in names if ms[name].value > _LEAST * whole.value]
-    return Budget(what, whole, steps, parts, [part.name for part in parts if part.name in exposed])
+    shown = [part.name for part in parts]
+    absent = [name for name in names if name not in shown]
+    return Budget(what, whole, steps, parts, exposed and [name for name in shown if name in exposed], absent)

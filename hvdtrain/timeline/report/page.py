@@ -62,8 +62,7 @@ def headline(analysis: Analysis) -> list[str]:
     if (budget := analysis.budget) is not None:
         subject = "The step time is" if budget.steps else "The Timeline has no recognisable steps; it spans"
         clauses.append(f"{subject} {wording.ms(budget.step_ms.value)} ms")
-        exposed = [part for part in budget.parts if part.name in budget.exposed]
-        if exposed:
+        if exposed := budget.exposed_parts:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
             clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
     if analysis.blame.late:
@@ -84,7 +83,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     shown = dict.fromkeys(one.name for lane in lanes for one in lane.slices)
     legend = [(page_view.hue(name), name) for name in shown]
     steps = analysis.budget is None or analysis.budget.steps > 0
-    parts, exposed = (analysis.budget.parts, analysis.budget.exposed) if analysis.budget else ((), ())
+    parts, exposed = (analysis.budget.parts, analysis.budget.exposed or ()) if analysis.budget else ((), ())
     return {
         "analysis": analysis,
         "headline": headline(analysis),
