@@ -148,7 +148,7 @@ class StepTable:
 
 @dataclass(frozen=True)
 class JournalSteps:
-    """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spaced ones.
+    """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spread ones.
 
     Attributes:
         step, step_ms: numbers, ascending, and durations [n].

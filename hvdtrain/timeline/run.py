@@ -178,7 +178,7 @@ def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
 
 
 def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:
-    """Yield evenly spaced steps of all starts, without those that a later start repeated."""
+    """Yield evenly spread steps of all starts, without those that a later start repeated."""
     total, end = sum(len(start.steps) for start in past), math.inf
     for start in reversed(past):
         most = max(1, _MOST_STEPS * len(start.steps) // max(1, total))

@@ -14,7 +14,7 @@ from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Memory, OuterSteps, RankRow, Spell
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
@@ -23,6 +23,7 @@ from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
 from hvdtrain.timeline.analysis.shares import stragglers_of
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import RunTrace
@@ -34,7 +35,7 @@ def analyse(run: RunTrace) -> Analysis:
     if run.steps is None and run.horovod:
         run = _regular(run)
     table = run.steps
-    spent = budget.step_budget(table, run.horovod, run.journal) if table is not None else None
+    spent = budget.step_budget(table, run.horovod, run.start) if table is not None else None
     if spent is not None and table is not None and run.is_part:
         spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
     if spent is None:
@@ -46,7 +47,8 @@ def analyse(run: RunTrace) -> Analysis:
         stragglers = find_stragglers(rounds)
     blame = _blame(run, stragglers)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
-    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
+    stalls = stalls_of(run.start, stragglers)
+    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed, stalls)
     memory = run.newest("memory")
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
@@ -61,26 +63,25 @@ def analyse(run: RunTrace) -> Analysis:
         lanes=lanes.window_lanes(run, turns(changed, blame)),
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
-        goodput=_goodput(run, spent),
+        goodput=_goodput(run),
         efficiency=efficiency(run, spent),
         scaling=scaling(run.starts),
         outer=_outer(run),
         start_up=begun,
         changes=changed,
         over_time=over_time(run, changed, blame),
+        stalls=stalls,
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(facts)],
     )
 
 
-def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
+def _goodput(run: RunTrace) -> Goodput | None:
     """Return the goodput. A start in several rounds waited for late ranks as their mean, weighted by steps."""
     waited: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for index, table in run.stamped:
-        of_start = spent if table is run.steps else budget.step_budget(table)
-        if of_start is not None:
-            late = sum(part.share for part in of_start.parts if part.name == budget.LATE)
-            waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
+        late = budget.late_share(table, run.starts[index] if 0 <= index < len(run.starts) else run.start)
+        waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
     shares = {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()}
     return goodput_of(run.starts, shares)
 

@@ -166,6 +166,26 @@ class StartUp:
 
 
 @dataclass(frozen=True)
+class Stalls:
+    """Steps that took more than ten times as long as a usual one, after the start-up.
+
+    Attributes:
+        extra_ms, share: by how much longer they took than usual steps, in all, and as a share of the time of all steps.
+        longest_ms: by how much longer the longest took.
+        recorded: in how many of them the stamps show a rank that paused.
+        ranks: those that paused in most of these.
+    """
+
+    steps: Sequence[Count]
+    extra_ms: float
+    share: Share
+    longest_step: Count
+    longest_ms: float
+    recorded: Count
+    ranks: Sequence[Count]
+
+
+@dataclass(frozen=True)
 class Change:
     """A stretch of steps that took longer on all ranks than usual. By the clock of rank 0, medians over steps.
 
@@ -408,6 +428,7 @@ class Analysis:
         outer: None if ranks exchange in every step.
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
+        stalls: None if no step stalled.
     """
 
     title: str
@@ -429,6 +450,7 @@ class Analysis:
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
     over_time: OverTime | None = None
+    stalls: Stalls | None = None
 
 
 def part_figure(part: str) -> str:

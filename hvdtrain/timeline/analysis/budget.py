@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
+from hvdtrain.timeline.analysis.stalls import stalled
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
-from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable
+from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
@@ -61,7 +64,7 @@ def sample_of(table: StepTable) -> Sample:
 
 
 def step_budget(
-    table: StepTable, horovod: Sequence[HorovodTrace] = (), journal: JournalSteps | None = None
+    table: StepTable, horovod: Sequence[HorovodTrace] = (), journal: JournalStart | None = None
 ) -> Budget | None:
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
@@ -70,10 +73,12 @@ def step_budget(
     Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
     the wait, such as device work, are shortened.
 
-    Of steps between recorded ones the total is known, and from the journal the mean duration. What makes them longer
-    than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if there are any.
+    Of steps between recorded ones the total is known, and from the journal which ones stalled, and the mean duration.
+    What makes them longer than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if
+    there are any.
     """
-    sample = sample_of(table)
+    journal = journal or JournalStart({})
+    sample = weighed(table, journal)
     wall, parts = step_parts(table, sample)
     if not wall.size:
         return None
@@ -85,9 +90,9 @@ def step_budget(
         end = table.end_us[:, sample.columns].mean(axis=0)
         since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
         whole = mean_of(since / sample.steps, sample.steps)
-        if journal is not None and ms.get(ASIDE) is not None:
-            inside = (journal.step >= table.step[sample.columns[0]]) & (journal.step <= table.step[-1])
-            own_ms = float(np.mean(journal.step_ms[inside])) if inside.any() else 0.0
+        if len(journal.steps) and ms.get(ASIDE) is not None:
+            inside = _inside(journal, table, sample)
+            own_ms = 1e3 * float(np.mean(np.array(journal.seconds)[inside])) if inside.any() else 0.0
             known = sum(each.value for name, each in ms.items() if name != ASIDE)
             slower = min(max(0.0, own_ms - known), max(0.0, whole.value - known))
             if slower > _LEAST * whole.value:
@@ -97,12 +102,40 @@ def step_budget(
     exchange = ms.pop(EXCHANGE)
     shares = exposed_shares(table, horovod)
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
-    if journal is not None or (sample.steps == 1).all():
+    if len(journal.steps) or (sample.steps == 1).all():
         ms.setdefault(UNRECORDED, Estimate(0.0, 0.0, 0.0))
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
     return _budget(what, whole, wall.shape[1], ms, exposed)
+
+
+def late_share(table: StepTable, journal: JournalStart) -> float:
+    """Return the share of steps, without stalled ones and evaluations, in which ranks waited for late ones."""
+    sample = sample_of(table)
+    wall, parts = step_parts(table, sample)
+    usual = ~np.isin(table.step[sample.columns], np.array(journal.steps)[stalled(journal)])
+    late, whole = ((each * sample.weights)[:, usual].sum() for each in (parts[LATE], wall - parts.get(ASIDE, 0.0)))
+    return float(late / whole) if whole > 0 else 0.0
+
+
+def weighed(table: StepTable, journal: JournalStart) -> Sample:
+    """Return the sample of a table in which the stalled steps with stamps represent all stalled ones of the journal."""
+    sample = sample_of(table)
+    inside = _inside(journal, table, sample)
+    steps, weights = np.array(journal.steps)[inside & stalled(journal)], sample.weights
+    mine = np.isin(table.step[sample.columns], steps)
+    if mine.any() and not mine.all():
+        total, every = float(weights.sum()), len(np.unique(steps))
+        scale = np.where(mine, every / weights[mine].sum(), (total - every) / weights[~mine].sum())
+        sample = replace(sample, weights=weights * scale)
+    return sample
+
+
+def _inside(journal: JournalStart, table: StepTable, sample: Sample) -> NDArray[np.bool_]:
+    """Return which steps of the journal are in the range of a sample [lines]."""
+    steps, mine = np.array(journal.steps), table.step[sample.columns]
+    return np.asarray((steps >= mine[0]) & (steps <= mine[-1]) if len(mine) else np.zeros(len(steps), bool))
 
 
 def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:

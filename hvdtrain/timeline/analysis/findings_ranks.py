@@ -173,7 +173,8 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         return
     by_rank: dict[int, list[Pause]] = {}
     for pause in stragglers.pauses:
-        by_rank.setdefault(pause.rank, []).append(pause)
+        if facts.stalls is None or pause.step not in facts.stalls.steps:
+            by_rank.setdefault(pause.rank, []).append(pause)
     together: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(by_rank):
         together.setdefault(tuple(sorted(pause.step for pause in by_rank[rank])), []).append(rank)
@@ -198,6 +199,25 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         count = sum(len(together[steps]) for steps in left)
         text = f"{wording.counted(count, 'more rank')} paused, each for {_seconds(took[left[0]])} or less in total"
         yield Finding("pause", text, None, "check what the hosts did then")
+
+
+def _stalled(facts: Facts) -> Iterator[Finding]:
+    """Report stalled steps, with the ranks that paused in those with stamps."""
+    found, start = facts.stalls, facts.run.start
+    if found is None or (not found.recorded and found.share < LEAST_SHARE):
+        return
+    text = f"step {found.longest_step:,} stalled for {_seconds(found.longest_ms)}"
+    if (count := len(found.steps)) > 1:
+        text = f"{count:,} steps stalled, {_when(found.steps)}, for {_seconds(found.extra_ms)} in total"
+        text += f" ({wording.percent(found.share)} of the time); longest step {found.longest_step:,}"
+        text += f", for {_seconds(found.longest_ms)}"
+    hosts = facts.run.steps.hosts if facts.run.steps is not None else ()
+    advice = "check what the hosts did then; pauses do not count as straggler cost"
+    if found.ranks:
+        text += f"; {wording.ranks(found.ranks, hosts)} paused in {found.recorded:,} of these, which have stamps"
+        if _stopped_ms(facts, found.ranks[0], found.longest_step) > _MOST_OF_PAUSE * found.longest_ms:
+            advice = _CURES["stopped"]
+    yield Finding("pause", text, found.extra_ms / max(1, len(start.steps)), advice)
 
 
 def _when(steps: Sequence[int]) -> str:
@@ -248,4 +268,4 @@ def _seconds(ms: float) -> str:
     return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
 
 
-RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _pauses, _jitter)
+RULES_OF_RANKS = (_late, _shares, _division, _sizes, _padding, _stopped, _stalled, _pauses, _jitter)

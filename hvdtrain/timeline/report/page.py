@@ -31,6 +31,8 @@ MOST_SLICES = 50_000
 
 _MOST_LANES = 256
 _MOST_NAMES = 10
+_MUCH_STALLED = 0.02
+"""Of the time of steps: less is not in the headline."""
 _US = 1e3  # in a millisecond
 _FILTERS = (
     *(wording.decimals, wording.elapsed, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
@@ -73,6 +75,10 @@ def headline(analysis: Analysis) -> list[str]:
     elif analysis.blame.source != "none":
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
+    if (stalls := analysis.stalls) is not None and stalls.share >= _MUCH_STALLED:
+        who = f": {wording.ranks(stalls.ranks)} paused" if stalls.ranks else ""
+        seconds = f"{wording.ms(stalls.extra_ms / 1e3)} s ({wording.percent(stalls.share)} of the time)"
+        clauses.append(f"{wording.counted(len(stalls.steps), 'step')} stalled, for {seconds} in total{who}")
     return clauses or ["No step was measured"]
 
 
