@@ -167,6 +167,11 @@ def worst_straggler(blame: analysis.Blame) -> tuple[str, str, list[int]]:
     return straggler(blame, first), found, group
 
 
+def round_of(other: analysis.OtherRound) -> str:
+    """Name another start or round as ``steps 1 to 120, on 4 ranks``."""
+    return f"steps {other.first_step:,} to {other.last_step:,}, on {counted(other.size, 'rank')}"
+
+
 def total(estimates: Iterable[analysis.Estimate]) -> analysis.Estimate:
     """Add estimates, with the widest possible interval."""
     every = list(estimates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,17 @@ from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, communication, lanes
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow, Spell
+from hvdtrain.timeline.analysis.analysis import (
+    Analysis,
+    Blame,
+    Budget,
+    Estimate,
+    Memory,
+    OtherRound,
+    OuterSteps,
+    RankRow,
+    Spell,
+)
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
@@ -22,6 +32,7 @@ from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
+from hvdtrain.timeline.analysis.rounds import counted_steps, rounds_of, weighed_budget
 from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
@@ -34,21 +45,17 @@ def analyse(run: RunTrace) -> Analysis:
     ticks = run.horovod
     if run.steps is None and run.horovod:
         run = _regular(run)
-    table = run.steps
-    spent = budget.step_budget(table, run.horovod, run.start) if table is not None else None
-    if spent is not None and table is not None and run.is_part:
-        spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
-    if spent is None:
-        spent = budget.timeline_budget(run.horovod)
+    runs = rounds_of(run)
+    spent = _spent(run, runs)
     exchange = communication.measure_communication(run)
-    shares = run.start.events_named("shares")
-    stragglers = stragglers_of(table, shares, run.config) if table is not None else None
+    stragglers = _stragglers(run)
     if stragglers is None and (rounds := from_ticks(ticks)) is not None:
         stragglers = find_stragglers(rounds)
     blame = _blame(run, stragglers)
     begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
     stalls = stalls_of(run.start, stragglers)
     facts = Facts(run, spent, exchange, blame, stragglers, begun, changed, stalls)
+    others = _others(facts, runs)
     memory = run.newest("memory")
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
@@ -59,7 +66,7 @@ def analyse(run: RunTrace) -> Analysis:
         communication=exchange,
         carriers=communication.top_carriers(run),
         blame=blame,
-        findings=find(facts),
+        findings=find(facts, others),
         lanes=lanes.window_lanes(run, turns(changed, blame)),
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
@@ -73,7 +80,43 @@ def analyse(run: RunTrace) -> Analysis:
         stalls=stalls,
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(facts)],
+        others=[other for _, other in others if other.blame.late],
     )
+
+
+def _spent(run: RunTrace, runs: Sequence[RunTrace]) -> Budget | None:
+    """Return the budget of all starts by their steps; of a Timeline alone, its own."""
+    table = run.steps
+    if table is None:
+        return budget.timeline_budget(run.horovod)
+    shares = budget.exposed_shares(table, run.horovod)
+    known = [(each, budget.step_budget(each.steps, (), each.start, shares)) for each in runs if each.steps is not None]
+    found = [(each, spent) for each, spent in known if spent is not None]
+    if len(found) > 1:
+        measured, budgets = zip(*found, strict=True)
+        return weighed_budget(budgets, measured, counted_steps(measured))
+    spent = found[0][1] if found else budget.timeline_budget(run.horovod)
+    if spent is not None and run.is_part:
+        spent = replace(spent, what=f"{spent.what}, only steps {table.step[0]} to {table.step[-1]}")
+    return spent
+
+
+def _stragglers(run: RunTrace) -> Stragglers | None:
+    return stragglers_of(run.steps, run.start.events_named("shares"), run.config) if run.steps is not None else None
+
+
+def _others(facts: Facts, runs: Sequence[RunTrace]) -> list[tuple[Facts, OtherRound]]:
+    """Return the facts about other starts than the one that `facts` are of, and their stragglers."""
+    counts, found = counted_steps(runs), []
+    for run, count in zip(runs, counts, strict=True):
+        if run is facts.run or run.steps is None:
+            continue
+        stragglers = _stragglers(run)
+        blame, spent = _blame(run, stragglers), budget.step_budget(run.steps, (), run.start)
+        own = Facts(run, spent, None, blame, stragglers, stalls=stalls_of(run.start, stragglers))
+        first, last = int(run.steps.step[0]), int(run.steps.step[-1])
+        found.append((own, OtherRound(first, last, run.size, count / max(1.0, sum(counts)), blame)))
+    return found
 
 
 def _goodput(run: RunTrace) -> Goodput | None:

@@ -303,6 +303,20 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class OtherRound:
+    """The stragglers of another start or round of a run, which had ranks of its own.
+
+    `share` of the steps that are analysed are in it. Costs are per step of it.
+    """
+
+    first_step: Count
+    last_step: Count
+    size: Count
+    share: Share
+    blame: Blame
+
+
+@dataclass(frozen=True)
 class Finding:
     """A problem worth knowing.
 
@@ -429,6 +443,7 @@ class Analysis:
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
         stalls: None if no step stalled.
+        others: starts and rounds with stragglers besides the one that `blame` is of; the budget is of all.
     """
 
     title: str
@@ -451,6 +466,7 @@ class Analysis:
     changes: Sequence[Change] = ()
     over_time: OverTime | None = None
     stalls: Stalls | None = None
+    others: Sequence[OtherRound] = ()
 
 
 def part_figure(part: str) -> str:
@@ -461,12 +477,13 @@ def part_figure(part: str) -> str:
 def figures(analysis: Analysis) -> dict[str, float]:
     """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
-    goodput (0 to 1, of all starts), mfu, scaling_efficiency, step_ms, straggler_ms (of the worst one in the steps in
-    which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share, bus_gb_per_s, and PART_ms
-    for each part of the budget (underscores for spaces).
+    goodput (0 to 1, of all starts), mfu, scaling_efficiency, step_ms, straggler_ms (of the worst one of all rounds,
+    in the steps in which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share,
+    bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
     """
     communication, blame = analysis.communication, analysis.blame
-    worst = blame.worst_ms()
+    blames = [blame, *(other.blame for other in analysis.others)]
+    worst = max((each.worst_ms() for each in blames), key=lambda each: max(each.values(), default=0.0))
     found = {
         "goodput": analysis.goodput.share if analysis.goodput else None,
         "mfu": analysis.efficiency.mfu if analysis.efficiency else None,

@@ -64,14 +64,17 @@ def sample_of(table: StepTable) -> Sample:
 
 
 def step_budget(
-    table: StepTable, horovod: Sequence[HorovodTrace] = (), journal: JournalStart | None = None
+    table: StepTable,
+    horovod: Sequence[HorovodTrace] = (),
+    journal: JournalStart | None = None,
+    shares: Mapping[str, Estimate] | None = None,
 ) -> Budget | None:
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
     A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
     for sums (from ready to released) is split when the last rank is ready. The time after that is split by rank 0's
-    Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
-    the wait, such as device work, are shortened.
+    Horovod Timeline, or by given `shares`; steps outside the Timeline get the same shares. Other parts are as measured.
+    Parts that overlap the wait, such as device work, are shortened.
 
     Of steps between recorded ones the total is known, and from the journal which ones stalled, and the mean duration.
     What makes them longer than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if
@@ -100,14 +103,14 @@ def step_budget(
                 ms[UNRECORDED] = mean_of(columns[UNRECORDED], sample.weights)
         ms = _with_steps_between(ms, columns, sample.weights, whole)
     exchange = ms.pop(EXCHANGE)
-    shares = exposed_shares(table, horovod)
+    shares = shares or exposed_shares(table, horovod)
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
     if len(journal.steps) or (sample.steps == 1).all():
         ms.setdefault(UNRECORDED, Estimate(0.0, 0.0, 0.0))
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
-    return _budget(what, whole, wall.shape[1], ms, exposed)
+    return budget_of(what, whole, wall.shape[1], ms, exposed)
 
 
 def late_share(table: StepTable, journal: JournalStart) -> float:
@@ -232,12 +235,13 @@ def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
             parts[name] = parts.get(name, 0.0) + phases.length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
-    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, None)
+    return budget_of("rank 0's communication", Estimate(wall, wall, wall), steps, exact, None)
 
 
-def _budget(
+def budget_of(
     what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str] | None
 ) -> Budget:
+    """Return a budget of parts in their order; those of 0 ms are absent."""
     names = [*(name for name in ORDER if name in ms), *(name for name in ms if name not in ORDER)]
     share = 1 / whole.value if whole.value else 0.0
     parts = [Part(name, ms[name], ms[name].value * share) for name in names if ms[name].value > _LEAST * whole.value]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Finding
+from hvdtrain.timeline.analysis.analysis import Finding, OtherRound
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
 from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
-from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.columns import RunTrace
@@ -36,14 +37,25 @@ _COMPILATIONS = (
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
 
-def find(facts: Facts) -> list[Finding]:
-    """Return all findings, most costly first; unknown costs last."""
+def find(facts: Facts, others: Sequence[tuple[Facts, OtherRound]] = ()) -> list[Finding]:
+    """Return all findings, most costly first; unknown costs last. Of other starts, those about ranks."""
     rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
         rules.append(_of_timelines)
-    return sorted((found for rule in rules for found in rule(facts)), key=lambda finding: -(finding.cost_ms or 0.0))
+    found = [finding for rule in rules for finding in rule(facts)]
+    found += [finding for own, other in others for finding in _of_other_start(own, other, facts.step_ms)]
+    return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
+
+
+def _of_other_start(facts: Facts, other: OtherRound, step_ms: float) -> Iterator[Finding]:
+    """Yield what matters about the ranks of another start, with its cost over all steps of the run."""
+    for finding in (finding for rule in RULES_OF_RANKS for finding in rule(facts)):
+        cost = (finding.cost_ms or 0.0) * other.share
+        if finding.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * step_ms):
+            text = f"{wording.round_of(other)}: {finding.text}"
+            yield replace(finding, text=text, cost_ms=cost if finding.cost_ms is not None else None)
 
 
 def _compilations(facts: Facts) -> Iterator[Finding]:

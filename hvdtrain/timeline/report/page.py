@@ -72,9 +72,12 @@ def headline(analysis: Analysis) -> list[str]:
         clauses.append(f"{name} is a straggler and costs {cost}")
         if others := len(analysis.blame.late) - len(ranks):
             clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
-    elif analysis.blame.source != "none":
+    elif analysis.blame.source != "none" and not analysis.others:
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
+    for other in sorted(analysis.others, key=lambda other: -max(other.blame.worst_ms().values()) * other.share)[:1]:
+        name, cost, _ = wording.worst_straggler(other.blame)
+        clauses.append(f"{name} was a straggler in {wording.round_of(other)}, and cost {cost}")
     if (stalls := analysis.stalls) is not None and stalls.share >= _MUCH_STALLED:
         who = f": {wording.ranks(stalls.ranks)} paused" if stalls.ranks else ""
         seconds = f"{wording.ms(stalls.extra_ms / 1e3)} s ({wording.percent(stalls.share)} of the time)"

@@ -152,6 +152,27 @@ def test_sampled_steps_count_by_what_they_represent(ranks: int, begin: float, en
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
 
 
+@pytest.mark.parametrize(("ranks", "later"), [(4, 2), (8, 8), (64, 32)])
+def test_a_straggler_of_an_earlier_start_is_named_with_when_and_where(ranks: int, later: int) -> None:
+    first, last = (table_of(work) for work in (_planted(_work(ranks, 200), (2, 0.0, 1.0)), _work(later, 60, seed=1)))
+    last = replace(last, step=last.step + 180)  # repeats the last 20 steps of the first start
+    found = analyse(run_of(last, stamped=[(-1, first), (-1, last)]))
+    quiet = analyse(run_of(last))
+    (finding,) = [finding for finding in found.findings if finding.kind == "straggler"]
+    assert not found.blame.late and found.budget is not None and quiet.budget is not None
+    figure = figures(found)
+    assert figure["straggler_ms"] == pytest.approx(21.0, rel=0.2) and figure["straggler_rank"] == 2
+    assert finding.cost_ms == pytest.approx(figure["straggler_ms"] * 180 / 240)
+    assert finding.text.startswith(f"steps 1 to 200, on {ranks} ranks: rank 2 on host0 is a straggler")
+    for text in ("; ".join(headline(found)), to_text(found), " ".join(summary_lines(found))):
+        assert f"in steps 1 to 200, on {ranks} ranks" in text and "rank 2 on host0" in text
+    alone = [analyse(run_of(table)).budget for table in (first, last)]
+    mean_ms = sum(n * budget.step_ms.value for n, budget in zip((180, 60), alone, strict=True) if budget) / 240
+    assert found.budget.step_ms.value == pytest.approx(mean_ms)
+    assert sum(part.ms.value for part in found.budget.parts) == pytest.approx(mean_ms)
+    assert "steps 1 to 240 of 2 starts" in found.budget.what and quiet.budget == alone[1]
+
+
 @pytest.mark.parametrize(
     ("ranks", "steps", "period"),
     [(8, 131_072, 128), (64, 20_480, 128), (64, 30_000, 500), pytest.param(512, 65_536, 128, marks=pytest.mark.slow)],
