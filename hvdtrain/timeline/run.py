@@ -20,7 +20,7 @@ from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
-from hvdtrain.timeline.analysis.rounds import has_enough
+from hvdtrain.timeline.analysis.rounds import ENOUGH
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
@@ -93,7 +93,7 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     notes = [f"start {number} of the journal has format {found}, {unread}" for number, found in wrong]
     starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
-    enough = [start for start in stamped if has_enough(start.steps)]
+    enough = [start for start in stamped if len(start.steps.step) >= ENOUGH]
     longest = max(stamped, key=lambda start: len(start.steps.step), default=None)
     start = enough[-1] if enough else longest or next(reversed(starts), None)
     steps = start.steps if start is not None and stamped else None

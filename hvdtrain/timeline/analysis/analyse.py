@@ -14,17 +14,7 @@ from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, communication, lanes
-from hvdtrain.timeline.analysis.analysis import (
-    Analysis,
-    Blame,
-    Budget,
-    Estimate,
-    Memory,
-    OtherRound,
-    OuterSteps,
-    RankRow,
-    Spell,
-)
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
@@ -37,7 +27,7 @@ from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import RunTrace
+from hvdtrain.timeline.columns import HorovodTrace, RunTrace
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -45,86 +35,65 @@ def analyse(run: RunTrace) -> Analysis:
     ticks = run.horovod
     if run.steps is None and run.horovod:
         run = _regular(run)
-    runs = rounds_of(run)
-    spent = _spent(run, runs)
-    exchange = communication.measure_communication(run)
-    stragglers = _stragglers(run)
-    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
-        stragglers = find_stragglers(rounds)
-    blame = _blame(run, stragglers)
-    begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
-    stalls = stalls_of(run.start, stragglers)
-    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed, stalls)
-    others = _others(facts, runs)
+    shares = budget.exposed_shares(run.steps, run.horovod) if run.steps is not None else None
+    starts = [_facts(each, ticks, shares) for each in rounds_of(run)]
+    facts = next(each for each in starts if each.run is run)
+    counts = counted_steps([each.run for each in starts])
+    others = [(each, count / sum(counts)) for each, count in zip(starts, counts, strict=True) if each is not facts]
+    goodput = _goodput(run, starts)
+    late = [other.blame for other, _ in others if other.blame.late]
+    reason = "; ".join(filter(None, [facts.blame.reason, *map(wording.earlier_straggler, late[-1:])]))
+    facts = replace(facts, budget=weighed_budget(starts, counts), blame=replace(facts.blame, reason=reason))
     memory = run.newest("memory")
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
         title=name or run.path.resolve().name or str(run.path),  # as the user named it, but for . and ..
-        size=run.size or len(blame.ranks),
-        budget=spent,
-        communication=exchange,
+        size=run.size or len(facts.blame.ranks),
+        budget=facts.budget,
+        communication=facts.communication,
         carriers=communication.top_carriers(run),
-        blame=blame,
+        blame=facts.blame,
         findings=find(facts, others),
-        lanes=lanes.window_lanes(run, turns(changed, blame)),
+        lanes=lanes.window_lanes(run, turns(facts.changes, facts.blame)),
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
-        goodput=_goodput(run),
-        efficiency=efficiency(run, spent),
+        goodput=goodput,
+        efficiency=efficiency(run, facts.budget),
         scaling=scaling(run.starts),
         outer=_outer(run),
-        start_up=begun,
-        changes=changed,
-        over_time=over_time(run, changed, blame),
-        stalls=stalls,
+        start_up=facts.start_up,
+        changes=facts.changes,
+        over_time=over_time(run, facts.changes, facts.blame),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(facts)],
-        others=[other for _, other in others if other.blame.late],
+        others=late,
     )
 
 
-def _spent(run: RunTrace, runs: Sequence[RunTrace]) -> Budget | None:
-    """Return the budget of all starts by their steps; of a Timeline alone, its own."""
-    table = run.steps
-    if table is None:
-        return budget.timeline_budget(run.horovod)
-    shares = budget.exposed_shares(table, run.horovod)
-    known = [(each, budget.step_budget(each.steps, (), each.start, shares)) for each in runs if each.steps is not None]
-    found = [(each, spent) for each, spent in known if spent is not None]
-    if len(found) > 1:
-        measured, budgets = zip(*found, strict=True)
-        return weighed_budget(budgets, measured, counted_steps(measured))
-    spent = found[0][1] if found else budget.timeline_budget(run.horovod)
-    if spent is not None and run.is_part:
-        spent = replace(spent, what=f"{spent.what}, only steps {table.step[0]} to {table.step[-1]}")
-    return spent
+def _facts(run: RunTrace, ticks: Sequence[HorovodTrace], shares: Mapping[str, Estimate] | None) -> Facts:
+    """Return the facts of one start; `ticks` are used without stamps."""
+    table, spent, stragglers = run.steps, None, None
+    if table is not None:
+        spent = budget.step_budget(table, run.horovod, run.start, shares)
+        stragglers = stragglers_of(table, run.start.events_named("shares"), run.config)
+    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
+        stragglers = find_stragglers(rounds)
+    exchange, blame = communication.measure_communication(run), _blame(run, stragglers)
+    begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
+    spent = spent or budget.timeline_budget(run.horovod)
+    return Facts(run, spent, exchange, blame, stragglers, begun, changed, stalls_of(run.start))
 
 
-def _stragglers(run: RunTrace) -> Stragglers | None:
-    return stragglers_of(run.steps, run.start.events_named("shares"), run.config) if run.steps is not None else None
-
-
-def _others(facts: Facts, runs: Sequence[RunTrace]) -> list[tuple[Facts, OtherRound]]:
-    """Return the facts about other starts than the one that `facts` are of, and their stragglers."""
-    counts, found = counted_steps(runs), []
-    for run, count in zip(runs, counts, strict=True):
-        if run is facts.run or run.steps is None:
-            continue
-        stragglers = _stragglers(run)
-        blame, spent = _blame(run, stragglers), budget.step_budget(run.steps, (), run.start)
-        own = Facts(run, spent, None, blame, stragglers, stalls=stalls_of(run.start, stragglers))
-        first, last = int(run.steps.step[0]), int(run.steps.step[-1])
-        found.append((own, OtherRound(first, last, run.size, count / max(1.0, sum(counts)), blame)))
-    return found
-
-
-def _goodput(run: RunTrace) -> Goodput | None:
+def _goodput(run: RunTrace, starts: Sequence[Facts]) -> Goodput | None:
     """Return the goodput. A start in several rounds waited for late ranks as their mean, weighted by steps."""
     waited: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    known = {id(each.run.steps): each for each in starts}
     for index, table in run.stamped:
-        late = budget.late_share(table, run.starts[index] if 0 <= index < len(run.starts) else run.start)
-        waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
+        if (facts := known.get(id(table))) is not None:
+            usual_ms = facts.step_ms - facts.ms(budget.ASIDE, budget.UNRECORDED)
+            late = facts.ms(budget.LATE) / usual_ms if usual_ms > 0 else 0.0
+            waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
     shares = {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()}
     return goodput_of(run.starts, shares)
 
@@ -169,7 +138,8 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     rows.sort(key=lambda row: (order.get(row.rank, len(rows)), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
     steps, together = rounds.work_ms.shape[1], _together(run, parts)
-    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)
+    span = (int(run.steps.step[0]), int(run.steps.step[-1])) if run.steps is not None else (0, 0)
+    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together, *span)
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:

@@ -166,26 +166,6 @@ class StartUp:
 
 
 @dataclass(frozen=True)
-class Stalls:
-    """Steps that took more than ten times as long as a usual one, after the start-up.
-
-    Attributes:
-        extra_ms, share: by how much longer they took than usual steps, in all, and as a share of the time of all steps.
-        longest_ms: by how much longer the longest took.
-        recorded: in how many of them the stamps show a rank that paused.
-        ranks: those that paused in most of these.
-    """
-
-    steps: Sequence[Count]
-    extra_ms: float
-    share: Share
-    longest_step: Count
-    longest_ms: float
-    recorded: Count
-    ranks: Sequence[Count]
-
-
-@dataclass(frozen=True)
 class Change:
     """A stretch of steps that took longer on all ranks than usual. By the clock of rank 0, medians over steps.
 
@@ -256,6 +236,7 @@ class Blame:
         spells: of stragglers that were none in some of the steps, in their order.
         together: number of consecutive ranks that wait for each other within passes, where nobody measures it: any of
             them may be the slow one.
+        first_step, last_step: of the start; 0 without stamps.
     """
 
     source: Literal["stamps", "ticks", "none"]
@@ -266,6 +247,8 @@ class Blame:
     reason: str = ""
     spells: Sequence[Spell] = ()
     together: Count = 1
+    first_step: Count = 0
+    last_step: Count = 0
 
     def group_of(self, rank: int) -> list[int]:
         """Return the ranks that are slow together with a rank."""
@@ -300,20 +283,6 @@ class Blame:
         for ranks in self.slow_hosts().values():
             worst |= dict.fromkeys(ranks, sum(worst[rank] for rank in ranks))
         return worst
-
-
-@dataclass(frozen=True)
-class OtherRound:
-    """The stragglers of another start or round of a run, which had ranks of its own.
-
-    `share` of the steps that are analysed are in it. Costs are per step of it.
-    """
-
-    first_step: Count
-    last_step: Count
-    size: Count
-    share: Share
-    blame: Blame
 
 
 @dataclass(frozen=True)
@@ -442,8 +411,7 @@ class Analysis:
         outer: None if ranks exchange in every step.
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
-        stalls: None if no step stalled.
-        others: starts and rounds with stragglers besides the one that `blame` is of; the budget is of all.
+        others: of other starts and rounds with stragglers than that of `blame`, in order; the budget is of all.
     """
 
     title: str
@@ -465,8 +433,7 @@ class Analysis:
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
     over_time: OverTime | None = None
-    stalls: Stalls | None = None
-    others: Sequence[OtherRound] = ()
+    others: Sequence[Blame] = ()
 
 
 def part_figure(part: str) -> str:
@@ -482,7 +449,7 @@ def figures(analysis: Analysis) -> dict[str, float]:
     bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
     """
     communication, blame = analysis.communication, analysis.blame
-    blames = [blame, *(other.blame for other in analysis.others)]
+    blames = [blame, *analysis.others]
     worst = max((each.worst_ms() for each in blames), key=lambda each: max(each.values(), default=0.0))
     found = {
         "goodput": analysis.goodput.share if analysis.goodput else None,

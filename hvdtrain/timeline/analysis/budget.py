@@ -6,25 +6,24 @@ Stamps become sparser during a long run, so recorded steps have weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, warm_up
-from hvdtrain.timeline.analysis.stalls import stalled
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
 """Exposed communication after the last rank is ready, if no Horovod Timeline shows its phases."""
-UNRECORDED = "longer steps without stamps"
-"""How much longer they took than those with stamps, by the journal."""
+UNRECORDED = "longer steps"
+"""By how much stalled steps, and those without stamps, took longer than the others, by the journal."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
 PARAMETERS = "parameter gather"
@@ -53,12 +52,13 @@ class Sample:
     weights: Floats  # number of steps that each represents. A gap between two stretches counts half to each [n].
 
 
-def sample_of(table: StepTable) -> Sample:
-    """Return the steps of a table without warm-up. Work before a start's first step belongs to no step."""
+def sample_of(table: StepTable, without: Collection[int] = ()) -> Sample:
+    """Return the steps of a table but warm-up and `without`. Work before a start's first step belongs to no step."""
     aside = np.nan_to_num(table.parts_us["aside"])
     aside[:, :1] = 0.0
     begin = np.where(follows(table.step), np.roll(table.end_us, 1, axis=1), table.start_us - aside)
     columns = np.arange(warm_up(table), len(table.step), dtype=np.int32)
+    columns = columns[~np.isin(table.step[columns], [*without])]
     steps = np.append(1.0, np.diff(table.step[columns]))[: len(columns)]
     return Sample(columns, begin[:, columns], aside[:, columns], steps, represented(steps))
 
@@ -76,12 +76,12 @@ def step_budget(
     Horovod Timeline, or by given `shares`; steps outside the Timeline get the same shares. Other parts are as measured.
     Parts that overlap the wait, such as device work, are shortened.
 
-    Of steps between recorded ones the total is known, and from the journal which ones stalled, and the mean duration.
-    What makes them longer than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if
-    there are any.
+    Stalled steps count as not recorded. Of steps between recorded ones the total is known, and from the journal the
+    mean duration. What makes them longer than recorded ones is a part of its own; what else is left, as evaluations and
+    checkpoints if there are any.
     """
     journal = journal or JournalStart({})
-    sample = weighed(table, journal)
+    sample = sample_of(table, stalls_of(journal))
     wall, parts = step_parts(table, sample)
     if not wall.size:
         return None
@@ -94,7 +94,8 @@ def step_budget(
         since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
         whole = mean_of(since / sample.steps, sample.steps)
         if len(journal.steps) and ms.get(ASIDE) is not None:
-            inside = _inside(journal, table, sample)
+            number = np.array(journal.steps)
+            inside = (number >= table.step[sample.columns[0]]) & (number <= table.step[-1])
             own_ms = 1e3 * float(np.mean(np.array(journal.seconds)[inside])) if inside.any() else 0.0
             known = sum(each.value for name, each in ms.items() if name != ASIDE)
             slower = min(max(0.0, own_ms - known), max(0.0, whole.value - known))
@@ -111,34 +112,6 @@ def step_budget(
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
     return budget_of(what, whole, wall.shape[1], ms, exposed)
-
-
-def late_share(table: StepTable, journal: JournalStart) -> float:
-    """Return the share of steps, without stalled ones and evaluations, in which ranks waited for late ones."""
-    sample = sample_of(table)
-    wall, parts = step_parts(table, sample)
-    usual = ~np.isin(table.step[sample.columns], np.array(journal.steps)[stalled(journal)])
-    late, whole = ((each * sample.weights)[:, usual].sum() for each in (parts[LATE], wall - parts.get(ASIDE, 0.0)))
-    return float(late / whole) if whole > 0 else 0.0
-
-
-def weighed(table: StepTable, journal: JournalStart) -> Sample:
-    """Return the sample of a table in which the stalled steps with stamps represent all stalled ones of the journal."""
-    sample = sample_of(table)
-    inside = _inside(journal, table, sample)
-    steps, weights = np.array(journal.steps)[inside & stalled(journal)], sample.weights
-    mine = np.isin(table.step[sample.columns], steps)
-    if mine.any() and not mine.all():
-        total, every = float(weights.sum()), len(np.unique(steps))
-        scale = np.where(mine, every / weights[mine].sum(), (total - every) / weights[~mine].sum())
-        sample = replace(sample, weights=weights * scale)
-    return sample
-
-
-def _inside(journal: JournalStart, table: StepTable, sample: Sample) -> NDArray[np.bool_]:
-    """Return which steps of the journal are in the range of a sample [lines]."""
-    steps, mine = np.array(journal.steps), table.step[sample.columns]
-    return np.asarray((steps >= mine[0]) & (steps <= mine[-1]) if len(mine) else np.zeros(len(steps), bool))
 
 
 def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Finding, OtherRound
+from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
 from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
@@ -37,25 +37,23 @@ _COMPILATIONS = (
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
 
-def find(facts: Facts, others: Sequence[tuple[Facts, OtherRound]] = ()) -> list[Finding]:
-    """Return all findings, most costly first; unknown costs last. Of other starts, those about ranks."""
+def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Finding]:
+    """Return all findings, most costly first; unknown costs last.
+
+    Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
+    """
     rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
         rules.append(_of_timelines)
-    found = [finding for rule in rules for finding in rule(facts)]
-    found += [finding for own, other in others for finding in _of_other_start(own, other, facts.step_ms)]
-    return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
-
-
-def _of_other_start(facts: Facts, other: OtherRound, step_ms: float) -> Iterator[Finding]:
-    """Yield what matters about the ranks of another start, with its cost over all steps of the run."""
-    for finding in (finding for rule in RULES_OF_RANKS for finding in rule(facts)):
-        cost = (finding.cost_ms or 0.0) * other.share
-        if finding.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * step_ms):
-            text = f"{wording.round_of(other)}: {finding.text}"
-            yield replace(finding, text=text, cost_ms=cost if finding.cost_ms is not None else None)
+    every = [found for rule in rules for found in rule(facts)]
+    for other, share in others:
+        for found in (found for rule in RULES_OF_RANKS for found in rule(other)):
+            cost = (found.cost_ms or 0.0) * share
+            if found.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * facts.step_ms):
+                every.append(replace(found, text=f"{wording.start_of(other.blame)}: {found.text}", cost_ms=cost))
+    return sorted(every, key=lambda finding: -(finding.cost_ms or 0.0))
 
 
 def _compilations(facts: Facts) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, Stalls, StartUp
+from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, StartUp
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting
@@ -41,7 +41,7 @@ class Facts:
     stragglers: Stragglers | None
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
-    stalls: Stalls | None = None
+    stalls: Mapping[int, float] = field(default_factory=dict)  # by how much longer each stalled step took, ms
 
     def confirmed(self, advice: str, change: Setting, most_ms: float = math.inf) -> str:
         """Return advice with the gain that a what-if predicts, `most_ms` at most; empty if it predicts none.

@@ -6,60 +6,60 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate
 from hvdtrain.timeline.analysis.budget import budget_of
+from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.stragglers import weighed_mean
-from hvdtrain.timeline.columns import RunTrace, StepTable
+from hvdtrain.timeline.columns import RunTrace
 
-_ENOUGH = 10
-
-
-def has_enough(table: StepTable) -> bool:
-    """Return whether a start has enough recorded steps to be analysed."""
-    return len(table.step) >= _ENOUGH
+ENOUGH = 10
+"""Recorded steps of a start that is analysed."""
 
 
 def rounds_of(run: RunTrace) -> list[RunTrace]:
     """Return the starts with enough stamps in order, each as a run; `run` itself for its own."""
     found = []
-    if run.steps is None:
-        return []
     for index, table in run.stamped:
         start = run.starts[index] if 0 <= index < len(run.starts) else JournalStart({})
         config = as_mapping(start.started.get("config")) or run.config
+        more: dict[str, Any] = {"size": len(table.hosts), "horovod": (), "spans": (), "journal": None}
         if table is run.steps:
             found.append(run)
-        elif has_enough(table):
-            more: dict[str, Any] = {"size": len(table.hosts), "horovod": (), "spans": (), "journal": None}
+        elif len(table.step) >= ENOUGH:
             found.append(replace(run, steps=table, start=start, config=config, evidence=lambda: None, **more))
-    return found or [run]
+    return found if any(each is run for each in found) else [run]
 
 
-def counted_steps(runs: Sequence[RunTrace]) -> list[float]:
-    """Return how many steps of each of several starts count: no later start repeated them."""
-    found, end = [], np.inf
-    for table in [run.steps for run in reversed(runs) if run.steps is not None]:
-        found.append(max(0.0, min(float(table.step[-1]), end) - float(table.step[0]) + 1))
-        end = min(end, float(table.step[0]) - 1)
+def counted_steps(runs: Sequence[RunTrace]) -> list[int]:
+    """Return how many steps of each of several starts count: no later start repeated them. At least one does."""
+    found: list[int] = []
+    end = None
+    for table in [run.steps for run in reversed(runs)]:
+        first, last = (int(table.step[0]), int(table.step[-1])) if table is not None and len(table.step) else (0, 0)
+        found.append(max(0, (last if end is None else min(last, end)) - first + 1))
+        end = first - 1
     return found[::-1]
 
 
-def weighed_budget(budgets: Sequence[Budget], runs: Sequence[RunTrace], steps: Sequence[float]) -> Budget:
-    """Return the mean budget of starts with `steps` steps."""
-    shares = [each / max(1.0, sum(steps)) for each in steps]
-    sizes = sorted({run.size for run in runs})
+def weighed_budget(starts: Sequence[Facts], counts: Sequence[int]) -> Budget | None:
+    """Return the mean budget of starts by the number of steps that count."""
+    known = [(each, each.budget, count) for each, count in zip(starts, counts, strict=True) if each.budget and count]
+    if len(known) < 2:
+        budget, run = known[0][1] if known else None, starts[-1].run
+        if budget is not None and run.steps is not None and run.is_part:
+            budget = replace(budget, what=f"{budget.what}, only steps {run.steps.step[0]} to {run.steps.step[-1]}")
+        return budget
+    total, sizes = sum(count for *_, count in known), sorted({each.run.size for each in starts})
+    shares = [count / total for *_, count in known]
+    found = [{part.name: part.ms for part in budget.parts} for _, budget, _ in known]
+    names = dict.fromkeys(name for _, each, _ in known for name in (*(part.name for part in each.parts), *each.absent))
+    ms = {name: weighed_mean([each.get(name, Estimate(0.0, 0.0, 0.0)) for each in found], shares) for name in names}
     ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else wording.counted(sizes[0], "rank")
-    known = [{part.name: part.ms for part in budget.parts} for budget in budgets]
-    names = dict.fromkeys(name for budget in budgets for name in (*(p.name for p in budget.parts), *budget.absent))
-    nothing = Estimate(0.0, 0.0, 0.0)
-    ms = {name: weighed_mean([parts.get(name, nothing) for parts in known], shares) for name in names}
-    exposed = [name for budget in budgets for name in budget.exposed or ()]
-    tables = [run.steps.step for run in runs if run.steps is not None]
-    what = f"mean of {ranks}, steps {min(map(min, tables))} to {max(map(max, tables))} of {len(runs)} starts"
-    whole = weighed_mean([budget.step_ms for budget in budgets], shares)
-    return budget_of(what, whole, sum(budget.steps for budget in budgets), ms, exposed)
+    ends = [int(step) for each in starts if each.run.steps is not None for step in each.run.steps.step[[0, -1]]]
+    what = f"mean of {ranks}, steps {min(ends)} to {max(ends)} of {len(known)} starts"
+    exposed = [name for _, each, _ in known for name in each.exposed or ()]
+    whole = weighed_mean([each.step_ms for _, each, _ in known], shares)
+    return budget_of(what, whole, sum(each.steps for _, each, _ in known), ms, exposed)

@@ -6,18 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
-from hvdtrain.timeline.analysis.analysis import Stalls
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.analysis.stragglers import Stragglers
 
 _STALL = 10.0
 """Times a usual step."""
-_MOSTLY = 0.5
-"""Of the stalled steps with stamps."""
 
 
 def stalled(start: JournalStart) -> NDArray[np.bool_]:
-    """Return which steps of a start took so much longer than usual ones that they stalled, after the start-up [lines].
+    """Return which steps took so much longer than usual ones that they stalled, after the start-up [lines].
 
     The steps in which workers that train apart exchange are none.
     """
@@ -29,21 +25,8 @@ def stalled(start: JournalStart) -> NDArray[np.bool_]:
     return np.asarray(later & (seconds > _STALL * np.median(seconds)) & ~np.isin(start.steps, outer))
 
 
-def stalls_of(start: JournalStart, stragglers: Stragglers | None) -> Stalls | None:
-    """Return the stalls of a start, with the ranks that paused in them, by the stamps; None without any."""
-    seconds, step, mine = np.array(start.seconds), np.array(start.steps), stalled(start)
-    if not mine.any():
-        return None
-    more = seconds[mine] - np.median(seconds)
-    paused = [pause for pause in stragglers.pauses if pause.step in step[mine]] if stragglers else []
-    recorded = len({pause.step for pause in paused})
-    counts = np.bincount([pause.rank for pause in paused]) if paused else np.zeros(0, int)
-    return Stalls(
-        steps=step[mine].tolist(),
-        extra_ms=1e3 * float(more.sum()),
-        share=float(more.sum() / seconds.sum()),
-        longest_step=int(step[mine][np.argmax(more)]),
-        longest_ms=1e3 * float(more.max()),
-        recorded=recorded,
-        ranks=np.flatnonzero(counts > _MOSTLY * recorded).tolist(),
-    )
+def stalls_of(start: JournalStart) -> dict[int, float]:
+    """Return by how much longer than a usual step each stalled step took, ms."""
+    mine, ms = stalled(start), 1e3 * np.array(start.seconds)
+    more = ms[mine] - np.median(ms) if mine.any() else ms[mine]
+    return dict(zip(np.array(start.steps)[mine].tolist(), more.tolist(), strict=True))

@@ -31,8 +31,8 @@ MOST_SLICES = 50_000
 
 _MOST_LANES = 256
 _MOST_NAMES = 10
-_MUCH_STALLED = 0.02
-"""Of the time of steps: less is not in the headline."""
+_MUCH_PAUSED = 0.02
+"""Of a step: less is not in the headline."""
 _US = 1e3  # in a millisecond
 _FILTERS = (
     *(wording.decimals, wording.elapsed, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
@@ -75,13 +75,10 @@ def headline(analysis: Analysis) -> list[str]:
     elif analysis.blame.source != "none" and not analysis.others:
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
-    for other in sorted(analysis.others, key=lambda other: -max(other.blame.worst_ms().values()) * other.share)[:1]:
-        name, cost, _ = wording.worst_straggler(other.blame)
-        clauses.append(f"{name} was a straggler in {wording.round_of(other)}, and cost {cost}")
-    if (stalls := analysis.stalls) is not None and stalls.share >= _MUCH_STALLED:
-        who = f": {wording.ranks(stalls.ranks)} paused" if stalls.ranks else ""
-        seconds = f"{wording.ms(stalls.extra_ms / 1e3)} s ({wording.percent(stalls.share)} of the time)"
-        clauses.append(f"{wording.counted(len(stalls.steps), 'step')} stalled, for {seconds} in total{who}")
+    clauses += [wording.earlier_straggler(other) for other in analysis.others[-1:]]
+    least_ms = _MUCH_PAUSED * budget.step_ms.value if budget is not None else 0.0
+    pauses = [each for each in analysis.findings if each.kind == "pause" and (each.cost_ms or 0.0) >= least_ms]
+    clauses += [each.text.partition(";")[0] for each in pauses[:1]]
     return clauses or ["No step was measured"]
 
 

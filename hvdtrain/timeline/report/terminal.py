@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from hvdtrain.observe import cost
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, OtherRound, OuterSteps
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, OuterSteps
 
 _BAR = 30
 _LEAST_SHARE = 0.0005
@@ -37,7 +37,6 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
     if analysis.outer is not None:
         yield f"{_workers(analysis.outer)}: {wording.outer(analysis.outer)}"
     yield from _blame(analysis.blame)
-    yield from _others(analysis.others)
     if analysis.carriers:
         yield f"most expensive to exchange, ms {each}:"
     for carrier in analysis.carriers[:_MOST_CARRIERS]:
@@ -119,12 +118,6 @@ def _blame(blame: Blame) -> Iterator[str]:
             yield from (f"    {shorten(cause.text, _WIDTH - 4)}" for cause in causes)
 
 
-def _others(others: Sequence[OtherRound]) -> Iterator[str]:
-    for other in others[-_MOST_RANKS:]:
-        name, cost, _ = wording.worst_straggler(other.blame)
-        yield shorten(f"  in {wording.round_of(other)}: {name} costs {cost}", 120)
-
-
 def _findings(analysis: Analysis, most: int) -> Iterator[str]:
     if not analysis.findings:
         yield "findings: none"
@@ -159,7 +152,7 @@ def summary_lines(analysis: Analysis) -> list[str]:
     apart = _wrapped_head(_workers(analysis.outer), wording.outer(analysis.outer)) if analysis.outer else []
     most = _SUMMARY_PARTS - len(apart)
     lines = list(_summary_budget(analysis.budget, most)) if analysis.budget is not None else []
-    lines += [*apart, *_summary_late(analysis.blame), *_others(analysis.others[-1:])]
+    lines += [*apart, *_summary_late(analysis.blame)]
     if not analysis.findings:
         return [*lines, "finding: none"]
     finding = analysis.findings[0]

@@ -165,7 +165,7 @@ def test_a_straggler_of_an_earlier_start_is_named_with_when_and_where(ranks: int
     assert finding.cost_ms == pytest.approx(figure["straggler_ms"] * 180 / 240)
     assert finding.text.startswith(f"steps 1 to 200, on {ranks} ranks: rank 2 on host0 is a straggler")
     for text in ("; ".join(headline(found)), to_text(found), " ".join(summary_lines(found))):
-        assert f"in steps 1 to 200, on {ranks} ranks" in text and "rank 2 on host0" in text
+        assert f"steps 1 to 200, on {ranks} ranks" in text and "rank 2 on host0" in text
     alone = [analyse(run_of(table)).budget for table in (first, last)]
     mean_ms = sum(n * budget.step_ms.value for n, budget in zip((180, 60), alone, strict=True) if budget) / 240
     assert found.budget.step_ms.value == pytest.approx(mean_ms)
@@ -184,8 +184,9 @@ def test_pauses_that_recur_are_all_counted(ranks: int, steps: int, period: int) 
     late = np.zeros((ranks, len(step)))
     late[5, pauses[step - 1]] = pause_ms
     table = table_of(_work(ranks, len(step)), block=BLOCK, more_ms={"forward": late})
-    took_ms = 104.0 + generator.normal(0, 0.5, steps) + pause_ms * pauses
-    took_ms[step - 1] = (table.end_us - table.start_us)[0] / 1e3
+    stamped_ms = (table.end_us - table.start_us)[0] / 1e3
+    took_ms = np.median(stamped_ms) + generator.normal(0, 0.5, steps) + pause_ms * pauses
+    took_ms[step - 1] = stamped_ms
     end_s = np.cumsum(took_ms) / 1e3
     facts = {"size": ranks, "devices": ranks, "time": 0.0}
     start = JournalStart(facts, 1, steps, float(end_s[-1]), first_times=end_s[:32].tolist(), last_step_time=end_s[-1])
@@ -197,14 +198,16 @@ def test_pauses_that_recur_are_all_counted(ranks: int, steps: int, period: int) 
     found = analyse(run_of(table, starts=[start], start=start, stamped=[(0, table)]))
     (finding,) = [finding for finding in found.findings if finding.kind == "pause"]
     truth_ms, share = pause_ms / period, pause_ms / period / (104.0 + pause_ms / period)
-    assert finding.cost_ms == pytest.approx(truth_ms, rel=0.02) and f"about every {period} steps" in finding.text
-    assert f"{steps // period:,} steps stalled" in finding.text and "rank 5 on host0 paused in" in finding.text
-    assert f"{steps // period:,} steps stalled" in headline(found)[-1] and headline(found)[-1].endswith("rank 5 paused")
+    often = f"rank 5 on host0 paused {steps // period:,} times, about every {period} steps"
+    assert (
+        finding.cost_ms == pytest.approx(truth_ms, rel=0.02) and often in finding.text and often in headline(found)[-1]
+    )
     assert found.goodput is not None and found.budget is not None and not found.blame.late
     hours = {use: hours / sum(found.goodput.hours.values()) for use, hours in found.goodput.hours.items()}
     assert hours["stalled steps"] == pytest.approx(share, rel=0.05) and hours["waiting for late ranks"] < 0.04
-    waited = sum(part.ms.value for part in found.budget.parts if part.name == "waiting for late ranks")
-    assert waited == pytest.approx(truth_ms * (ranks - 1) / ranks + _work(ranks, 500).max(axis=0).mean() - 100, rel=0.1)
+    parts = {part.name: part.ms.value for part in found.budget.parts}
+    assert parts["longer steps"] == pytest.approx(truth_ms, rel=0.1)
+    assert parts["waiting for late ranks"] == pytest.approx(_work(ranks, 500).max(axis=0).mean() - 100, rel=0.15)
 
 
 def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:
