@@ -15,6 +15,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, StartUp
+from hvdtrain.timeline.analysis.budget import sample_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting
@@ -89,19 +90,25 @@ class Facts:
         return f"{wording.ms(ms)} ms per step ({ms / self.step_ms:.0%})"
 
     def core_wait_ms(self) -> float | None:
-        """Return the median wait for a CPU core per step; None if small or unknown.
+        """Return the median wait for a CPU core per step of the budget, a step at most; None if small or unknown.
 
-        It is a step at most: the measured wait includes what precedes the first step, such as an evaluation.
+        Blocks with steps that are not in the budget, such as those of the start-up, count only if there are no others.
         """
         table = self.run.steps
         if table is None or not self.step_ms:
             return None
         rows = {number: table.facts[number].get("cpu_wait_us") for number in np.unique(table.block)}
         waits = {number: row for number, row in rows.items() if row and None not in row}
-        if not waits:
+        sample, weight = sample_of(table, self.stalls), np.zeros(len(table.step))
+        weight[sample.columns] = sample.weights
+        known = {number: weight[table.block == number] for number in waits}
+        found = {number: own for number, own in known.items() if own.all()} or {
+            n: own * 0 + 1 for n, own in known.items()
+        }
+        if not found:
             return None
-        waited = np.sum(np.array([*waits.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*waits]).sum())
-        usual = float(np.median(waited))
+        total_us = sum(own.mean() * np.array(waits[number], float) for number, own in found.items())
+        usual = float(np.median(total_us)) / 1e3 / sum(map(np.sum, found.values()))
         return min(usual, self.step_ms) if usual >= _CPU_SHARE * self.step_ms else None
 
     def cores_explain(self, cost_ms: float) -> bool:

@@ -172,6 +172,9 @@ def test_cores_are_waited_for_in_the_steps_whose_facts_are_known_and_no_longer_t
     known: dict[str, Any] = {"cpu_wait_us": [180_000.0] * 4}
     found = analyse(run_of(replace(table, facts=[known, known, {"cpu_wait_us": [None] * 4}, {}])))
     assert _one(found, "cpu").cost_ms == pytest.approx(3.0)
+    start_up: dict[str, Any] = {"cpu_wait_us": [9e6] * 4}
+    later = analyse(run_of(replace(table, facts=[start_up, known, known, {"cpu_wait_us": [60_000.0] * 4}])))
+    assert _one(later, "cpu").cost_ms == pytest.approx(3.0), "not those of the start-up"
     most = _analysed(facts={"cpu_wait_us": [1e9] * 4})
     assert _one(most, "cpu").cost_ms == most.budget.step_ms.value
 
