@@ -20,7 +20,7 @@ from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, 
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up, turns
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.phases import count_steps, without_start
+from hvdtrain.timeline.analysis.phases import count_steps, only_steps
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
 from hvdtrain.timeline.analysis.rounds import counted_steps, rounds_of, weighed_budget
 from hvdtrain.timeline.analysis.shares import stragglers_of
@@ -118,7 +118,7 @@ def _regular(run: RunTrace) -> RunTrace:
     found = [trace for trace in run.horovod if count_steps(trace)] or run.horovod
     left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
     notes = [f"{name} is ignored: it has no recognisable steps" for name in left]
-    return replace(run, horovod=[without_start(trace) for trace in found], notes=[*run.notes, *notes])
+    return replace(run, horovod=[only_steps(trace) for trace in found], notes=[*run.notes, *notes])
 
 
 def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:

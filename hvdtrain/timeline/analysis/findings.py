@@ -233,7 +233,7 @@ def _cache(run: RunTrace) -> Iterator[Finding]:
             continue
         ranks = int(trace.tick_rank.max()) + 1
         turns = np.bincount(trace.tick_tensor, minlength=len(trace.tensors)) / ranks
-        full = int(np.sum(turns > _TURNS_WITH_TICKS))
+        full = int(np.sum(turns > max(_TURNS_WITH_TICKS, steps / 2)))
         if full:
             text = f"{full} tensors were negotiated in full in every step: Horovod's response cache is too small"
             advice = f"HOROVOD_CACHE_CAPACITY={max(2048, 2 * len(trace.tensors))}, unless it was 0 on purpose"

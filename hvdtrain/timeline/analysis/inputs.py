@@ -108,7 +108,7 @@ class Facts:
         if not found:
             return None
         total_us = sum(own.mean() * np.array(waits[number], float) for number, own in found.items())
-        usual = float(np.median(total_us)) / 1e3 / sum(map(np.sum, found.values()))
+        usual = float(np.median(total_us) / 1e3 / sum(map(np.sum, found.values())))
         return min(usual, self.step_ms) if usual >= _CPU_SHARE * self.step_ms else None
 
     def cores_explain(self, cost_ms: float) -> bool:

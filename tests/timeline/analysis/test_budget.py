@@ -200,6 +200,21 @@ def test_tensors_that_come_unequally_often_are_no_steps() -> None:
     assert "spans 0.520 ms" in headline(analysis)[0] and "step time" not in headline(analysis)[0]
 
 
+@pytest.mark.parametrize("steps", [20, 150])
+def test_steps_are_found_between_what_a_trainer_exchanges_besides(steps: int) -> None:
+    """Plans and a probe of the link before, evaluations and saves between and after."""
+    probe = [(1e6 + 100.0 * i, f"link/{i % 3}") for i in range(27)]
+    start = [(1e4 * i, f"once/{i}") for i in range(60)] + probe + [(1e6, "evaluate")]
+    of_steps = [(2e6 + 1e5 * i + 1e3 * j, name) for i in range(steps) for j, name in enumerate(("gradients", "totals"))]
+    aside = [
+        (2e6 + 1e5 * i + 5e4, name) for i in range(steps // 10, steps, steps // 4) for name in ("evaluate", "save")
+    ]
+    end = [(2e6 + 1e5 * steps + 1e7 * (1 + i), name) for i, name in enumerate(("evaluate", "save", "figures"))]
+    turns = [Turn(name, us, {"ALLREDUCE": 5.0}) for us, name in (*start, *of_steps, *aside, *end)]
+    found = analyse(RunTrace(Path("t.json"), 2, horovod=[trace_of(turns)])).budget
+    assert found is not None and found.steps == steps - 1 and found.step_ms.value == pytest.approx(100.0, rel=0.06)
+
+
 def test_a_segment_without_steps_does_not_take_them_from_the_others() -> None:
     regular, other = trace_of([Turn("t", 1e3 * i, {"ALLREDUCE": 5.0}) for i in range(6)]), trace_of(UNEQUAL)
     alone, both = (analyse(RunTrace(Path("t.json"), 2, horovod=traces)) for traces in ([regular], [regular, other]))
