@@ -18,7 +18,7 @@ from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline.analysis.analysis import USEFUL, Budget, Efficiency, Goodput, Scaling
 from hvdtrain.timeline.analysis.budget import ASIDE, LATE
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.analysis.stalls import stalled
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.columns import RunTrace
 
 STALLS = "stalled steps"
@@ -99,7 +99,8 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     usual, is_later = float(np.median(seconds)), np.arange(len(seconds)) >= start_up_steps(seconds)
     more = np.where(kept, seconds - usual, 0.0)
     slow = max(0.0, float(more[~is_later].sum()))  # of a start-up
-    found[STALLS] = float(more[stalled(start)].sum())
+    of_use = set(np.array(start.steps)[kept].tolist())
+    found[STALLS] = sum(ms / 1e3 for step, ms in stalls_of(start).items() if step in of_use)
     found[USEFUL] = float(seconds[kept].sum()) - found[STALLS] - slow
     found[EVALUATIONS] = sum(before) + sum(after)
     found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow

@@ -99,16 +99,12 @@ class Facts:
             return None
         rows = {number: table.facts[number].get("cpu_wait_us") for number in np.unique(table.block)}
         waits = {number: row for number, row in rows.items() if row and None not in row}
-        sample, weight = sample_of(table, self.stalls), np.zeros(len(table.step))
-        weight[sample.columns] = sample.weights
-        known = {number: weight[table.block == number] for number in waits}
-        found = {number: own for number, own in known.items() if own.all()} or {
-            n: own * 0 + 1 for n, own in known.items()
-        }
-        if not found:
+        if not waits:
             return None
-        total_us = sum(own.mean() * np.array(waits[number], float) for number, own in found.items())
-        usual = float(np.median(total_us) / 1e3 / sum(map(np.sum, found.values())))
+        in_budget = np.isin(np.arange(len(table.step)), sample_of(table, self.stalls).columns)
+        known = [number for number in waits if in_budget[table.block == number].all()] or [*waits]
+        waited = np.sum([waits[number] for number in known], axis=0) / 1e3 / int(np.isin(table.block, known).sum())
+        usual = float(np.median(waited))
         return min(usual, self.step_ms) if usual >= _CPU_SHARE * self.step_ms else None
 
     def cores_explain(self, cost_ms: float) -> bool:

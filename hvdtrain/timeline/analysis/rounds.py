@@ -48,9 +48,9 @@ def weighed_budget(starts: Sequence[Facts], counts: Sequence[int]) -> Budget | N
     """Return the mean budget of starts by the number of steps that count."""
     known = [(each, each.budget, count) for each, count in zip(starts, counts, strict=True) if each.budget and count]
     if len(known) < 2:
-        budget, run = known[0][1] if known else None, starts[-1].run
-        if budget is not None and run.steps is not None and run.is_part:
-            budget = replace(budget, what=f"{budget.what}, only steps {run.steps.step[0]} to {run.steps.step[-1]}")
+        budget, table = (known[0][1], known[0][0].run.steps) if known else (None, None)
+        if budget is not None and table is not None and known[0][0].run.is_part:
+            budget = replace(budget, what=f"{budget.what}, only steps {table.step[0]} to {table.step[-1]}")
         return budget
     total, sizes = sum(count for *_, count in known), sorted({each.run.size for each in starts})
     shares = [count / total for *_, count in known]
