@@ -10,18 +10,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvdtrain.observe.monitor import THROTTLES
+from hvdtrain.spans import Listener
 
 CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle", "stopped_us")
 """Figures of a block of steps. Throttling is sent as bits of `monitor.THROTTLES`."""
 
 _EVERY_S = 2.0
-_TICK_S, _LATE_S, _MOST_OF_IT = 0.1, 0.05, 0.8
+_TICK_S, _LATE_S, _MOST_OF_IT, _MOST_WAIT = 0.02, 0.05, 0.8, 0.5
 """A thread wakes each tick. If it is so late, the process was stopped, unless it computed or waited for a core then."""
+_ASIDE = ("evaluation", "checkpoint")
+"""Spans that are no part of a step."""
 
 
-class HostLoad:
-    """Measures the causes for this rank. Constructed and read in the training thread.
+class HostLoad(Listener):
+    """Measures the causes for this rank. Constructed and read in the training thread, where it listens to spans.
 
     Figures of the host and the GPU (`gpu` returns those of `Monitor.device`) may take long to read, so a thread of its
     own reads them every two seconds.
@@ -31,8 +37,9 @@ class HostLoad:
         self._gpu = gpu
         self._stat = root / "proc/stat"
         self._schedstat = root / f"proc/self/task/{threading.get_native_id()}/schedstat"
-        self._waited_us = _delay_us(self._schedstat)
-        self._began_s = time.monotonic()
+        self._lap = np.zeros(2)  # in steps: the training thread waited for a core, us, and the time, s
+        self._began = self._now()
+        self._busy = 0.0  # CPU seconds per second in the last tick that was in time
         self._sampled: tuple[float, float, float, float] = (math.nan,) * 4
         self._stopped_us = self._stopped_before_us = 0.0
         self._ended = threading.Event()
@@ -40,13 +47,26 @@ class HostLoad:
         self._thread.start()
 
     def read(self) -> list[float]:
-        """Return `CAUSES` since the last call, NaN where unknown. Takes some microseconds."""
-        waited_us, now_s = _delay_us(self._schedstat), time.monotonic()
-        since_us, since_s = waited_us - self._waited_us, now_s - self._began_s
-        self._waited_us, self._began_s = waited_us, now_s
+        """Return `CAUSES` since the last call, NaN where unknown; waits only of steps. Takes some microseconds."""
+        self.enter(_ASIDE[0])
+        self.exit(_ASIDE[0])
+        (since_us, since_s), self._lap = self._lap.tolist(), np.zeros(2)
         steal_share, *gpu = self._sampled
         stopped_us, self._stopped_before_us = self._stopped_us - self._stopped_before_us, self._stopped_us
         return [since_us, steal_share * since_s * 1e6, *gpu, stopped_us]
+
+    def enter(self, name: str) -> None:
+        """Begin a span; what is no part of a step ends the lap."""
+        if name in _ASIDE:
+            self._lap += self._now() - self._began
+
+    def exit(self, name: str) -> None:
+        """End a span."""
+        if name in _ASIDE:
+            self._began = self._now()
+
+    def _now(self) -> NDArray[np.float64]:
+        return np.array([_delay_us(self._schedstat), time.monotonic()])
 
     def close(self) -> None:
         """Stop sampling. Does not wait for a thread that hangs in a driver."""
@@ -72,14 +92,17 @@ class HostLoad:
 
     def _tick(self) -> bool:
         """Sleep for a tick, and note if the process was stopped meanwhile; return whether to end."""
-        delays = Path("/proc/thread-self/schedstat")
-        began_s, busy_s, waited_us = time.monotonic(), time.process_time(), _delay_us(delays)
+        both = (Path("/proc/thread-self/schedstat"), self._schedstat)  # the training thread may hold the lock of Python
+        began_s, busy_s, waited_us = time.monotonic(), time.process_time(), list(map(_delay_us, both))
         ended = self._ended.wait(_TICK_S)
-        late_s = time.monotonic() - began_s - _TICK_S
-        if not ended and late_s > _LATE_S:
-            other_s = time.process_time() - busy_s + (_delay_us(delays) - waited_us) / 1e6
-            if late_s - other_s > _MOST_OF_IT * late_s:
-                self._stopped_us += 1e6 * (late_s - other_s)
+        late_s, busy_s = time.monotonic() - began_s - _TICK_S, time.process_time() - busy_s
+        if late_s <= _LATE_S:
+            self._busy = busy_s / (_TICK_S + late_s)
+        elif not ended:
+            waits_s = np.nan_to_num(np.subtract(list(map(_delay_us, both)), waited_us)) / 1e6
+            left_s, other_s = late_s - waits_s.max(), max(0.0, busy_s - self._busy * _TICK_S)
+            if waits_s.sum() <= _MOST_WAIT * late_s and left_s - other_s > _MOST_OF_IT * left_s:
+                self._stopped_us += 1e6 * float(left_s - other_s)
         return ended
 
 

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 import orjson
 
 from hvdtrain.files import open_regular
+from hvdtrain.observe.sampling import is_chosen
 
 FIRST_TIMES = 32
 
@@ -173,11 +175,11 @@ def _number(value: Any) -> float:
 
 
 def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, Any]]:
-    """Return the steps of a start; of more than `most`, as many evenly spaced ones."""
+    """Return the steps of a start; of more than `most`, about as many, evenly spread."""
     every = max(1, -(-len(start.offsets) // most))
     found = []
     with open_regular(path) as file:
-        for offset in start.offsets[::every]:
+        for offset in compress(start.offsets, (is_chosen(place, every) for place in range(len(start.offsets)))):
             file.seek(offset)
             with suppress(ValueError):
                 if isinstance(record := orjson.loads(file.readline()), dict):

@@ -23,6 +23,7 @@ from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.host_load import CAUSES, throttle_text
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import journal_lines
+from hvdtrain.observe.sampling import is_chosen
 from hvdtrain.observe.step_format import BlockLine, ClockLine, Offset, StartLine
 from hvdtrain.spans import APART, DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
 
@@ -55,17 +56,18 @@ _EVEN, _EVEN_AT_LEAST, _EVEN_STAMPS = 128, 16, 16384
 def is_gathered(block: int, size: int, steps: int = 0) -> bool:
     """Return whether the stamps of a block are gathered; equal on all ranks. Blocks count from a start's first step.
 
-    Of a start of `steps` steps, if that is known, ``e = min(128, max(16, 16384 // size))`` blocks are, evenly spaced,
-    so that a change at any time is seen. In addition, because a start may end early, all of the first ``d = max(4, 256
-    // size)`` blocks are, every second up to ``2 d``, every fourth up to ``4 d``, and so on: ``d + d/2 log2(n/d)`` of n
-    blocks. At about 2 KB per rank and block, a million steps take 5 MB for 1 rank, 6 for 8, 8 for 64; the evenly spaced
-    ones take 16 MB for 64 ranks, and 32 MB for 128 to 1024.
+    Of a start of `steps` steps, if that is known, ``e = min(128, max(16, 16384 // size))`` blocks are, one of each e-th
+    of it, so that a change at any time is seen. In addition, because a start may end early, all of the first ``d =
+    max(4, 256 // size)`` blocks are, one of two up to ``2 d``, one of four up to ``4 d``, and so on: ``d + d/2
+    log2(n/d)`` of n blocks. Their places are hashed, so that what recurs is not always missed. At about 2 KB per rank
+    and block, a million steps take 5 MB for 1 rank, 6 for 8, 8 for 64; the evenly spread ones take 16 MB for 64 ranks,
+    and 32 MB for 128 to 1024.
     """
     even = min(_EVEN, max(_EVEN_AT_LEAST, _EVEN_STAMPS // size))
-    if steps and block % max(1, steps // (BLOCK * even)) == 0:
+    if steps and is_chosen(block, max(1, steps // (BLOCK * even))):
         return True
     dense = max(_DENSE_AT_LEAST, _DENSE // size)
-    return block % (1 << (block // dense).bit_length()) == 0
+    return is_chosen(block, 1 << (block // dense).bit_length())
 
 
 def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[float]]:

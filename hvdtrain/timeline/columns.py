@@ -148,7 +148,7 @@ class StepTable:
 
 @dataclass(frozen=True)
 class JournalSteps:
-    """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spaced ones.
+    """Steps of a start in the journal, by the clock of rank 0; of a long start, evenly spread ones.
 
     Attributes:
         step, step_ms: numbers, ascending, and durations [n].
@@ -171,7 +171,7 @@ class JournalSteps:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """The traces of a run (its last start with stamps), or Horovod Timelines alone.
+    """The traces of a run (its last start with enough stamps), or Horovod Timelines alone.
 
     Attributes:
         path: the run's folder, or the Timeline file.
@@ -182,7 +182,7 @@ class RunTrace:
         warnings: of the run, and lines of Horovod and NCCL in its output.
         link: allreduces measured at the run's start: pairs of bytes and seconds.
         notes: sentences about missing or dropped data.
-        is_part: `steps` are only the last round; others had other ranks or came before a resume.
+        is_part: `steps` are only of one start or round; others had other ranks, or were before a resume.
         starts: all starts of the run in its journal.
         start: the one that is analysed; empty if the journal does not have it.
         journal: its steps; None if there is no journal.

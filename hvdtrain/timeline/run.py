@@ -20,6 +20,7 @@ from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
+from hvdtrain.timeline.analysis.rounds import ENOUGH
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
@@ -40,7 +41,7 @@ _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
 def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float = math.inf) -> RunTrace:
-    """Read a run's last start with stamps, or one or several segments of a Horovod Timeline.
+    """Read a run, of its starts the last one with enough stamps, or one or several segments of a Horovod Timeline.
 
     The notes list what is missing or damaged.
 
@@ -92,17 +93,21 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     notes = [f"start {number} of the journal has format {found}, {unread}" for number, found in wrong]
     starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
-    start = next(reversed(stamped or starts), None)
+    enough = [start for start in stamped if len(start.steps.step) >= ENOUGH]
+    longest = max(stamped, key=lambda start: len(start.steps.step), default=None)
+    start = enough[-1] if enough else longest or next(reversed(starts), None)
     steps = start.steps if start is not None and stamped else None
     this, is_part = (past or [JournalStart({})])[-1], False
     number = {id(each): index for index, each in enumerate(past)}
     if start is not None and steps is not None:
         this, which = _journal_of(start, past), f"steps {steps.step[0]} to {steps.step[-1]}"
         is_part = start.at_step > 0 or len(stamped) > 1
-        if is_part:
-            notes.append(f"only the last round of the run is analysed: {which}")
-        if start is not starts[-1] or (past and this is not past[-1]):
-            notes.append(f"the last start has no step stamps: an earlier start is analysed, {which}")
+        if len(enough) > 1:
+            notes.append(f"{len(enough)} starts of the run are analysed; the ranks shown are those of {which}")
+        if start is starts[-1] and (not past or this is past[-1]):
+            notes += [f"only the last round of the run is analysed: {which}"] if is_part and len(enough) < 2 else []
+        else:
+            notes.append(f"the last start has too few step stamps: an earlier start is analysed, {which}")
     notes += start.dropped if start is not None else ()
     files = read_span_files(timeline, most_bytes, start.number if start is not None and stamped else None, _MOST_SPANS)
     if dropped := sum(file.dropped for file in files):
@@ -178,7 +183,7 @@ def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
 
 
 def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:
-    """Yield evenly spaced steps of all starts, without those that a later start repeated."""
+    """Yield evenly spread steps of all starts, without those that a later start repeated."""
     total, end = sum(len(start.steps) for start in past), math.inf
     for start in reversed(past):
         most = max(1, _MOST_STEPS * len(start.steps) // max(1, total))

@@ -166,6 +166,17 @@ def worst_straggler(blame: analysis.Blame) -> tuple[str, str, list[int]]:
     return straggler(blame, first), found, group
 
 
+def start_of(blame: analysis.Blame) -> str:
+    """Name a start or round as ``steps 1 to 120, on 4 ranks``."""
+    return f"steps {blame.first_step:,} to {blame.last_step:,}, on {counted(len(blame.ranks), 'rank')}"
+
+
+def earlier_straggler(blame: analysis.Blame) -> str:
+    """Name the first straggler of another start than the one shown."""
+    name, cost, _ = worst_straggler(blame)
+    return f"{name} was a straggler in {start_of(blame)}, and cost {cost}"
+
+
 def total(estimates: Iterable[analysis.Estimate]) -> analysis.Estimate:
     """Add estimates, with the widest possible interval."""
     every = list(estimates)

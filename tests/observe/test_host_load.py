@@ -31,6 +31,17 @@ def test_a_lap_is_what_has_come_since_the_last(tmp_path: Path) -> None:
     here.close()
 
 
+def test_what_is_no_part_of_a_step_is_not_counted(tmp_path: Path) -> None:
+    _system(tmp_path, wait_ns=5_000_000)
+    causes = HostLoad(dict, tmp_path)
+    for wait_us, event in ((5_100, causes.enter), (9_000, causes.exit), (9_020, None)):
+        _system(tmp_path, wait_ns=1000 * wait_us)
+        for name in ("evaluation", "step") if event else ():
+            event(name)
+    assert causes.read()[0] == 120
+    causes.close()
+
+
 def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> None:
     _system(tmp_path)
     threads = []
@@ -67,15 +78,20 @@ def test_what_the_machine_does_not_tell_is_unknown(tmp_path: Path) -> None:
         (1.0, 0.9, 0.0, 0.0),
         (1.0, 0.0, 0.9, 0.0),
         (1.0, 0.3, 0.0, 0.0),
+        (0.1, 0.04, 0.0, 0.1),  # as much as in each tick
+        (0.1, 0.04, 0.02, 0.08),
+        (0.1, 0.24, 0.0, 0.0),
+        (0.1, 0.0, 0.06, 0.0),
     ],
 )
 def test_a_stopped_process_is_known_and_a_busy_one_is_not_stopped(
     late_s: float, computed_s: float, waited_s: float, stopped_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Late by so much, in which the process computed and the thread waited for a core."""
+    """Late by so much, in which the process computed and the thread waited for a core. Two threads compute before."""
     causes = HostLoad(dict, tmp_path)
     causes.close()
     now = SimpleNamespace(s=5.0, computed_s=7.0, waited_us=3e5)
+    causes._busy = 2.0 if late_s < 1.0 else 0.0
 
     def wait(tick_s: float) -> bool:
         now.s += tick_s + late_s

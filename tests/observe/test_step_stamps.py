@@ -158,15 +158,26 @@ def test_blocks_get_sparser_and_never_end() -> None:
         assert len(gathered) * 2000 * size < (9e6 if size <= 64 else 3e8)
 
 
-def test_a_run_of_known_length_has_evenly_spaced_blocks() -> None:
+def test_a_run_of_known_length_has_evenly_spread_blocks() -> None:
     for size, even in ((1, 128), (64, 128), (256, 64), (4096, 16)):
         steps = 1_000_000
         gathered = [block for block in range(steps // BLOCK) if is_gathered(block, size, steps)]
-        assert max(b - a for a, b in pairwise(gathered)) <= steps / BLOCK / even
+        assert len({block // (steps // BLOCK // even) for block in gathered}) >= even
+        assert max(b - a for a, b in pairwise(gathered)) <= 2 * steps / BLOCK / even
         late = [block for block in gathered if block > steps / BLOCK / 2]
         assert even / 2 - 1 <= len(late) <= even / 2 + 256
         assert len(gathered) * 2000 * size < max(30e6, 2000 * size * 130)
     assert all(is_gathered(block, 64, 2000) for block in range(2000 // BLOCK))
+
+
+@pytest.mark.parametrize("period", [128, 500, 512, 1000])
+@pytest.mark.parametrize("size", [8, 64, 512])
+def test_what_recurs_is_stamped_as_often_as_other_steps(size: int, period: int) -> None:
+    steps = 1 << 18
+    gathered = [block for block in range(steps // BLOCK) if is_gathered(block, size, steps)]
+    stamped = sum(step // BLOCK in gathered for step in range(period - 1, steps, period))
+    expected = steps / period * len(gathered) * BLOCK / steps
+    assert abs(stamped - expected) <= 3 * math.sqrt(expected)
 
 
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,15 @@ def run_folder(
     link: Sequence[tuple[int, float]] = (),
     passes: int = 1,
     late_ms: float = 0.0,
+    late_in: str = "",
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     state_bytes: tuple[float, float] | None = None,
     copies: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps."""
+    """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps.
+
+    The last rank is late in the part `late_in`.
+    """
     (path / "timeline").mkdir(parents=True)
     config: dict[str, Any] = {
         "task": "language_model",
@@ -72,7 +76,9 @@ def run_folder(
         clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
         start = {"version": 1, "event": "start", "start": 0, "size": size, "hosts": ["h"] * size, "at_step": 0}
         start |= {"clock_ids": ["x"] * size, "origin_us": 0.0, "link": link, "clock": clock}
-        stamps = [start, {**_block(size, steps, whole, wait_ms, late_ms), "clock": clock}]
+        block = {**_block(size, steps, whole, wait_ms, late_ms), "clock": clock}
+        own_us = [[1e3 * (PARTS.get(late_in, 0.0) + late_ms * (rank == size - 1))] * steps for rank in range(size)]
+        stamps = [start, {**block, "parts_us": {late_in: own_us} if late_in else {}}]
         (path / "timeline" / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in stamps))
     return path
 

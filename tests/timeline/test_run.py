@@ -127,18 +127,31 @@ def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: 
         assert any("an earlier start" in note and "steps 1 to 10" in note for note in notes) == earlier
 
 
-@pytest.mark.parametrize("other", [None, "a round before", "a resume"])
-def test_figures_of_the_last_round_say_so(other: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [None, "a round before", "a resume", "a few steps after"])
+def test_figures_say_of_which_rounds_they_are(other: str | None, tmp_path: Path) -> None:
     folder = _run(tmp_path / "r")
     file = folder / "timeline" / "steps.jsonl"
     _, head, block = map(orjson.loads, file.read_bytes().splitlines())
     later = [{**head, "start": 2, "at_step": 10}, {**block, "first_step": 11}]
-    _lines(file, *{None: [head, block], "a round before": [head, block, *later], "a resume": later}[other])
+    few = [later[0], {name: _first_5(value) for name, value in later[1].items()}]
+    lines = {None: [head, block], "a round before": [head, block, *later], "a resume": later}
+    _lines(file, *{**lines, "a few steps after": [head, block, *few]}[other])
     analysis = analyse(load(folder))
     text, brief = to_text(analysis), "\n".join(summary_lines(analysis))
-    for shown in (text, brief, *analysis.notes[:1]):
-        assert ("steps 11 to 20" in shown) == (other is not None)
-        assert ("last round" in shown) == (other is not None)
+    said = {"a round before": "steps 1 to 20 of 2 starts", "a resume": "only steps 11 to 20", None: "mean of 2 ranks"}
+    for shown in (text, brief):
+        assert said.get(other, "only steps 1 to 10") in shown
+        assert ("only steps" in shown) == (other not in (None, "a round before"))
+    assert any("last round" in note for note in analysis.notes) == (other == "a resume")
+    assert any("steps 11 to 20" in note for note in analysis.notes) == (other in ("a round before", "a resume"))
+    assert any("an earlier start is analysed" in note for note in analysis.notes) == (other == "a few steps after")
+
+
+def _first_5(value: Any) -> Any:
+    """The part of a block of ten steps for its first five."""
+    if isinstance(value, dict):
+        return {name: _first_5(each) for name, each in value.items()}
+    return [row[:5] for row in value] if isinstance(value, list) and len(np.shape(value)) == 2 else value
 
 
 def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_starts_left_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,20 @@ from hvdtrain.observe.cost import as_mapping, cost_of
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, communication
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Memory, OuterSteps, RankRow, Spell
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.phases import count_steps, without_start
+from hvdtrain.timeline.analysis.phases import count_steps, only_steps
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
+from hvdtrain.timeline.analysis.rounds import counted_steps, rounds_of, weighed_budget
 from hvdtrain.timeline.analysis.shares import stragglers_of
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
-from hvdtrain.timeline.columns import RunTrace
+from hvdtrain.timeline.columns import HorovodTrace, RunTrace
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -33,21 +35,16 @@ def analyse(run: RunTrace) -> Analysis:
     ticks = run.horovod
     if run.steps is None and run.horovod:
         run = _regular(run)
-    table = run.steps
-    spent = budget.step_budget(table, run.horovod, run.journal) if table is not None else None
-    if spent is not None and table is not None and run.is_part:
-        spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
-    if spent is None:
-        spent = budget.timeline_budget(run.horovod)
-    exchange = communication.measure_communication(run)
-    shares = run.start.events_named("shares")
-    stragglers = stragglers_of(table, shares, run.config) if table is not None else None
-    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
-        stragglers = find_stragglers(rounds)
-    blame = _blame(run, stragglers)
-    begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
-    facts = Facts(run, spent, exchange, blame, stragglers, begun, changed)
-    findings, memory = find(facts), run.newest("memory")
+    shares = budget.exposed_shares(run.steps, run.horovod) if run.steps is not None else None
+    starts = [_facts(each, ticks, shares) for each in rounds_of(run)]
+    facts = next(each for each in starts if each.run is run)
+    counts = counted_steps([each.run for each in starts])
+    others = [(each, count / sum(counts)) for each, count in zip(starts, counts, strict=True) if each is not facts]
+    goodput = _goodput(run, starts)
+    late = [other.blame for other, _ in others if other.blame.late]
+    reason = "; ".join(filter(None, [facts.blame.reason, *map(wording.earlier_straggler, late[-1:])]))
+    facts = replace(facts, budget=weighed_budget(starts, counts), blame=replace(facts.blame, reason=reason))
+    findings, memory = find(facts, others), run.newest("memory")
     overlap = (
         ["the gains of findings overlap: they do not add up"] if sum(bool(f.cost_ms) for f in findings) > 1 else []
     )
@@ -55,33 +52,49 @@ def analyse(run: RunTrace) -> Analysis:
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(
         title=name or run.path.resolve().name or str(run.path),  # as the user named it, but for . and ..
-        size=run.size or len(blame.ranks),
-        budget=spent,
-        communication=exchange,
+        size=run.size or len(facts.blame.ranks),
+        budget=facts.budget,
+        communication=facts.communication,
         carriers=communication.top_carriers(run),
-        blame=blame,
+        blame=facts.blame,
         findings=findings,
         memory=Memory(str(memory.get("where", "")), mib) if mib else None,
         cost=cost_of(run.starts),
-        goodput=_goodput(run, spent),
-        efficiency=efficiency(run, spent),
+        goodput=goodput,
+        efficiency=efficiency(run, facts.budget),
         scaling=scaling(run.starts),
         outer=_outer(run),
-        start_up=begun,
-        changes=changed,
-        over_time=over_time(run, changed, blame),
+        start_up=facts.start_up,
+        changes=facts.changes,
+        over_time=over_time(run, facts.changes, facts.blame),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(facts), *overlap],
+        others=late,
     )
 
 
-def _goodput(run: RunTrace, spent: Budget | None) -> Goodput | None:
+def _facts(run: RunTrace, ticks: Sequence[HorovodTrace], shares: Mapping[str, Estimate] | None) -> Facts:
+    """Return the facts of one start; `ticks` are used without stamps."""
+    table, spent, stragglers = run.steps, None, None
+    if table is not None:
+        spent = budget.step_budget(table, run.horovod, run.start, shares)
+        stragglers = stragglers_of(table, run.start.events_named("shares"), run.config)
+    if stragglers is None and (rounds := from_ticks(ticks)) is not None:
+        stragglers = find_stragglers(rounds)
+    exchange, blame = communication.measure_communication(run), _blame(run, stragglers)
+    begun, changed = start_up(run.journal) if run.journal is not None else None, changes(run)
+    spent = spent or budget.timeline_budget(run.horovod)
+    return Facts(run, spent, exchange, blame, stragglers, begun, changed, stalls_of(run.start))
+
+
+def _goodput(run: RunTrace, starts: Sequence[Facts]) -> Goodput | None:
     """Return the goodput. A start in several rounds waited for late ranks as their mean, weighted by steps."""
     waited: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    known = {id(each.run.steps): each for each in starts}
     for index, table in run.stamped:
-        of_start = spent if table is run.steps else budget.step_budget(table)
-        if of_start is not None:
-            late = sum(part.share for part in of_start.parts if part.name == budget.LATE)
+        if (facts := known.get(id(table))) is not None:
+            usual_ms = facts.step_ms - facts.ms(budget.ASIDE, budget.UNRECORDED)
+            late = facts.ms(budget.LATE) / usual_ms if usual_ms > 0 else 0.0
             waited[index].append((float(table.step[-1] - table.step[0]) + 1, late))
     shares = {index: sum(n * late for n, late in each) / sum(n for n, _ in each) for index, each in waited.items()}
     return goodput_of(run.starts, shares)
@@ -107,7 +120,7 @@ def _regular(run: RunTrace) -> RunTrace:
     found = [trace for trace in run.horovod if count_steps(trace)] or run.horovod
     left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
     notes = [f"{name} is ignored: it has no recognisable steps" for name in left]
-    return replace(run, horovod=[without_start(trace) for trace in found], notes=[*run.notes, *notes])
+    return replace(run, horovod=[only_steps(trace) for trace in found], notes=[*run.notes, *notes])
 
 
 def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
@@ -127,7 +140,8 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     rows.sort(key=lambda row: (order.get(row.rank, len(late)), -row.cost_ms.value, -row.last_share))
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
     steps, together = int(rounds.length.sum()), _together(run, parts)
-    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together)
+    span = (int(run.steps.step[0]), int(run.steps.step[-1])) if run.steps is not None else (0, 0)
+    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together, *span)
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:

@@ -51,14 +51,21 @@ class Budget:
         steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
         parts: data, forward, backward, exposed communication (waiting for late ranks, negotiation, queue, fusion
             copies, transfer, other), optimizer, evaluations and checkpoints, rest. Parts of 0 ms are omitted.
-        exposed: names of the parts that are exposed communication.
+        exposed: names of the parts that are exposed communication; None if that is unknown, as in a Timeline alone.
+        absent: names of the parts that were measured, and are omitted.
     """
 
     what: str
     step_ms: Estimate
     steps: Count
     parts: Sequence[Part]
-    exposed: Sequence[str]
+    exposed: Sequence[str] | None
+    absent: Sequence[str] = ()
+
+    @property
+    def exposed_parts(self) -> list[Part]:
+        """The parts that are exposed communication; none if that is unknown."""
+        return [part for part in self.parts if part.name in (self.exposed or ())]
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,7 @@ class Blame:
         spells: of stragglers that were none in some of the steps, in their order.
         together: number of consecutive ranks that wait for each other within passes, where nobody measures it: any of
             them may be the slow one.
+        first_step, last_step: of the start; 0 without stamps.
     """
 
     source: Literal["stamps", "ticks", "none"]
@@ -239,6 +247,8 @@ class Blame:
     reason: str = ""
     spells: Sequence[Spell] = ()
     together: Count = 1
+    first_step: Count = 0
+    last_step: Count = 0
 
     def group_of(self, rank: int) -> list[int]:
         """Return the ranks that are slow together with a rank."""
@@ -379,6 +389,7 @@ class Analysis:
         outer: None if ranks exchange in every step.
         start_up: None if the first steps took no longer than others.
         changes: stretches in which all ranks were slower, in their order.
+        others: of other starts and rounds with stragglers than that of `blame`, in order; the budget is of all.
     """
 
     title: str
@@ -399,6 +410,7 @@ class Analysis:
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
     over_time: OverTime | None = None
+    others: Sequence[Blame] = ()
 
 
 def part_figure(part: str) -> str:
@@ -409,12 +421,13 @@ def part_figure(part: str) -> str:
 def figures(analysis: Analysis) -> dict[str, float]:
     """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
-    goodput (0 to 1, of all starts), mfu, scaling_efficiency, step_ms, straggler_ms (of the worst one in the steps in
-    which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share, bus_gb_per_s, and PART_ms
-    for each part of the budget (underscores for spaces).
+    goodput (0 to 1, of all starts), mfu, scaling_efficiency, step_ms, straggler_ms (of the worst one of all rounds,
+    in the steps in which it was late; 0 without), straggler_rank, exposed_ms, exposed_share, hidden_share,
+    bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
     """
     communication, blame = analysis.communication, analysis.blame
-    worst = blame.worst_ms()
+    blames = [blame, *analysis.others]
+    worst = max((each.worst_ms() for each in blames), key=lambda each: max(each.values(), default=0.0))
     found = {
         "goodput": analysis.goodput.share if analysis.goodput else None,
         "mfu": analysis.efficiency.mfu if analysis.efficiency else None,
@@ -425,10 +438,11 @@ def figures(analysis: Analysis) -> dict[str, float]:
     if (budget := analysis.budget) is not None:
         if budget.steps:
             found["step_ms"] = budget.step_ms.value
-        exposed = [part for part in budget.parts if part.name in budget.exposed]
-        found["exposed_ms"] = sum(part.ms.value for part in exposed)
-        found["exposed_share"] = sum(part.share for part in exposed)
+        if budget.exposed is not None:
+            found["exposed_ms"] = sum(part.ms.value for part in budget.exposed_parts)
+            found["exposed_share"] = sum(part.share for part in budget.exposed_parts)
         if budget.steps:
+            found |= dict.fromkeys(map(part_figure, budget.absent), 0.0)
             found |= {part_figure(part.name): part.ms.value for part in budget.parts}
     if communication is not None:
         found |= {"hidden_share": communication.hidden_share, "bus_gb_per_s": communication.bus_gb_per_s}

@@ -6,22 +6,24 @@ Stamps become sparser during a long run, so recorded steps have weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.analysis.rank_steps import follows, represented, waits_us, warm_up
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
-from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, JournalSteps, StepTable
+from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
 """Exposed communication after the last rank is ready, if no Horovod Timeline shows its phases."""
-UNRECORDED = "longer steps without stamps"
-"""How much longer they took than those with stamps, by the journal."""
+UNRECORDED = "longer steps"
+"""By how much stalled steps, and those without stamps, took longer than the others, by the journal."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
 PARAMETERS = "parameter gather"
@@ -50,30 +52,36 @@ class Sample:
     weights: Floats  # number of steps that each represents. A gap between two stretches counts half to each [n].
 
 
-def sample_of(table: StepTable) -> Sample:
-    """Return the steps of a table without warm-up. Work before a start's first step belongs to no step."""
+def sample_of(table: StepTable, without: Collection[int] = ()) -> Sample:
+    """Return the steps of a table but warm-up and `without`. Work before a start's first step belongs to no step."""
     aside = np.nan_to_num(table.parts_us["aside"])
     aside[:, :1] = 0.0
     begin = np.where(follows(table.step), np.roll(table.end_us, 1, axis=1), table.start_us - aside)
     columns = np.arange(warm_up(table), len(table.step), dtype=np.int32)
+    columns = columns[~np.isin(table.step[columns], [*without])]
     steps = np.append(1.0, np.diff(table.step[columns]))[: len(columns)]
     return Sample(columns, begin[:, columns], aside[:, columns], steps, represented(steps))
 
 
 def step_budget(
-    table: StepTable, horovod: Sequence[HorovodTrace] = (), journal: JournalSteps | None = None
+    table: StepTable,
+    horovod: Sequence[HorovodTrace] = (),
+    journal: JournalStart | None = None,
+    shares: Mapping[str, Estimate] | None = None,
 ) -> Budget | None:
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
     A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
-    for the sums of all ranks is split when the last rank is ready. The time after that is split by rank 0's
-    Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
-    the wait, such as device work, are shortened.
+    for the sums of all ranks is split when the last rank is ready. The time after that is split by rank 0's Horovod
+    Timeline, or by given `shares`; steps outside the Timeline get the same shares. Other parts are as measured. Parts
+    that overlap the wait, such as device work, are shortened.
 
-    Of steps between recorded ones the total is known, and from the journal the mean duration. What makes them longer
-    than recorded ones is a part of its own; what else is left, as evaluations and checkpoints if there are any.
+    Stalled steps count as not recorded. Of steps between recorded ones the total is known, and from the journal the
+    mean duration. What makes them longer than recorded ones is a part of its own; what else is left, as evaluations and
+    checkpoints if there are any.
     """
-    sample = sample_of(table)
+    journal = journal or JournalStart({})
+    sample = sample_of(table, stalls_of(journal))
     wall, parts = step_parts(table, sample)
     if not wall.size:
         return None
@@ -85,9 +93,10 @@ def step_budget(
         end = table.end_us[:, sample.columns].mean(axis=0)
         since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
         whole = mean_of(since / sample.steps, sample.steps)
-        if journal is not None and ms.get(ASIDE) is not None:
-            inside = (journal.step >= table.step[sample.columns[0]]) & (journal.step <= table.step[-1])
-            own_ms = float(np.mean(journal.step_ms[inside])) if inside.any() else 0.0
+        if len(journal.steps) and ms.get(ASIDE) is not None:
+            number = np.array(journal.steps)
+            inside = (number >= table.step[sample.columns[0]]) & (number <= table.step[-1])
+            own_ms = 1e3 * float(np.mean(np.array(journal.seconds)[inside])) if inside.any() else 0.0
             known = sum(each.value for name, each in ms.items() if name != ASIDE)
             slower = min(max(0.0, own_ms - known), max(0.0, whole.value - known))
             if slower > _LEAST * whole.value:
@@ -95,12 +104,14 @@ def step_budget(
                 ms[UNRECORDED] = mean_of(columns[UNRECORDED], sample.weights)
         ms = _with_steps_between(ms, columns, sample.weights, whole)
     exchange = ms.pop(EXCHANGE)
-    shares = exposed_shares(table, horovod)
+    shares = shares or exposed_shares(table, horovod)
     ms |= {name: _product(exchange, share) for name, share in shares.items()}
+    if len(journal.steps) or (sample.steps == 1).all():
+        ms.setdefault(UNRECORDED, Estimate(0.0, 0.0, 0.0))
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
-    return _budget(what, whole, wall.shape[1], ms, exposed)
+    return budget_of(what, whole, wall.shape[1], ms, exposed)
 
 
 def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:
@@ -198,11 +209,16 @@ def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
             parts[name] = parts.get(name, 0.0) + phases.length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
-    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])
+    return budget_of("rank 0's communication", Estimate(wall, wall, wall), steps, exact, None)
 
 
-def _budget(what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str]) -> Budget:
+def budget_of(
+    what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str] | None
+) -> Budget:
+    """Return a budget of parts in their order; those of 0 ms are absent."""
     names = [*(name for name in ORDER if name in ms), *(name for name in ms if name not in ORDER)]
     share = 1 / whole.value if whole.value else 0.0
     parts = [Part(name, ms[name], ms[name].value * share) for name in names if ms[name].value > _LEAST * whole.value]
-    return Budget(what, whole, steps, parts, [part.name for part in parts if part.name in exposed])
+    shown = [part.name for part in parts]
+    absent = [name for name in names if name not in shown]
+    return Budget(what, whole, steps, parts, exposed and [name for name in shown if name in exposed], absent)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
 from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
-from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
+from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.analysis.straggler_causes import figures_of
@@ -37,14 +38,23 @@ _COMPILATIONS = (
 """Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
 
-def find(facts: Facts) -> list[Finding]:
-    """Return all findings, most costly first; unknown costs last."""
+def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Finding]:
+    """Return all findings, most costly first; unknown costs last.
+
+    Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
+    """
     rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
         rules.append(_of_timelines)
-    return sorted((found for rule in rules for found in rule(facts)), key=lambda finding: -(finding.cost_ms or 0.0))
+    every = [found for rule in rules for found in rule(facts)]
+    for other, share in others:
+        for found in (found for rule in RULES_OF_RANKS for found in rule(other)):
+            cost = (found.cost_ms or 0.0) * share
+            if found.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * facts.step_ms):
+                every.append(replace(found, text=f"{wording.start_of(other.blame)}: {found.text}", cost_ms=cost))
+    return sorted(every, key=lambda finding: -(finding.cost_ms or 0.0))
 
 
 def _compilations(facts: Facts) -> Iterator[Finding]:
@@ -233,7 +243,7 @@ def _cache(run: RunTrace) -> Iterator[Finding]:
             continue
         ranks = int(trace.tick_rank.max()) + 1
         turns = np.bincount(trace.tick_tensor, minlength=len(trace.tensors)) / ranks
-        full = int(np.sum(turns > _TURNS_WITH_TICKS))
+        full = int(np.sum(turns > max(_TURNS_WITH_TICKS, steps / 2)))
         if full:
             text = f"{full} tensors were negotiated in full in every step: Horovod's response cache is too small"
             advice = f"HOROVOD_CACHE_CAPACITY={max(2048, 2 * len(trace.tensors))}, unless it was 0 on purpose"

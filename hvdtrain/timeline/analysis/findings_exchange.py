@@ -32,7 +32,7 @@ _MOST = 0.5
 def _exposed(facts: Facts) -> Iterator[Finding]:
     """Report exposed communication, without the waits for stragglers and for activations."""
     assert facts.budget is not None
-    pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name not in (LATE, ACTIVATIONS)]
+    pieces = [part for part in facts.budget.exposed_parts if part.name not in (LATE, ACTIVATIONS)]
     costs = {piece.name: piece.ms.value for piece in pieces}
     if facts.blame.late and PARAMETERS in costs:  # the others wait for a straggler in each block
         costs[PARAMETERS] = min(row.parts_ms.get(PARAMETERS, 0.0) for row in facts.blame.ranks)

@@ -17,6 +17,7 @@ from hvdtrain.timeline.analysis.straggler_causes import dominant
 from hvdtrain.timeline.analysis.stragglers import Pause
 
 _MANY_PAUSES = 3
+_LOOK = "check what its host did then; pauses do not count as straggler cost"
 _REGULAR, _ABOUT, _MOST_OF_PAUSE = 3, 0.2, 0.5
 _MANY_STEPS = 4
 _MANY_SHARES = 8
@@ -177,7 +178,7 @@ def _cure(facts: Facts, cause: str) -> str | None:
 
 
 def _pauses(facts: Facts) -> Iterator[Finding]:
-    """Report pauses of each rank. Ranks that paused in the same steps, as on a suspended host, share a finding."""
+    """Report stalled steps, and pauses of each rank. Ranks that paused together, as on a suspended host, share one."""
     if (stragglers := facts.stragglers) is None:
         return
     by_rank: dict[int, list[Pause]] = {}
@@ -189,20 +190,30 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
     took = {steps: max(sum(p.ms for p in by_rank[rank]) for rank in ranks) for steps, ranks in together.items()}
     order = sorted(together, key=lambda steps: -took[steps])
     looked_at = int(stragglers.rounds.length.sum()) + len({pause.step for pause in stragglers.pauses})
+    stalls, stalled_ms, count = facts.stalls, sum(facts.stalls.values()), max(1, len(facts.run.start.steps))
+    recorded = stalls.keys() & {pause.step for pause in stragglers.pauses}
+    if not recorded and stalled_ms >= LEAST_SHARE * facts.step_ms * count:
+        text = f"{wording.counted(len(stalls), 'step')} stalled, {_when([*stalls])}, {_seconds(stalled_ms)} in total"
+        yield Finding("pause", f"{text}; no stamps show why", stalled_ms / count, _LOOK)
     for steps in order[:_MANY_PAUSES]:
         ranks = together[steps]
+        in_steps, times, in_all_ms, cost_ms = steps, len(steps), took[steps], took[steps] / looked_at
+        if 2 * len(mine := recorded.intersection(steps)) > len(steps):  # the journal has those without stamps, too
+            share = len(mine) / len(recorded)
+            times, in_all_ms, cost_ms = round(share * len(stalls)), share * stalled_ms, share * stalled_ms / count
+            in_steps = (*stalls,) if share == 1 else steps
         longest = max(by_rank[ranks[0]], key=lambda pause: pause.ms)
         paused = f"{wording.ranks(ranks, stragglers.rounds.hosts)} paused"
         they, were = ("they", "were") if len(ranks) > 1 else ("it", "was")
         text = f"{paused} once: in step {longest.step} {they} {were} {_seconds(longest.ms)} later than the others"
-        if len(steps) > 1:
-            text = f"{paused} {len(steps)} times, {_when(steps)}, {_seconds(took[steps])} in total; longest in step"
+        if times > 1:
+            text = f"{paused} {times:,} times, {_when(in_steps)}, {_seconds(in_all_ms)} in total; longest in step"
             text += f" {longest.step}, {_seconds(longest.ms)}"
-        advice = "check what its host did then; pauses do not count as straggler cost"
+        advice = _LOOK
         if (stopped := _stopped_ms(facts, ranks[0], longest.step)) > _MOST_OF_PAUSE * longest.ms:
             text += f"; its process was stopped for {_seconds(stopped)}"
             advice = _CURES["stopped"]
-        yield Finding("pause", text, took[steps] / looked_at, advice)
+        yield Finding("pause", text, cost_ms, advice)
     if left := order[_MANY_PAUSES:]:
         count = sum(len(together[steps]) for steps in left)
         text = f"{wording.counted(count, 'more rank')} paused, each for {_seconds(took[left[0]])} or less in total"

@@ -18,6 +18,7 @@ from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline.analysis.analysis import USEFUL, Budget, Efficiency, Goodput, Scaling
 from hvdtrain.timeline.analysis.budget import ASIDE, LATE
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
+from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.columns import RunTrace
 
 STALLS = "stalled steps"
@@ -25,8 +26,6 @@ START_UP, RESTARTS, REPEATED = "start-up", "restarts", "repeated steps"
 EVALUATIONS, PAUSES = "evaluations", "checkpoints and other pauses"
 USES = (USEFUL, LATE, STALLS, START_UP, RESTARTS, REPEATED, EVALUATIONS, PAUSES)
 
-_STALL = 10.0
-"""Times a usual step: what a step takes more than one, if it takes longer than this, is a stall."""
 _ENDED = ("finished", "stopped")
 
 
@@ -100,7 +99,8 @@ def _seconds(start: JournalStart, kept: NDArray[np.bool_], *, is_first: bool) ->
     usual, is_later = float(np.median(seconds)), np.arange(len(seconds)) >= start_up_steps(seconds)
     more = np.where(kept, seconds - usual, 0.0)
     slow = max(0.0, float(more[~is_later].sum()))  # of a start-up
-    found[STALLS] = float(more[is_later & (seconds > _STALL * usual)].sum())
+    of_use = set(np.array(start.steps)[kept].tolist())
+    found[STALLS] = sum(ms / 1e3 for step, ms in stalls_of(start).items() if step in of_use)
     found[USEFUL] = float(seconds[kept].sum()) - found[STALLS] - slow
     found[EVALUATIONS] = sum(before) + sum(after)
     found[beginning] = max(0.0, begin - start.started["time"] - sum(before)) + slow
@@ -145,7 +145,7 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
     lost = {
         "kernels below the peak": computing - again - used,
         "recomputation": again,
-        "exposed communication": sum(share for n, share in shares.items() if n in budget.exposed and n != LATE),
+        "exposed communication": sum(part.share for part in budget.exposed_parts if part.name != LATE),
         LATE: shares.get(LATE, 0.0),
         "input": shares.get("data", 0.0),
         "optimizer": shares.get("optimizer", 0.0),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Change, Communication, StartUp
+from hvdtrain.timeline.analysis.budget import sample_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.whatif.evidence import Change as Setting
@@ -41,6 +42,7 @@ class Facts:
     stragglers: Stragglers | None
     start_up: StartUp | None = None
     changes: Sequence[Change] = ()
+    stalls: Mapping[int, float] = field(default_factory=dict)  # by how much longer each stalled step took, ms
 
     def confirmed(self, advice: str, change: Setting, most_ms: float = math.inf) -> str:
         """Return advice with the gain that a what-if predicts, `most_ms` at most; empty if it predicts none.
@@ -88,9 +90,9 @@ class Facts:
         return f"{wording.ms(ms)} ms per step ({ms / self.step_ms:.0%})"
 
     def core_wait_ms(self) -> float | None:
-        """Return the median wait for a CPU core per step; None if small or unknown.
+        """Return the median wait for a CPU core per step of the budget, a step at most; None if small or unknown.
 
-        It is a step at most: the measured wait includes what precedes the first step, such as an evaluation.
+        Blocks with steps that are not in the budget, such as those of the start-up, count only if there are no others.
         """
         table = self.run.steps
         if table is None or not self.step_ms:
@@ -99,7 +101,9 @@ class Facts:
         waits = {number: row for number, row in rows.items() if row and None not in row}
         if not waits:
             return None
-        waited = np.sum(np.array([*waits.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*waits]).sum())
+        in_budget = np.isin(np.arange(len(table.step)), sample_of(table, self.stalls).columns)
+        known = [number for number in waits if in_budget[table.block == number].all()] or [*waits]
+        waited = np.sum([waits[number] for number in known], axis=0) / 1e3 / int(np.isin(table.block, known).sum())
         usual = float(np.median(waited))
         return min(usual, self.step_ms) if usual >= _CPU_SHARE * self.step_ms else None
 

@@ -18,6 +18,8 @@ _COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTE
 _MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
 _REGULAR_SHARE = 0.5
 _FEW_STEPS = 4
+_DOMINANT = 2.0
+"""Times the operations and the extent of other tensors that recur."""
 
 
 def kind_of(phase: str) -> str:
@@ -56,24 +58,28 @@ def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
 
 
 def count_steps(trace: HorovodTrace) -> int:
-    """Return the number of steps: how often most tensors recur; 0 if they do not agree.
+    """Return the number of steps: how often tensors recur with few others between them, for most of the file; else 0.
 
     Broadcasts belong to starts and checkpoints. They count only if there is nothing else.
     """
     broadcast = [i for i, name in enumerate(trace.phases) if name == "BROADCAST"]
-    whole = whole_collectives(trace)
-    mine = whole & ~np.isin(trace.phase, broadcast)
+    mine = whole_collectives(trace) & ~np.isin(trace.phase, broadcast)
+    begin, end = trace.start_us[mine], (trace.start_us + trace.duration_us)[mine]
     counts = np.bincount(trace.tensor[mine], minlength=len(trace.tensors))
-    counts = counts[counts > 0]
-    if not len(counts):
-        return 0
-    usual = int(np.bincount(counts).argmax())
-    # The first or the last step of a file may be incomplete.
-    return usual if np.mean(np.abs(counts - usual) <= 1) >= _REGULAR_SHARE and usual > 1 else 0
+    own = counts[trace.tensor[mine]]
+    found = {0: (0.0, 0)}
+    for count in np.unique(own[own > 1]).tolist():
+        same = (np.abs(own - count) <= 1) & (own > 1)  # the first or the last step of a file may be incomplete
+        first, last = begin[same].min(), end[same].max()
+        if np.mean(same[(begin >= first) & (end <= last)]) >= _REGULAR_SHARE:
+            found[count] = (float(same.sum() * (last - first)), int(np.sum(own == count)))
+    steps = max(found, key=lambda count: found[count])
+    next_best = max((amount for count, (amount, _) in found.items() if abs(count - steps) > 1), default=0.0)
+    return steps if found[steps][0] > _DOMINANT * next_best else 0
 
 
-def without_start(trace: HorovodTrace) -> HorovodTrace:
-    """Cut a Timeline to start at its second step, without the broadcasts of the start. Ticks are kept.
+def only_steps(trace: HorovodTrace) -> HorovodTrace:
+    """Cut a Timeline to its steps from the second to the last one, without what comes before and after. Ticks are kept.
 
     A Timeline with few or no recognisable steps is returned whole.
     """
@@ -82,11 +88,12 @@ def without_start(trace: HorovodTrace) -> HorovodTrace:
         return trace
     whole = np.flatnonzero(whole_collectives(trace))
     ends = trace.start_us[whole] + trace.duration_us[whole]
-    _, first, counts = np.unique(trace.tensor[whole], return_index=True, return_counts=True)
-    begin = float(ends[first[counts >= steps - 1]].max())  # intervals are ordered by their ends
-    later = trace.start_us >= begin
+    _, first, own, counts = np.unique(trace.tensor[whole], return_index=True, return_inverse=True, return_counts=True)
+    of_step = np.abs(counts - steps) <= 1
+    begin = float(ends[first[of_step]].max())  # intervals are ordered by their ends
+    inside = (trace.start_us >= begin) & (trace.start_us <= float(ends[of_step[own]].max()))
     columns = ("tensor", "phase", "start_us", "duration_us", "nbytes")
-    return replace(trace, **{name: getattr(trace, name)[later] for name in columns})
+    return replace(trace, **{name: getattr(trace, name)[inside] for name in columns})
 
 
 def recurring(trace: HorovodTrace) -> NDArray[np.bool_]:

@@ -141,7 +141,7 @@ def joined(segments: Sequence[Stragglers]) -> Stragglers:
     """Return what was found in segments as that of all their steps."""
     rounds = segments[0].rounds.joined([segment.rounds for segment in segments[1:]])
     shares = [float(segment.rounds.weight.sum() / rounds.weight.sum()) for segment in segments]
-    cost = [_sum_of([each.cost_ms[rank] for each in segments], shares) for rank in range(len(rounds.hosts))]
+    cost = [weighed_mean([each.cost_ms[rank] for each in segments], shares) for rank in range(len(rounds.hosts))]
     last = sum(share * each.last_share for share, each in zip(shares, segments, strict=True))
     return Stragglers(
         rounds=rounds,
@@ -149,16 +149,16 @@ def joined(segments: Sequence[Stragglers]) -> Stragglers:
         last_share=np.asarray(last),
         steady=sorted({rank for each in segments for rank in each.steady}),
         late=sorted({rank for each in segments for rank in each.late}, key=lambda rank: -cost[rank].value),
-        jitter_ms=_sum_of([segment.jitter_ms for segment in segments], shares),
+        jitter_ms=weighed_mean([segment.jitter_ms for segment in segments], shares),
         pauses=segments[0].pauses,
         reason="",
         segments=segments,
         fast=sorted(set(segments[0].fast).intersection(*(each.fast for each in segments))),
-        ahead_ms=_sum_of([segment.ahead_ms for segment in segments], shares),
+        ahead_ms=weighed_mean([segment.ahead_ms for segment in segments], shares),
     )
 
 
-def _sum_of(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
+def weighed_mean(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate:
     """Return the mean of independent estimates by shares that sum to 1."""
     value = sum(share * part.value for share, part in zip(shares, parts, strict=True))
     below = math.hypot(*(share * (part.value - part.low) for share, part in zip(shares, parts, strict=True)))

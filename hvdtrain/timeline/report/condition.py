@@ -17,11 +17,10 @@ from hvdtrain.timeline.analysis.phases import OTHER
 _COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _CLAUSE = re.compile(rf"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*(?:({_NUMBER})(\s*\*\s*base)?|(base))\s*")
-_OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
-"""Parts of a step. An absent part is 0."""
 KNOWN = (
     *("goodput", "mfu", "scaling_efficiency", "step_ms", "straggler_ms", "straggler_rank"),
-    *("exposed_ms", "exposed_share", "hidden_share", "bus_gb_per_s", *_OF_PARTS),
+    *("exposed_ms", "exposed_share", "hidden_share", "bus_gb_per_s"),
+    *map(part_figure, (*ORDER, OTHER, IDLE)),
 )
 """Names of figures."""
 
@@ -93,8 +92,6 @@ def _figure(name: str, figures: Mapping[str, float]) -> float | None:
         return figures[name]
     if name == "straggler_rank" and "straggler_ms" in figures:
         return None
-    if name in _OF_PARTS and "step_ms" in figures:
-        return 0.0
     raise ConfigError(
         f"this run has no figure {name}",
         expected=f"one of {', '.join(figures) or 'none'}",

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the page's format."""
 
+_MUCH_PAUSED = 0.02
+"""Of a step: less is not in the headline."""
+
 _FILTERS = (
     *(wording.decimals, wording.elapsed, wording.interval, wording.ms, wording.nbytes, wording.outer, wording.percent),
     *(wording.scaling, wording.speed, wording.spells, money, number, page_view.finding_pieces, page_view.heat),
@@ -53,8 +56,7 @@ def headline(analysis: Analysis) -> list[str]:
     if (budget := analysis.budget) is not None:
         subject = "The step time is" if budget.steps else "The Timeline has no recognisable steps; it spans"
         clauses.append(f"{subject} {wording.ms(budget.step_ms.value)} ms")
-        exposed = [part for part in budget.parts if part.name in budget.exposed]
-        if exposed:
+        if exposed := budget.exposed_parts:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
             clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
     if analysis.blame.late:
@@ -62,16 +64,20 @@ def headline(analysis: Analysis) -> list[str]:
         clauses.append(f"{name} is a straggler and costs {cost}")
         if others := len(analysis.blame.late) - len(ranks):
             clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
-    elif analysis.blame.source != "none":
+    elif analysis.blame.source != "none" and not analysis.others:
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
         clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
+    clauses += [wording.earlier_straggler(other) for other in analysis.others[-1:]]
+    least_ms = _MUCH_PAUSED * budget.step_ms.value if budget is not None else 0.0
+    pauses = [each for each in analysis.findings if each.kind == "pause" and (each.cost_ms or 0.0) >= least_ms]
+    clauses += [each.text.partition(";")[0] for each in pauses[:1]]
     return clauses or ["No step was measured"]
 
 
 def _view(analysis: Analysis) -> dict[str, Any]:
     """Return the variables of the templates."""
     steps = analysis.budget is None or analysis.budget.steps > 0
-    parts, exposed = (analysis.budget.parts, analysis.budget.exposed) if analysis.budget else ((), ())
+    parts, exposed = (analysis.budget.parts, analysis.budget.exposed or ()) if analysis.budget else ((), ())
     return {
         "analysis": analysis,
         "headline": headline(analysis),

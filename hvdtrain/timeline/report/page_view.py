@@ -42,7 +42,7 @@ _HUES = {
     "optimizer": ("optimizer",),
     "clip": ("clip",),
     "negotiation": ("negotiation",),
-    "queue": ("queue", "exchange", "longer steps without stamps", goodput.RESTARTS),
+    "queue": ("queue", "exchange", "longer steps", goodput.RESTARTS),
     "copies": ("fusion copies",),
     "transfer": ("transfer", "wait", "gather", PARAMETERS, "activations", ACTIVATIONS, "exposed communication"),
     "late": (LATE,),

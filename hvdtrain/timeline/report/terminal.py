@@ -76,11 +76,11 @@ def _budget(budget: Budget) -> Iterator[str]:
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(shorten(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
-        name = shorten(part.name, 30) + (" *" if part.name in budget.exposed else "")
+        name = shorten(part.name, 30) + (" *" if part in budget.exposed_parts else "")
         bar = "#" * round(_BAR * part.share)
         yield f"  {name:<{width}} {wording.quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
-        share = sum(part.share for part in budget.parts if part.name in budget.exposed)
+        share = sum(part.share for part in budget.exposed_parts)
         yield f"  * exposed communication: {share:.1%} of {'the step' if budget.steps else 'the trace'}"
 
 
@@ -170,7 +170,7 @@ def _summary_budget(budget: Budget, most: int) -> Iterator[str]:
     ordered = sorted(budget.parts, key=lambda part: -part.ms.value)
     kept = ordered if len(ordered) <= most else ordered[: most - 1]
     rows = [
-        (f"exposed: {part.name}" if part.name in budget.exposed else part.name, part.ms.value, part.share)
+        (f"exposed: {part.name}" if part in budget.exposed_parts else part.name, part.ms.value, part.share)
         for part in budget.parts
         if part in kept
     ]

@@ -97,6 +97,7 @@ class Evidence:
     jitter: Jitter = field(default_factory=lambda: Jitter(np.zeros(1)))
     fitted: FittedLink = FittedLink(None, "nothing was exchanged", 0.0)  # the link
     late_s: float = 0.0  # how much later than rank 0 the slowest rank is ready, if all ranks recorded it
+    late_by_data_s: float = 0.0  # the part of it because ranks wait unequally long for data
     copy_s_per_byte: float | None = None  # to pack a gradient uncompressed; None if not measured
     buckets: Sequence[Sequence[str]] = ()
     compression_of: Callable[[str], Compression] = parse  # what the name of a compression means in this job

@@ -156,13 +156,16 @@ class _Model:
         """Return the part of the measured step that the replay does not explain, as it is after the change.
 
         It stays the same if the measured step is longer. If it is shorter, because less was waited for, it shrinks in
-        proportion to the wait. A rank that trains alone does not wait for others.
+        proportion to the wait. A rank that trains alone does not wait for others. Ranks that load for a given time do
+        not wait for the one that loads longest.
         """
         residual_s = self.evidence.step_s - base.step_s
         if self.job.ranks.size == 1 < self.evidence.job.ranks.size:
             return 0.0
         if residual_s < 0:
             return residual_s * min(1.0, _waited_s(changed) / max(_waited_s(base), -residual_s))
+        if self.change.data_ms is not None:
+            residual_s -= min(residual_s, self.evidence.late_by_data_s)
         return residual_s
 
     @property

@@ -124,7 +124,7 @@ def _read(
             next_step="record 15 steps with --parallel.compression none",
         )
     gradients, tail_s, copy_s = _read_gradients(profile)
-    compute_s, late_s = _times_of_ranks(start, steps)
+    compute_s, late_s, late_by_data_s = _times_of_ranks(start, steps)
     evidence = Evidence(
         path=path,
         job=job,
@@ -142,6 +142,7 @@ def _read(
         copy_s_per_byte=copy_s if engine == "horovod" and not plan.dimensions.divides_model else None,
         notes=_notes(profile),
         late_s=late_s,
+        late_by_data_s=late_by_data_s,
     )
     cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
@@ -202,19 +203,24 @@ def _micro_batch(path: Path, config: Mapping[str, Any]) -> int:
     return int(found[-1]["samples"]) if given == "auto" and found else int(given)
 
 
-def _times_of_ranks(start: Start | None, steps: Sequence[Mapping[str, float]]) -> tuple[NDArray[np.float64], float]:
-    """Return seconds of computing [ranks, steps], and how much later than rank 0 the slowest rank is ready.
+def _times_of_ranks(
+    start: Start | None, steps: Sequence[Mapping[str, float]]
+) -> tuple[NDArray[np.float64], float, float]:
+    """Return seconds of computing [ranks, steps]; how much later than rank 0 the slowest rank is ready, and by data.
 
     If the other ranks are unknown, the times are those of rank 0 alone.
     """
     alone = np.array([[step["step"] - step["wait"] for step in steps]])
     if start is None:
-        return alone, 0.0
+        return alone, 0.0, 0.0
     known = np.isin(start.steps.step, [step["number"] for step in steps])
     ready_us = start.steps.ready_us[:, known]
     everyone = (ready_us - start.steps.start_us[:, known]) * 1e-6
-    late_s = float(np.median(ready_us.max(axis=0) - ready_us[0])) * 1e-6 if ready_us.size else 0.0
-    return everyone if everyone.shape[1] >= _MIN_STEPS else alone, late_s
+    computed_us = ready_us - np.nan_to_num(start.steps.parts_us["data"][:, known])
+    late_s, otherwise_s = (
+        float(np.median(us.max(axis=0) - us[0])) * 1e-6 if us.size else 0.0 for us in (ready_us, computed_us)
+    )
+    return everyone if everyone.shape[1] >= _MIN_STEPS else alone, late_s, late_s - otherwise_s
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

@@ -98,6 +98,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         sink.start(msgspec.structs.replace(line, devices=list(devices), consecutive_stages=stages), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu).device)
+    current.spans.listeners.append(causes)
     experts = None if worker.compiled else make_routers(worker.state.model)
     stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
     recorder.add_watcher(stamps)

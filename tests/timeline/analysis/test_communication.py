@@ -15,7 +15,7 @@ from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis import communication
 from hvdtrain.timeline.analysis.analysis import Communication
 from hvdtrain.timeline.analysis.communication import bus_bytes, measure_communication, modules_of, tensor_module
-from hvdtrain.timeline.analysis.phases import PHASES, count_steps, kind_of, recurring, without_start
+from hvdtrain.timeline.analysis.phases import PHASES, count_steps, kind_of, only_steps, recurring
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RunTrace, StepTable
 from tests.support.step_tables import columns_of, table_of
 from tests.support.timelines import Turn, spans_of, trace_of
@@ -192,7 +192,7 @@ def test_steps_are_the_turns_of_most_tensors_and_what_comes_once_is_none() -> No
 
 def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
     """However late a tensor that comes once may be."""
-    found = without_start(_with_start())
+    found = only_steps(_with_start())
     assert found.start_us.min() == 2 * STEP_US
     assert count_steps(found) == STEPS - 1
     assert ONCE in {found.tensors[number] for number in found.tensor}
@@ -200,4 +200,4 @@ def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
 
 def test_of_few_steps_none_is_left_out() -> None:
     trace = _with_start(3, once_at=2.5)
-    np.testing.assert_array_equal(without_start(trace).start_us, trace.start_us)
+    np.testing.assert_array_equal(only_steps(trace).start_us, trace.start_us)

@@ -20,6 +20,7 @@ from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
+from hvdtrain.timeline.report.form import to_bytes
 from hvdtrain.timeline.report.terminal import to_text, verdicts
 from hvdtrain.timeline.wording import worst_straggler
 from tests.support.step_tables import Floats, columns_of, noise, run_of, table_of
@@ -172,6 +173,10 @@ def test_cores_are_waited_for_in_the_steps_whose_facts_are_known_and_no_longer_t
     known: dict[str, Any] = {"cpu_wait_us": [180_000.0] * 4}
     found = analyse(run_of(replace(table, facts=[known, known, {"cpu_wait_us": [None] * 4}, {}])))
     assert _one(found, "cpu").cost_ms == pytest.approx(3.0)
+    start_up: dict[str, Any] = {"cpu_wait_us": [9e6] * 4}
+    later = analyse(run_of(replace(table, facts=[start_up, known, known, {"cpu_wait_us": [60_000.0] * 4}])))
+    assert _one(later, "cpu").cost_ms == pytest.approx(3.0), "not those of the start-up"
+    assert to_bytes(later), "JSON has no numbers of numpy"
     most = _analysed(facts={"cpu_wait_us": [1e9] * 4})
     assert _one(most, "cpu").cost_ms == most.budget.step_ms.value
 

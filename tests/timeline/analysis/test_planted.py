@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
@@ -179,8 +180,8 @@ STEPS = 518_400
 """Three days of half a second."""
 
 
-def _sampled(ranks: int) -> Ints:
-    blocks = [block for block in range(STEPS // BLOCK) if is_gathered(block, ranks, STEPS)]
+def _sampled(ranks: int, run_steps: int = STEPS) -> Ints:
+    blocks = [block for block in range(run_steps // BLOCK) if is_gathered(block, ranks, run_steps)]
     steps = (np.array(blocks)[:, None] * BLOCK + np.arange(1, BLOCK + 1)).reshape(-1)
     return steps.astype(np.int32)
 
@@ -214,6 +215,64 @@ def test_sampled_steps_count_by_what_they_represent(ranks: int, begin: float, en
     (spell,) = found.blame.spells
     assert abs(spell.first_step - begin * STEPS) <= 0.05 * STEPS and abs(spell.last_step - end * STEPS) <= 0.05 * STEPS
     assert spell.cost_ms.value == pytest.approx(41.5, rel=0.2)
+
+
+@pytest.mark.parametrize(("ranks", "later"), [(4, 2), (8, 8), (64, 32)])
+def test_a_straggler_of_an_earlier_start_is_named_with_when_and_where(ranks: int, later: int) -> None:
+    first, last = (table_of(work) for work in (_planted(_work(ranks, 200), (2, 0.0, 1.0)), _work(later, 60, seed=1)))
+    last = replace(last, step=last.step + 180)  # repeats the last 20 steps of the first start
+    found = analyse(run_of(last, stamped=[(-1, first), (-1, last)]))
+    quiet = analyse(run_of(last))
+    (finding,) = [finding for finding in found.findings if finding.kind == "straggler"]
+    assert not found.blame.late and found.budget is not None and quiet.budget is not None
+    figure = figures(found)
+    assert figure["straggler_ms"] == pytest.approx(21.0, rel=0.2) and figure["straggler_rank"] == 2
+    assert finding.cost_ms == pytest.approx(figure["straggler_ms"] * 180 / 240)
+    assert finding.text.startswith(f"steps 1 to 200, on {ranks} ranks: rank 2 on host0 is a straggler")
+    for text in ("; ".join(headline(found)), to_text(found), " ".join(summary_lines(found))):
+        assert f"steps 1 to 200, on {ranks} ranks" in text and "rank 2 on host0" in text
+    alone = [analyse(run_of(table)).budget for table in (first, last)]
+    mean_ms = sum(n * budget.step_ms.value for n, budget in zip((180, 60), alone, strict=True) if budget) / 240
+    assert found.budget.step_ms.value == pytest.approx(mean_ms)
+    assert sum(part.ms.value for part in found.budget.parts) == pytest.approx(mean_ms)
+    assert "steps 1 to 240 of 2 starts" in found.budget.what and quiet.budget == alone[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "period"),
+    [(8, 131_072, 128), (64, 20_480, 128), (64, 30_000, 500), pytest.param(512, 65_536, 128, marks=pytest.mark.slow)],
+)
+def test_pauses_that_recur_are_all_counted(ranks: int, steps: int, period: int) -> None:
+    """The journal has all of them; of few, stamps show the rank."""
+    step, pause_ms, generator = _sampled(ranks, steps), 1280.0, np.random.default_rng(0)
+    pauses = np.arange(1, steps + 1) % period == 0
+    late = np.zeros((ranks, len(step)))
+    late[5, pauses[step - 1]] = pause_ms
+    table = table_of(_work(ranks, len(step)), block=BLOCK, more_ms={"forward": late})
+    stamped_ms = (table.end_us - table.start_us)[0] / 1e3
+    took_ms = np.median(stamped_ms) + generator.normal(0, 0.5, steps) + pause_ms * pauses
+    took_ms[step - 1] = stamped_ms
+    end_s = np.cumsum(took_ms) / 1e3
+    facts = {"size": ranks, "devices": ranks, "time": 0.0}
+    start = JournalStart(facts, 1, steps, float(end_s[-1]), first_times=end_s[:32].tolist(), last_step_time=end_s[-1])
+    start.steps.extend(range(1, steps + 1))
+    start.seconds.extend((took_ms / 1e3).tolist())
+    moments = {name: getattr(table, name) for name in ("start_us", "ready_us", "released_us", "end_us")}
+    moved_us = 1e6 * end_s[step - 1] - moments["end_us"][0]
+    table = replace(table, step=step, **{name: us + moved_us for name, us in moments.items()})
+    found = analyse(run_of(table, starts=[start], start=start, stamped=[(0, table)]))
+    (finding,) = [finding for finding in found.findings if finding.kind == "pause"]
+    truth_ms, share = pause_ms / period, pause_ms / period / (104.0 + pause_ms / period)
+    often = f"rank 5 on host0 paused {steps // period:,} times, about every {period} steps"
+    assert (
+        finding.cost_ms == pytest.approx(truth_ms, rel=0.02) and often in finding.text and often in headline(found)[-1]
+    )
+    assert found.goodput is not None and found.budget is not None and not found.blame.late
+    hours = {use: hours / sum(found.goodput.hours.values()) for use, hours in found.goodput.hours.items()}
+    assert hours["stalled steps"] == pytest.approx(share, rel=0.05) and hours["waiting for late ranks"] < 0.04
+    parts = {part.name: part.ms.value for part in found.budget.parts}
+    assert parts["longer steps"] == pytest.approx(truth_ms, rel=0.1)
+    assert parts["waiting for late ranks"] == pytest.approx(_work(ranks, 500).max(axis=0).mean() - 100, rel=0.15)
 
 
 def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:

@@ -101,6 +101,16 @@ def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:
     assert now + slower_ms - 5 < _ms(pair, slow_rank_percent=10) <= now + slower_ms
 
 
+@pytest.mark.parametrize("size", [2, 8, 64])
+@pytest.mark.parametrize(("late_in", "gain_ms"), [("data", 21.0), ("forward", 0.0)])
+def test_loading_of_every_rank_is_predicted(late_in: str, gain_ms: float, size: int, tmp_path: Path) -> None:
+    """Rank 0 waits 21 ms for the last rank, which waits for data, or computes longer."""
+    path = run_folder(tmp_path / "run", size=size, wait_ms=21.5, late_ms=21.0, late_in=late_in)
+    now = _ms(path)
+    assert _ms(path, data_ms=0) == pytest.approx(now - PARTS["data"] - gain_ms, abs=0.5)
+    assert _ms(path, data_ms=9) == pytest.approx(now - PARTS["data"] - gain_ms + 9, abs=0.5)
+
+
 def test_compression_sends_what_its_formula_says_and_pays_on_a_slow_link(pair: Path) -> None:
     evidence = read_evidence(pair)
     plain, half = (predict(evidence, Change(compression=name, bandwidth_gbit=0.1)).then for name in ("none", "fp16"))
