@@ -233,7 +233,10 @@ def block_line(block: Block, offsets: Sequence[Offset], origin_us: float) -> Blo
 
 
 def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
-    """Return the event of a block for metric sinks: milliseconds per step of each rank, means over the block."""
+    """Return the event of a block for metric sinks: milliseconds per step of each rank, means over the block.
+
+    Exposed communication is what a rank waits for it after the last one is ready.
+    """
     shift = np.array([offset.us for offset in offsets])[:, None]
     names = ("start", "ready", "end", "received", "wait")
     start, ready, end, received, wait = (block.stamps[:, :, COLUMNS.index(name)] for name in names)
@@ -248,6 +251,6 @@ def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
         "event": "ranks",
         "at_step": block.first + block.stamps.shape[1] - 1,
         "late_ms": mean_ms(late),
-        "exposed_ms": mean_ms(wait),
+        "exposed_ms": mean_ms(np.maximum(0.0, wait - (late.max(axis=0) - late))),
         "step_ms": mean_ms(end - start),
     }

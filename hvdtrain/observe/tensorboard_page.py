@@ -98,7 +98,7 @@ def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool)
     """
     overview = {
         f"{unit} per second": f"speed/{unit}_per_s",
-        "exposed communication (% of a step)": "communication/exposed_percent",
+        "wait for the exchange and late ranks, rank 0 (% of a step)": "communication/exposed_percent",
     }
     if several:
         overview[STRAGGLER_TITLE] = "straggler/cost_ms"

@@ -49,9 +49,10 @@ class Budget:
             has other rounds.
         step_ms: wall time of a step.
         steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
-        parts: data, forward, backward, exposed communication (waiting for late ranks, negotiation, queue, fusion
+        parts: data, forward, backward, waiting for late ranks, exposed communication (negotiation, queue, fusion
             copies, transfer, other), optimizer, evaluations and checkpoints, rest. Parts of 0 ms are omitted.
-        exposed: names of the parts that are exposed communication; None if that is unknown, as in a Timeline alone.
+        exposed: names of the parts that are exposed communication: what ranks wait for it after the last one is ready.
+            None if that is unknown, as in a Timeline alone.
         absent: names of the parts that were measured, and are omitted.
     """
 

@@ -110,7 +110,7 @@ def step_budget(
         ms.setdefault(UNRECORDED, Estimate(0.0, 0.0, 0.0))
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
-    exposed = [name for name in ORDER if name in (LATE, PARAMETERS, ACTIVATIONS) or name in shares]
+    exposed = [name for name in ORDER if name in (PARAMETERS, ACTIVATIONS) or name in shares]
     return budget_of(what, whole, wall.shape[1], ms, exposed)
 
 

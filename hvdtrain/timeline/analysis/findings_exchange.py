@@ -14,7 +14,7 @@ from hvdtrain.compression.table import auto_candidates
 from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, LATE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
+from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
 from hvdtrain.timeline.analysis.inputs import LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.columns import Floats
@@ -30,9 +30,9 @@ _MOST = 0.5
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:
-    """Report exposed communication, without the waits for stragglers and for activations."""
+    """Report exposed communication, without that of activations, which has a finding of its own."""
     assert facts.budget is not None
-    pieces = [part for part in facts.budget.exposed_parts if part.name not in (LATE, ACTIVATIONS)]
+    pieces = [part for part in facts.budget.exposed_parts if part.name != ACTIVATIONS]
     costs = {piece.name: piece.ms.value for piece in pieces}
     if facts.blame.late and PARAMETERS in costs:  # the others wait for a straggler in each block
         costs[PARAMETERS] = min(row.parts_ms.get(PARAMETERS, 0.0) for row in facts.blame.ranks)
@@ -41,7 +41,9 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
         return
     largest = max(costs, key=lambda name: costs[name])
     mostly = f", mostly {largest}" if len(pieces) > 1 else ""
-    text = f"exposed communication takes {facts.per_step(cost)}{mostly}"
+    besides = " besides that of activations" if len(pieces) < len(facts.budget.exposed_parts) else ""
+    took = facts.per_step(sum(piece.ms.value for piece in pieces))
+    text = f"exposed communication{besides} takes {took}{mostly}"
     yield Finding("exposed", text, cost, _faster_exchange(facts, largest, cost))
 
 

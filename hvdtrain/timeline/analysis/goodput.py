@@ -145,7 +145,7 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
     lost = {
         "kernels below the peak": computing - again - used,
         "recomputation": again,
-        "exposed communication": sum(part.share for part in budget.exposed_parts if part.name != LATE),
+        "exposed communication": sum(part.share for part in budget.exposed_parts),
         LATE: shares.get(LATE, 0.0),
         "input": shares.get("data", 0.0),
         "optimizer": shares.get("optimizer", 0.0),

@@ -81,6 +81,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     return {
         "analysis": analysis,
         "headline": headline(analysis),
+        "meanings": page_view.MEANINGS,
         "segments": page_view.shares_view([(part.name, part.ms.value) for part in parts], exposed),
         "blame": page_view.blame_view(analysis.blame, analysis.budget.step_ms.value if analysis.budget else None),
         "over_time": page_view.over_time_view(analysis.over_time) if analysis.over_time else None,

@@ -16,7 +16,17 @@ from typing import Any
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import goodput
 from hvdtrain.timeline.analysis.analysis import Blame, OverTime
-from hvdtrain.timeline.analysis.budget import ACTIVATIONS, ASIDE, IDLE, LATE, PARAMETERS
+from hvdtrain.timeline.analysis.budget import (
+    ACTIVATIONS,
+    ASIDE,
+    EXCHANGE,
+    IDLE,
+    LATE,
+    OTHER_EXCHANGE,
+    PARAMETERS,
+    REST,
+    UNRECORDED,
+)
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
@@ -42,17 +52,36 @@ _HUES = {
     "optimizer": ("optimizer",),
     "clip": ("clip",),
     "negotiation": ("negotiation",),
-    "queue": ("queue", "exchange", "longer steps", goodput.RESTARTS),
+    "queue": ("queue", "exchange", goodput.RESTARTS),
     "copies": ("fusion copies",),
     "transfer": ("transfer", "wait", "gather", PARAMETERS, "activations", ACTIVATIONS, "exposed communication"),
     "late": (LATE,),
     "other": ("other", "other exchange"),
-    "gc": ("gc", "recomputation", goodput.REPEATED),
+    "gc": ("gc", "recomputation", UNRECORDED, goodput.REPEATED),
     "aside": ("aside", "evaluation", "checkpoint", ASIDE),
     "rest": ("rest", IDLE, goodput.PAUSES),
 }
 """Colours of the style sheet, and the names that have each."""
 _HUE_OF = {name: hue for hue, names in _HUES.items() for name in names} | {goodput.STALLS: "transfer"}
+MEANINGS = {
+    "data": "waiting for a batch, and copying it to the device",
+    LATE: "from when a rank is ready for the exchange until the last one is",
+    "negotiation": "Horovod finds out that all ranks have a tensor",
+    "queue": "tensors wait for the ones before them",
+    "fusion copies": "into and out of the buffer in which Horovod joins small tensors",
+    "transfer": "numbers move between ranks, and are summed",
+    EXCHANGE: "from when the last rank is ready until all have the sums",
+    OTHER_EXCHANGE: "of the exchange, in no phase of Horovod's Timeline: threads wake, buckets are coded",
+    PARAMETERS: "waiting for parameters that other ranks have updated",
+    ACTIVATIONS: "waiting for activations, and their gradients, of other ranks",
+    "optimizer": "the norm, the scaling and the update",
+    UNRECORDED: "what stalled steps, and those without stamps, took more than the others",
+    ASIDE: "between two steps",
+    REST: "in no other part",
+    IDLE: "nothing is under way in the Timeline",
+    "bus bandwidth": "bytes a second on each link: an allreduce of n bytes on p ranks moves 2 n (p - 1) / p",
+}
+"""Of the terms on the page."""
 _MORE = ("a", "b", "c", "d")
 """Colours of unknown names."""
 
