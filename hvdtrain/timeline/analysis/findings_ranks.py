@@ -223,10 +223,13 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
 def _when(steps: Sequence[int]) -> str:
     """Say in which steps, or how often if that is regular."""
     gaps = np.diff(steps)
-    period = float(np.median(gaps))
-    if len(gaps) >= _REGULAR and np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
-        return f"about every {period:.0f} steps"
-    return f"in steps {listed((f'{step:,}' for step in steps), _MANY_STEPS, ' and others')}"
+    if len(gaps) >= _REGULAR:
+        period = float(np.median(gaps))
+        if np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
+            return f"about every {period:.0f} steps"
+    return (
+        f"in step{'s' if len(steps) > 1 else ''} {listed((f'{step:,}' for step in steps), _MANY_STEPS, ' and others')}"
+    )
 
 
 def _stopped_ms(facts: Facts, rank: int, step: int) -> float:

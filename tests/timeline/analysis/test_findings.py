@@ -612,3 +612,12 @@ def test_every_flag_that_is_advised_exists() -> None:
 def test_findings_are_ordered_by_what_they_cost() -> None:
     costs = [finding.cost_ms or 0.0 for finding in _analysed(exchange_ms=3.0, data=_each(9)).findings]
     assert costs == sorted(costs, reverse=True) and len(costs) >= 2
+
+
+def test_a_single_stalled_step_is_reported() -> None:
+    """The journal has it; no rank was later than the others."""
+    start = JournalStart({}, 1, 200)
+    start.steps.extend(range(1, 201))
+    start.seconds.extend(5.0 if step == 30 else 0.1 for step in range(1, 201))
+    text = _one(_analysed(run={"start": start, "starts": [start]}), "pause").text
+    assert text == "1 step stalled, in step 30, 4.90 s in total; no stamps show why"
