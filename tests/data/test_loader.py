@@ -45,6 +45,7 @@ def test_any_position_to_go_on_from_gives_the_same_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on one core
 def test_worker_processes_give_the_same_batches_each_with_its_indices() -> None:
     stream = Stream(Numbers(23), 3, 10, 3, 0, 2)
     plain, worked = (

@@ -104,7 +104,7 @@ def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int)
     every = os.sched_getaffinity(sleeper)
     os.sched_setaffinity(sleeper, {min(every)})
     threads.SpinningThread(sleeper, can_restore=False)
-    assert os.sched_getaffinity(sleeper) == every
+    assert os.sched_getaffinity(sleeper) >= every, "all cores of the host, where this process has fewer"
 
 
 @pytest.mark.parametrize(("asked", "raised_by"), [("10", 10), ("", 0), ("no number", 0), ("-5", 0)])
