@@ -143,7 +143,7 @@ def test_workers_that_train_apart_are_judged_from_exchange_to_exchange(
     quiet = _work(ranks, steps, kind, seed=ranks)
     work = _planted(quiet, (1, 0.0, 1.0))
     longest = [each.reshape(ranks, -1, every).mean(axis=2).max(axis=0).mean() for each in (work, quiet)]
-    for block in (every, 50):  # the stamps of 50 steps, of which some exchanges have no beginning
+    for block in (every, 50):  # in blocks of 50 steps, some exchanges begin before the block
         table = columns_of(table_of(work, every=every), np.arange(steps) % (2 * block) < block)
         found = analyse(run_of(table))
         assert found.blame.late == [1] and found.blame.causes[1][0].name == "backward"
