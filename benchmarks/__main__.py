@@ -31,6 +31,7 @@ SCRIPTS = (
     "experts",
     "mesh",
     "load_peak",
+    "long_texts",
     "optimizers",
     "timeline",
     "timeline_cost",

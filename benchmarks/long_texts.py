@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+from common import Figure, figure, main, ratios
+
 ROUNDS, PASSES = 3, 3
 CASES = {"vocabulary": ("whole", "chunks"), "documents": ("one mask", "blocks")}
 SIZES = {
@@ -68,25 +70,26 @@ def _peak_bytes(profiled: Any) -> int:
     return peak
 
 
-def main() -> None:
-    """Print a line for each process, and the ratios."""
+def compared(quick: bool) -> list[Figure]:
+    """Print a line for each process; return the ratios."""
+    figures = []
     for case, (before, now) in CASES.items():
         found: dict[str, list[dict[str, float]]] = {before: [], now: []}
-        for _ in range(ROUNDS):
+        for _ in range(1 if quick else ROUNDS):
             for how, rows in found.items():
                 command = [sys.executable, __file__, case, how]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
-                figures = f"loss {rows[-1]['loss']:.3f}  {rows[-1]['s']:.2f} s  {rows[-1]['mib']:,.0f} MiB"
-                print(f"{case} {how:8}  {figures}", flush=True)
+                told = f"loss {rows[-1]['loss']:.3f}  {rows[-1]['s']:.2f} s  {rows[-1]['mib']:,.0f} MiB"
+                print(f"{case} {how:8}  {told}", flush=True)
         for name in ("s", "mib"):
-            pairs = zip(found[now], found[before], strict=True)
-            ratios = sorted(one[name] / other[name] for one, other in pairs)
-            print(f"{case}/{name}_ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+            ours, before_us = ([row[name] for row in found[how]] for how in (now, before))
+            figures.append(figure(f"long_texts/{case}/{name}", ratios(ours, before_us), "of before"))
+    return figures
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:2] and sys.argv[1] in CASES:
         print(json.dumps(measure(*sys.argv[1:])))
     else:
-        main()
+        main(__doc__, compared)
