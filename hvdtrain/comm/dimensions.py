@@ -215,7 +215,7 @@ def check_divides(option: str, ranks: int, count: int, what: str, next_step: str
         fitting = [str(each) for each in range(1, count + 1) if count % each == 0]
         raise ConfigError(
             f"{option}: {ranks} ranks cannot divide the {count} {what}",
-            expected=f"one of {', '.join(fitting[:12])}{', ...' if fitting[12:] else ''}",
+            expected=f"one of {listed(fitting, 12, ETC)}",
             next_step=next_step,
         )
 

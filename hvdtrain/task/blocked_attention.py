@@ -73,7 +73,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
-    """Return what tells a model's layers which keys a query sees, as transformers' `sdpa_mask` does."""
+    """Return the mask for a model's layers: `Masked`, or that of transformers' `sdpa_mask` where blocks do not fit."""
     from transformers.masking_utils import sdpa_mask
 
     if _is_for_blocks(q_length, kv_length, **options):

@@ -51,7 +51,7 @@ def returns_product_of_head(model: Any) -> bool:
 
 
 class _Hidden:
-    """What stands for the output of a model's layers: it has everything, but only hidden states are something."""
+    """A fake output of a model's layers. All of its attributes but the hidden states are None."""
 
     last_hidden_state = torch.zeros(1, 2, 4)
 

@@ -58,12 +58,14 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         targets = partial(separate_targets, end=corpus.end, config=made.config)
     mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
     chunks = returns_product_of_head(made)
+    loss = partial(token_loss, targets=targets, mtp=mtp, chunks=chunks)
+    metrics = partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None
     notes = [f"weights of {source.folder}"] if source is not None else []
     notes += [corpus.note] if corpus.note else []
     return Task(
         model=made,
-        loss=partial(token_loss, targets=targets, mtp=mtp, chunks=chunks),
-        metrics=partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None,
+        loss=loss,
+        metrics=metrics,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=corpus.nominal_weight,
@@ -71,25 +73,18 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data_id=corpus.digest,
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
-        by_part=partial(_by_part, made, targets, mtp, data, chunks),
+        by_part=partial(_by_part, made, data, loss, metrics),
         prepare=_make_prepare(made, model.attention, data, notes),
     )
 
 
 def _by_part(
-    model: nn.Module,
-    targets: Callable[[Any], Targets],
-    mtp: MtpLoss | None,
-    data: TextConfig,
-    chunks: bool,
-    part: SequencePart,
+    model: nn.Module, data: TextConfig, loss: Callable[..., Any], metrics: Callable[..., Any] | None, part: SequencePart
 ) -> Loss | tuple[Loss, Metrics]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
     divide_attention(model, part, data.seq_len, apart=data.separate)
-    loss = partial(token_loss, targets=targets, part=part, mtp=mtp, chunks=chunks)
-    if mtp is None:
-        return loss
-    return loss, partial(mtp_metrics, targets=targets, count=mtp.count, part=part, chunks=chunks)
+    own = partial(loss, part=part)
+    return own if metrics is None else (own, partial(metrics, part=part))
 
 
 def _make_prepare(

@@ -1,4 +1,4 @@
-"""The norm of a gradient of which ranks hold parts."""
+"""The norm of a gradient that ranks hold in parts."""
 
 from __future__ import annotations
 
